@@ -1,11 +1,11 @@
 "use strict";
-// Figures and what their controls change were made in Python; here they are drawn.
+// Figures with their menus were made in Python; here they are drawn.
 {
   const dark = matchMedia("screen and (prefers-color-scheme: dark)"), narrow = matchMedia("(max-width: 640px)");
   const { figures, templates } = JSON.parse(document.getElementById("data").textContent);
   const drawn = [];
   for (const holder of typeof Plotly === "undefined" ? [] : document.querySelectorAll("figure")) {
-    const { figure, choices } = figures[holder.dataset.plot], { height, legend, margin } = figure.layout;
+    const figure = figures[holder.dataset.plot], { height, legend, margin } = figure.layout;
     const plot = holder.querySelector(".plot"), fold = holder.closest("details");
     const config = { displaylogo: false, responsive: true, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
@@ -25,11 +25,6 @@
     drawn.push(Plotly.newPlot(plot, figure.data, { ...figure.layout, height: undefined, ...look() }, config));
     for (const media of [dark, narrow]) media.addEventListener("change", () => Plotly.relayout(plot, look()));
     if (fold) fold.addEventListener("toggle", () => Plotly.Plots.resize(plot));
-    for (const control of holder.querySelectorAll("[name]")) control.addEventListener("input", () => {
-      Plotly.update(plot, ...choices[control.name][control.value]);
-      const output = control.nextElementSibling;
-      if (output) output.textContent = JSON.parse(output.dataset.words)[control.value];
-    });
   }
   const sorted = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
   for (const button of document.querySelectorAll(".runs button")) button.addEventListener("click", () => {

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from llmexp.compare.curves import Scale, cells, scale
 from llmexp.compare.evidence import Verdict
 from llmexp.compare.figures import figure, half_width, is_score, shown
-from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
+from llmexp.compare.plotting import GREY, LEADING, Plot, looks, menus, metric, palette, plot, text
 from llmexp.compare.records import APART, Comparison, Entry
 from llmexp.settings.labels import label, short_keys
 
@@ -76,7 +76,7 @@ def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Pl
     intervals = f"The bars are 95 % intervals over the {what}."
     caption = intervals if seeds else "One seed each, so there are no intervals."
     title = f"{column.title[:1].upper()}{column.title[1:]} over {key}"
-    return Plot(f"over {key}", title, traces, layout, caption=caption)
+    return plot(f"over {key}", title, traces, layout, caption)
 
 
 def _ticks(along: Scale, places: Any) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def _map(
         texttemplate="%{text}", hovertemplate="<b>%{customdata}</b><br>%{text}<extra></extra>",
         hoverongaps=False, coloraxis="coloraxis", xgap=3, ygap=3,
     )  # fmt: skip
-    layout = {"height": 100 + 46 * min(len(rows), 12), **reverse}
+    height = 130 + 46 * min(len(rows), 12)
+    layout = {"height": height, "updatemenus": menus((options, chosen)), **reverse}
     for axis, (key, along) in zip(("xaxis", "yaxis"), scales.items(), strict=True):
         name = {"text": text(short_keys(c.factors)[key])}
         layout[axis] = dict(title=name, showgrid=False, **_ticks(along, range(len(along.levels))))
     caption = "The stronger the colour, the better, where one direction is better."
     caption += " Each cell shows the best of its runs." * (len(c.factors) > 2)
-    choices = {"figure": Choice("show", options, chosen)}
     title = " and ".join(scales)
-    return Plot(f"map {title}", title, [trace], layout, choices, caption)
+    return plot(f"map {title}", title, [trace], layout, caption)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.figures import own_keys
-from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
+from llmexp.compare.plotting import GREY, Look, Plot, looks, menus, packed, plot
 from llmexp.compare.records import Comparison, Entry
 from llmexp.compare.rows import named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
@@ -26,7 +26,9 @@ SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
 USUAL = 3  # of these
 OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
 CAPTION = (
-    "Lines are train losses, smoothed, with their rows pale behind them; validation is dashed."
+    "Lines are train losses, each the mean over 5 % of the rows around it unless chosen otherwise, "
+    "with their rows pale behind them; validation is dashed. Later losses are those from a tenth "
+    "of the steps on."
 )
 FORKS = " The rows of a fork's parents, up to its step, are thin and dotted."
 SEEDS = " A band spans the seeds, from the lowest to the highest; the line is their mean."
@@ -60,30 +62,31 @@ def losses(c: Comparison) -> Plot | None:
     axis = c.align if c.align in axes else axes[0]
     smoothed = [i for i, line in enumerate(lines) if len(line.y) > 1]
     every, later = list(range(len(lines))), _later(lines)
-    over = [(AXES[a], [{"x": [line.along(a) for line in lines]}, _axis(c, a), every]) for a in axes]
+    over = [
+        (a.capitalize(), [{"x": [line.along(a) for line in lines]}, _axis(c, a), every])
+        for a in axes
+    ]
     levels = []
     for k, share in enumerate(SMOOTHING):
-        y = {"y": [packed(lines[i].y[k]) for i in smoothed]}
-        levels.append((f"{share:.0%} of the rows" if share else "none", [y, {}, smoothed]))
+        label = f"smoothed {share:.0%}" if share else "not smoothed"
+        # `meta`: a menu whose options set one property of one trace would follow that property
+        y = {"y": [packed(lines[i].y[k]) for i in smoothed], "meta": label}
+        levels.append((label, [y, {}, smoothed]))
     ranges = [
-        ("from a tenth of the steps on", _range("linear", later)),
-        ("all", _range("linear", None)),
-        ("logarithmic", _range("log", None)),
+        ("later losses", _range("linear", later)),
+        ("all losses", _range("linear", None)),
+        ("log-log", _range("log", None)),
     ]
-    choices = {
-        "axis": Choice("over", over, axes.index(axis)),
-        "smoothing": Choice("smoothing", levels, USUAL, slider=True),
-        "range": Choice("losses", ranges),
-    }
     several = any(len(e.runs) > 1 for e in c.entries)
     forks = any(r.parent for r in c.runs)
     caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.entries) > 1)
     layout = _layout(c, axis, "Loss (nats per token)") | {
         "yaxis.range": later,
+        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
         "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
     }
     traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
-    return Plot("losses", "Losses over training", traces, layout, choices, caption)
+    return plot("losses", "Losses over training", traces, layout, caption)
 
 
 def _range(kind: str, span: list[float] | None) -> list[Any]:
@@ -220,6 +223,5 @@ def others(c: Comparison) -> Plot | None:
         )
         for x, y, look in zip(first["x"], first["y"], looks(c).values(), strict=True)
     ]  # fmt: skip
-    choices = {"quantity": Choice("show", options)}
-    layout = _layout(c, c.align, title)
-    return Plot("others", "Other quantities over training", traces, layout, choices)
+    layout = _layout(c, c.align, title) | {"updatemenus": menus((options, 0))}
+    return plot("others", "Other quantities over training", traces, layout)

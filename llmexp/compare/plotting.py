@@ -1,12 +1,10 @@
-"""Hold what the figures of the page share: names, colours in both schemes, the form that the page's
-script reads."""
+"""Hold what the figures of the page share: names, menus, colours in both schemes."""
 
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -34,32 +32,36 @@ SCHEMES = {
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A control of a figure; each option is what `Plotly.update` gets: of the traces, of the
-    layout, which traces."""
-
-    title: str
-    options: Sequence[tuple[str, list[Any]]]
-    chosen: int = 0
-    slider: bool = False
-
-
-@dataclass(frozen=True)
 class Plot:
-    """A figure with its controls."""
+    """A figure of the page, with the words above and below it."""
 
     name: str
     title: str
-    traces: Sequence[go.Scatter | go.Heatmap]
-    layout: Mapping[str, Any]
-    choices: Mapping[str, Choice] = field(default_factory=dict)
+    figure: go.Figure
     caption: str = ""
 
-    def as_json(self) -> str:
-        first = {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
-        figure = go.Figure(list(self.traces), first).update_layout(dict(self.layout))
-        choices = {name: [update for _, update in c.options] for name, c in self.choices.items()}
-        return f'{{"figure":{figure.to_json()},"choices":{json.dumps(choices)}}}'
+
+def plot(
+    name: str, title: str, traces: Sequence[Any], layout: Mapping[str, Any], caption: str = ""
+) -> Plot:
+    """Return a figure with narrow margins; the page gives it its colours."""
+    first = {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
+    return Plot(name, title, go.Figure(traces, first).update_layout(dict(layout)), caption)
+
+
+def menus(*choices: tuple[Sequence[tuple[str, list[Any]]], int]) -> list[dict[str, Any]]:
+    """Return menus in a row above a figure.
+
+    Each choice has its options and the index of the chosen one. An option is a label and what
+    `Plotly.update` gets: of the traces, of the layout, which traces.
+    """
+    found, left = [], 0
+    for options, chosen in choices:
+        buttons = [dict(label=text(name), method="update", args=args) for name, args in options]
+        place = dict(x=0, xanchor="left", y=1, yanchor="bottom", pad=dict(l=left, b=8))
+        found.append(dict(buttons=buttons, active=chosen, showactive=True, **place))
+        left += 36 + 7 * max(len(name) for name, _ in options)  # about as wide as it is drawn
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def templates() -> dict[str, Any]:
             font_color=ink, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
             hovermode="closest", hoverlabel=dict(bgcolor=paper, font_size=11, namelength=-1),
             coloraxis=dict(colorscale=[[0, weak], [1, strong]], showscale=False),
-            modebar_bgcolor="rgba(0,0,0,0)", xaxis_title_standoff=8, yaxis_title_standoff=8,
+            modebar_bgcolor="rgba(0,0,0,0)", updatemenudefaults_font_color=ink,
+            xaxis_title_standoff=8, yaxis_title_standoff=8,
         )  # fmt: skip
         data = {"heatmap": [{"textfont": {"color": ink}}]}
         found[scheme] = {"layout": layout.to_plotly_json(), "data": data}

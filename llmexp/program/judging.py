@@ -58,20 +58,13 @@ class Answer:
     def figures(self) -> dict[str, Any]:
         """Return the figures of the page by name (losses, others, and one for each swept key), as
         plotly.graph_objects.Figure."""
-        import plotly.graph_objects as go
-
         from llmexp.compare.plot_settings import maps, over_keys
         from llmexp.compare.plot_training import losses, others
 
-        c, found = self.comparison, {}
-        for plot in (losses(c), *over_keys(c), *maps(c), others(c)):
-            if plot is None:
-                continue
-            figure = go.Figure(list(plot.traces)).update_layout(dict(plot.layout))
-            for choice in plot.choices.values():
-                figure.plotly_update(*choice.options[choice.chosen][1])
-            found[plot.name] = figure.update_layout(title=plot.title)
-        return found
+        c = self.comparison
+        plots = (losses(c), *over_keys(c), *maps(c), others(c))
+        wide = {"template": None, "margin": None}  # as plotly shows a figure of its own
+        return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots if p}
 
 
 def compare(*paths: Any, align: str = "tokens",

@@ -41,6 +41,11 @@ def figures(html: str) -> dict[str, Any]:
     return json.loads(found.group(1))["figures"]
 
 
+def menu(figure: dict[str, Any], number: int) -> list[list[Any]]:
+    """What each option of a menu changes: of the traces, of the layout, in which traces."""
+    return [button["args"] for button in figure["layout"]["updatemenus"][number]["buttons"]]
+
+
 def labelled(made: Comparison) -> Comparison:
     return replace(made, entries=tuple(replace(e, label=label(e.values)) for e in made.entries))
 
@@ -68,7 +73,9 @@ class Outline(HTMLParser):
 
 
 def test_the_assets_are_in_the_package():
-    assert {"page.css", "page.js"} <= {f.name for f in files("llmexp.compare").iterdir()}
+    assert {"page.css", "page.html", "page.js"} <= {
+        f.name for f in files("llmexp.compare").iterdir()
+    }
 
 
 def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
@@ -194,11 +201,11 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     columns = made.entries[0].runs[0].columns
     columns["train/loss"][6_543] = 77.25
     drawn = figures(page(made))["losses"]
-    raw, smoothed, val = drawn["figure"]["data"][:3]
+    raw, smoothed, val = drawn["data"][:3]
     y = array(raw["y"])
     assert len(y) <= POINTS
     assert y.max() == 77.25
-    places = [update[0]["x"] for update in drawn["choices"]["axis"]]
+    places = [update[0]["x"] for update in menu(drawn, 0)]
     assert len(places) == len(AXES)
     steps = array(places[1][0])
     assert steps[y.argmax()] == columns["step"][6_543]
@@ -206,7 +213,7 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     # float32: 2^-24 of its size
     assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
     # Each level of the slider is the plain mean around the row; the page begins with the usual one.
-    levels = drawn["choices"]["smoothing"]
+    levels = menu(drawn, 1)
     assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))
     at = int(np.flatnonzero(columns["step"] == steps[300])[0])
     for share, level in zip(SMOOTHING, levels, strict=True):
@@ -224,7 +231,7 @@ def test_a_ramp_is_drawn_as_it_is_at_every_level_of_smoothing():
     ramp = 10.0 - 0.1 * np.arange(100)
     for one in made.entries:
         one.runs[0].columns["train/loss"] = ramp
-    for level in figures(page(made))["losses"]["choices"]["smoothing"]:
+    for level in menu(figures(page(made))["losses"], 1):
         for drawn in level[0]["y"]:
             assert array(drawn) == pytest.approx(ramp, rel=2**-23)  # float32
 
@@ -233,7 +240,7 @@ def test_a_band_spans_the_seeds():
     made = comparison(grid(n=40, seeds=3, **{CLIP: [0.5, 1.0]}))
     drawn = figures(page(made))["losses"]
     band = next(
-        t for t in drawn["figure"]["data"] if t.get("fill") == "toself" and len(array(t["y"])) < 20
+        t for t in drawn["data"] if t.get("fill") == "toself" and len(array(t["y"])) < 20
     )  # validation
     high, low = np.split(array(band["y"]), 2)
     seeds = np.stack([r.columns["val/loss"] for r in made.entries[0].runs])
@@ -245,7 +252,7 @@ def test_a_band_spans_the_seeds():
 def test_the_pointer_tells_the_last_evaluation_and_none_before_the_first():
     made = comparison([entry(0, {}, n=30)])
     columns = made.entries[0].runs[0].columns
-    _, smoothed, *_ = figures(page(made))["losses"]["figure"]["data"]
+    _, smoothed, *_ = figures(page(made))["losses"]["data"]
     assert smoothed["customdata"][8] == ""  # the first evaluation is that of the tenth row
     assert smoothed["customdata"][15] == f", val {columns['val/loss'][9]:.4f}"
 
@@ -274,7 +281,7 @@ def test_each_swept_number_has_its_figure_with_the_intervals_of_the_seeds():
         "over optimizer.lr",
         "over clip.max_norm",
     ]
-    traces = drawn["over optimizer.lr"]["figure"]["data"]
+    traces = drawn["over optimizer.lr"]["data"]
     assert {t["name"] for t in traces} == {
         "clip=0.5 kind=a",
         "clip=0.5 kind=b",
@@ -301,7 +308,7 @@ def test_settings_of_other_budgets_are_drawn_and_one_alone_has_a_star():
     entries = tuple(
         replace(e, standing=Standing(m)) for e, m in zip(made.entries, marks, strict=True)
     )
-    (trace,) = figures(page(replace(made, entries=entries)))["over clip.max_norm"]["figure"]["data"]
+    (trace,) = figures(page(replace(made, entries=entries)))["over clip.max_norm"]["data"]
     assert trace["x"] == [0.5, 1.0, 2.0]
     assert trace["marker"]["symbol"] == ["star", "circle", "circle"]
 
@@ -309,7 +316,7 @@ def test_settings_of_other_budgets_are_drawn_and_one_alone_has_a_star():
 def test_the_heat_map_has_each_figure_in_its_place():
     made = comparison(grid(n=20, **FOUR_BY_THREE)[::-1])
     drawn = figures(page(made))["map batch.gradient_accumulation_steps and clip.max_norm"]
-    layout, trace = drawn["figure"]["layout"], drawn["figure"]["data"][0]
+    layout, trace = drawn["layout"], drawn["data"][0]
     assert (layout["xaxis"]["ticktext"], layout["yaxis"]["ticktext"]) == (
         ["1", "2", "4", "8"],
         ["0.5", "1.0", "2.0"],
@@ -322,7 +329,7 @@ def test_the_heat_map_has_each_figure_in_its_place():
         assert trace["z"][y][x] == e.figures["final val/loss"]
         assert trace["text"][y][x].endswith(shown(e.figures["final val/loss"], 4))
         assert ("★" in trace["text"][y][x]) == (e is made.entries[0])
-    rates = drawn["choices"]["figure"][[c.key for c in made.columns].index("mean tokens_per_sec")]
+    rates = menu(drawn, 0)[[c.key for c in made.columns].index("mean tokens_per_sec")]
     assert rates[1] == {"coloraxis.reversescale": False}  # more is better
     assert not any("★" in words for row in rates[0]["text"][0] for words in row)
 
@@ -334,14 +341,14 @@ def test_of_two_in_a_cell_the_better_stays_and_what_broke_off_is_in_the_map_but_
         entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()}
     )
     drawn = figures(page(comparison([*entries[1:], again, broken])))
-    trace = next(f for name, f in drawn.items() if name.startswith("map"))["figure"]["data"][0]
+    trace = next(f for name, f in drawn.items() if name.startswith("map"))["data"][0]
     (star,) = [
         (y, x) for y, row in enumerate(trace["text"]) for x, words in enumerate(row) if "★" in words
     ]
     assert star == (1, 0)
     assert trace["z"][1][0] == entries[1].figures["final val/loss"]
     assert trace["text"][0][0] == f"{shown(entries[0].figures['final val/loss'], 4)}<br>failed"
-    lines = [y for t in drawn["over clip.max_norm"]["figure"]["data"] for y in t["y"]]
+    lines = [y for t in drawn["over clip.max_norm"]["data"] for y in t["y"]]
     assert entries[0].figures["final val/loss"] not in lines
     assert len(lines) == len(entries)
 
@@ -380,9 +387,7 @@ def test_two_hundred_long_runs_are_a_page_of_some_megabytes():
         entries.append(replace(e, runs=(replace(e.runs[0], columns=noisy),)))
     html = page(comparison(entries), inline=False)
     assert len(html.encode()) < 10e6
-    assert (
-        len([t for t in figures(html)["losses"]["figure"]["data"] if "legendgroup" in t]) == 200 * 2
-    )
+    assert len([t for t in figures(html)["losses"]["data"] if "legendgroup" in t]) == 200 * 2
 
 
 # In the browser
@@ -497,37 +502,43 @@ def test_the_legend_hides_and_shows_alone(show):
     assert groups() == {names[1]}
 
 
-def test_slider_axis_and_range_change_what_is_drawn(show):
+def choose(tab: Any, number: int, option: str, plot: str = PLOT) -> None:
+    tab.locator(f"{plot} .updatemenu-header").nth(number).click()
+    tab.locator(f"{plot} .updatemenu-dropdown-button", has_text=option).first.click()
+
+
+def test_menus_of_smoothing_axis_and_range_change_what_is_drawn(show):
     made = comparison(grid(n=200, **{CLIP: [0.5, 1.0]}))
     tab = show(made)
     columns = made.entries[0].runs[0].columns
-    slider = tab.locator("[name=smoothing]")
-    assert tab.locator("output").inner_text() == "5% of the rows"
+    smoothest = running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist()
     assert np.ptp(np.diff(drawn(tab)[1]["y"])) < 0.5 * np.ptp(np.diff(drawn(tab)[0]["y"]))
-    slider.focus()
-    tab.keyboard.press("Home")
-    assert tab.locator("output").inner_text() == "none"
+    choose(tab, 1, "not smoothed")
     assert drawn(tab)[1]["y"] == pytest.approx(columns["train/loss"].tolist(), rel=1e-6)
-    tab.keyboard.press("End")
-    assert drawn(tab)[1]["y"] == pytest.approx(
-        running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist(), rel=1e-6
-    )
-    tab.select_option("[name=axis]", label="Steps")
+    choose(tab, 1, "smoothed 20%")
+    assert drawn(tab)[1]["y"] == pytest.approx(smoothest, rel=1e-6)
+    choose(tab, 0, "Steps")
     assert drawn(tab)[0]["x"] == columns["step"].tolist()
-    assert drawn(tab)[1]["y"] == pytest.approx(
-        running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist(), rel=1e-6
-    )
+    assert drawn(tab)[1]["y"] == pytest.approx(smoothest, rel=1e-6)
     top = f"document.querySelector('{PLOT}')._fullLayout.yaxis.range[1]"
     assert tab.evaluate(top) < columns["train/loss"].max() - 0.5
-    tab.select_option("[name=range]", label="all")
+    choose(tab, 2, "all losses")
     assert tab.evaluate(top) > columns["train/loss"].max()
-    tab.select_option("[name=range]", label="logarithmic")
+    choose(tab, 2, "log-log")
     assert tab.evaluate(f"document.querySelector('{PLOT}')._fullLayout.yaxis.type") == "log"
     tab.click("text=Other curves")
-    tab.select_option("[name=quantity]", label="Learning rate")
-    assert drawn(tab, "figure[data-plot=others] .plot")[0]["y"] == pytest.approx(
-        columns["lr"].tolist(), rel=1e-6
-    )
+    others = "figure[data-plot=others] .plot"
+    choose(tab, 0, "Learning rate", others)
+    assert drawn(tab, others)[0]["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
+
+
+def test_the_menu_of_one_run_alone_keeps_its_choice(show):
+    """Plotly would follow the property where the options set but one."""
+    tab = show(comparison([entry(0, {}, n=30)]))
+    choose(tab, 1, "not smoothed")
+    choose(tab, 0, "Steps")
+    heads = tab.locator(f"{PLOT} .updatemenu-header").all_text_contents()
+    assert [head.strip() for head in heads][:2] == ["Steps", "not smoothed"]
 
 
 def test_the_pointer_lists_all_runs_there(show):
@@ -585,7 +596,7 @@ def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, tmp_path, count,
         )
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         cut = """[...document.querySelectorAll('.plot')].filter(p => p.offsetParent).flatMap(p => [
-            ...p.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .annotation-text')
+            ...p.querySelectorAll('.updatemenu-item-text, .xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .annotation-text')
             ].filter(t => {
                 const [a, b] = [t.getBoundingClientRect(), p.getBoundingClientRect()];
                 return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
