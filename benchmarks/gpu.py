@@ -86,11 +86,11 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     rate = statistics.median(turn["tokens_per_sec"] for turn in turns["ours"])
     return {
         "batch": f"{micro} x {accumulation} x {length}",
-        "loss": s.parts.run.facts.loss_kernel,
+        "loss": s.parts.run.loss_kernel,
         "tokens_per_sec": rate,
         "bare_tokens_per_sec": statistics.median(t["tokens_per_sec"] for t in turns["bare"]),
         "ratio": statistics.median(a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in pairs),
-        "of_matrix_rate": (s.parts.run.facts.flops_per_token or 0) * rate / matrix,
+        "of_matrix_rate": (s.parts.run.flops_per_token or 0) * rate / matrix,
         "matrix_flops_per_sec": matrix,
         "peak_gib_of_both": max(t["peak_gib"] for ts in turns.values() for t in ts),
         "first_step_s": first,

@@ -46,7 +46,7 @@ def windows(s: Setup, count: int = 3) -> list[Window]:
     shape = (run.micro_batch_size, run.sequence_length + 1)
 
     def ids() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randint(0, run.facts.vocab_size or 256, shape)
+        x = torch.randint(0, run.vocab_size or 256, shape)
         pair = x[:, :-1].contiguous(), x[:, 1:].contiguous()
         return (pair[0].pin_memory(), pair[1].pin_memory()) if s.mesh.device.type != "cpu" else pair
 

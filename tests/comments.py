@@ -1,4 +1,4 @@
-"""Write the comments of conf/ from what `llmexp.settings.config` says of each knob: `python -m tests.comments`."""  # noqa: E501
+"""Write the comments of conf/ from the declarations of knobs: `python -m tests.comments`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
 from llmexp.settings.values import Knob, knobs_of
 from llmexp.sweep.settings import Sweep
+from llmexp.train.assembly.targets import arguments_of, locate
+from tests.tools import option
 
 KNOBS = fields() | {
     f"{section}.{name}": knob
@@ -24,28 +26,45 @@ LINE = re.compile(
 
 
 def files() -> Iterator[Path]:
-    """Those that set knobs of closed sections and are no diff over them."""
+    """Those that set knobs and are no diff over them."""
     yield conf_dir() / "config.yaml"
     for section in sorted({key.partition(".")[0] for key in KNOBS if "." in key}):
         yield from sorted(conf_dir().glob(f"base/{section}*.yaml"))
         yield from sorted(conf_dir().glob(f"{section}/*.yaml"))
 
 
+def arguments(path: Path) -> dict[str, Knob]:
+    """The knobs of the function that the file of an option names, by their names."""
+    tree = option(str(path.relative_to(conf_dir()).with_suffix("")))
+    target = str(tree.get("_target_", "???"))
+    if target == "???":
+        return {}
+    found = arguments_of(locate(f"{section_of(path)}._target_", target))
+    return {name: knob for name, (_, knob) in found.items()}
+
+
+def section_of(path: Path) -> str:
+    """The section of the config that a file is of."""
+    return path.stem.partition("_")[0] if path.parent.name == "base" else path.parent.name
+
+
 def commented(path: Path) -> str:
-    """The text of the file with a comment beside each closed knob, in one column a section; not
-    beside a `kind` that a file in conf/base has explained."""
-    section, text = path.parent.name, path.read_text(encoding="utf-8")
-    if section == "base":
-        section = path.stem.partition("_")[0]
+    """The text of the file with a comment beside each knob, in one column a section; not beside one
+    that a file in conf/base has explained."""
+    section, text = section_of(path), path.read_text(encoding="utf-8")
     main = path.name == "config.yaml"
+    own = {} if main else arguments(path)
+    bases = re.findall(r"- (?:/base/)?(\w+)@_here_", text)
+    below = "".join((conf_dir() / "base" / f"{base}.yaml").read_text() for base in bases)
     lines: list[tuple[str, Knob | None]] = []
     for line in text.splitlines():
         found = LINE.fullmatch(line)
         if found is not None and main and not found["indent"]:
             section = "" if found["value"] else found["name"]
-        key = ".".join(filter(None, (section, found["name"]))) if found else ""
-        apart = key in ("hooks", "user") or (key.endswith(".kind") and "  - /base/" in text)
-        knob = KNOBS.get(key)
+        name = found["name"] if found else ""
+        knob = own.get(name) or KNOBS.get(".".join(filter(None, (section, name))))
+        apart = name in ("hooks", "user") or (name == "kind" and "  - /base/" in text)
+        apart = apart or re.search(rf"^{name}: .* # ", below, re.MULTILINE)
         lines.append((found["setting"] if found and knob else line, None if apart else knob))
     return "".join(f"{line}\n" for line in _aligned(lines))
 

@@ -203,7 +203,7 @@ def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
     if planned:
         os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world)}
         dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
-    at = parts.run.facts.layout
+    at = parts.run.layout
     sizes = at.replicate_size, at.shard_size, at.tensor_parallel_size
     return parts, mesh.join("cpu", case.kind, *sizes, once=case.once)
 

@@ -4,8 +4,12 @@ shipped option."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
+import math
+import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,14 @@ from llmexp import mesh
 from llmexp.data.text_bytes import TextBytes
 from llmexp.runs.ledger import identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
-from llmexp.settings.convert import build
+from llmexp.settings.convert import build, converted
 from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
-from llmexp.settings.values import NO_DEFAULT, ConfigError, flatten
+from llmexp.settings.parts import COMMON, arguments
+from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, flatten, key_of, knobs_of
+from llmexp.settings.values import shown as written
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
+from llmexp.train.assembly.targets import arguments_of, locate, resolve
 from llmexp.train.evaluation import evaluate
 from llmexp.train.step import OK, OUTLIER, seed_step, set_up, train_step
 from llmexp.train.windows import read_ahead
@@ -131,6 +138,12 @@ NOT_HERE = ("model.init_from", "batch.memory_gib", "tracker.also", "train.device
             "parallelism.replicate_size")  # fmt: skip
 
 
+OPTIONS_OF = {
+    group: sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    for group in ("model", "data", "tokenizer", "optimizer", "schedule")
+}
+
+
 @functools.cache
 def shipped(path: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / "config.yaml").read_text()) if path == "config" else option(path)
@@ -200,7 +213,7 @@ def trained(config: Config) -> tuple[str, list[float]]:
         figures += [seen.loss_scale] if s.scaler.enabled else []
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
-    text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size)
+    text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size)
     figures += evaluate(s, text_bytes).values()
     digest.update(np.array(figures).tobytes())
     return digest.hexdigest(), figures
@@ -230,7 +243,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
     """(group, option, key) of each knob of each option; the sections that are no group have the
     option config."""
     for group in GROUPS:
-        known = [key for key in fields() if key.startswith(f"{group}.")]
+        known = [] if group in OPEN_SECTIONS else [k for k in fields() if k.startswith(f"{group}.")]
         for name in options(group):
             for key in known or [f"{group}.{knob}" for knob in shipped(f"{group}/{name}")]:
                 if not key.endswith(("._target_", ".kind", "_files")) or key == "data.val_files":
@@ -290,6 +303,80 @@ def test_a_knob_changes_what_it_says(work, case):
         assert new != old, f"{key} does nothing: a dead knob"
     else:
         assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10)
+
+
+def wrong(kind: Any, knob: Knob) -> Iterator[Any]:
+    """Values that do not fit what a knob is declared as."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(None) not in kinds and kind is not Any:
+        yield None
+    if bool in kinds:
+        yield from (1, 0.5, "text")
+    elif int in kinds or float in kinds:
+        yield from (True, "1e-3x", math.nan, math.inf, [1])
+        yield from [2.5] if int in kinds else []
+        yield from [knob.at_least - 1] if knob.at_least is not None else []
+        yield from [knob.at_most * 2] if knob.at_most is not None else []
+        yield from (limit for limit in (knob.above, knob.below) if limit is not None)
+    elif str in kinds:
+        yield from (5, True, *(["nonsense"] if knob.choices else []))
+    elif list in map(typing.get_origin, kinds):
+        yield from (3, "text", [1])
+
+
+def declared_knobs() -> Iterator[tuple[str, str, dict[str, tuple[Any, Knob]]]]:
+    """(section, option, type and knob by name) of each part and each closed section; what several
+    options share comes once."""
+    hints, seen = typing.get_type_hints(Config), set()
+    for section, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            types_of = typing.get_type_hints(kind)
+            both = {f.name: (types_of[f.name], knobs_of(kind)[key_of(f)]) for f in
+                    dataclasses.fields(kind)}  # fmt: skip
+            yield section, "", {name.removesuffix("_"): one for name, one in both.items()}
+            continue
+        for name in OPTIONS_OF.get(section, ()):
+            target = locate(f"{section}._target_", shipped(f"{section}/{name}")["_target_"])
+            common = {k: arguments()[f"{section}.{k}"] for k in COMMON.get(section, ())}
+            new = {k: v for k, v in (common | arguments_of(target)).items()
+                   if (section, k, str(v)) not in seen}  # fmt: skip
+            seen |= {(section, k, str(v)) for k, v in new.items()}
+            if new:
+                yield section, name, new
+
+
+def given(section: str, chosen: str, knobs: dict[str, Any]) -> None:
+    """Check a section with these knobs as a run does."""
+    if chosen:
+        resolve(section, shipped(f"{section}/{chosen}") | knobs, ())
+    else:
+        tree = plain(made({}, {}))
+        build(tree | {section: tree[section] | knobs})
+
+
+@pytest.mark.parametrize("case", [*declared_knobs()], ids=lambda c: f"{c[0]}-{c[1]}".rstrip("-"))
+def test_a_value_that_does_not_fit_its_declaration_is_refused(case):
+    """By key and value, with an example that fits."""
+    section, chosen, knobs = case
+    for name, (kind, knob) in knobs.items():
+        key = f"{section}.{name}"
+        for value in wrong(kind, knob):
+            with pytest.raises(ConfigError) as refused:
+                given(section, chosen, {name: value})
+            assert str(refused.value).startswith(f"{key}={written(value)}: "), (key, value)
+        if knob.example is not None:
+            converted(kind, knob.example, key, knob)
+        assert not knob.doc.endswith("."), key
+
+
+def test_every_knob_of_a_part_is_declared():
+    """Else it has no comment, no range and no type."""
+    for section, names in OPTIONS_OF.items():
+        for name in names:
+            tree = shipped(f"{section}/{name}")
+            target = locate(f"{section}._target_", tree["_target_"])
+            known = {"_target_", *COMMON.get(section, ()), *arguments_of(target)}
+            assert set(tree) <= known, f"{section}={name}"
 
 
 def test_the_lists_of_keys_come_from_one_place():

@@ -137,22 +137,14 @@ def test_parts_do_not_import_each_others_private_names():
             assert not (module.startswith("llmexp.") and private), f"{name} imports {found}"
 
 
-def test_config_imports_the_standard_library_only_and_run_config_besides():
-    after_config = {"llmexp.settings.config", "llmexp.settings.values"}
-    run_modules = [name for name in MODULES if room(name) == "run"]
-    for name, allowed in (
-        ("llmexp.settings.values", set()),
-        ("llmexp.settings.config", {"llmexp.settings.values"}),
-        ("llmexp.settings.convert", after_config),
-        ("llmexp.system.child", set()),
-        ("llmexp.settings.knobs", after_config),
-        *((name, after_config | {"llmexp.run"}) for name in run_modules),
-    ):
-        for found in imports(MODULES[name]):
-            top = found.partition(".")[0]
-            assert top in sys.stdlib_module_names or any(found.startswith(a) for a in allowed), (
-                f"{name}: {found}"
-            )
+def test_settings_and_run_import_the_standard_library_and_themselves_only():
+    allowed = {"settings": ("llmexp.settings",), "run": ("llmexp.settings", "llmexp.run")}
+    for name, path in MODULES.items():
+        if room(name) not in allowed and name != "llmexp.system.child":
+            continue
+        for found in imports(path):
+            standard = found.partition(".")[0] in sys.stdlib_module_names
+            assert standard or found.startswith(allowed.get(room(name), ("-",))), f"{name}: {found}"
 
 
 def test_distributed_and_wandb_stay_in_their_files():

@@ -62,14 +62,11 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
     from llmexp.exchange import average as exchange
     from llmexp.exchange.reading import open_checkpoint
 
-    try:
-        opened = [
-            open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), weights)
-            for path, step in found
-        ]
-        exchange.average(opened, weights, folder)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    opened = [
+        open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), weights)
+        for path, step in found
+    ]
+    exchange.average(opened, weights, folder)
     size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())
     return Averaged(folder, weights, [one.step for one in opened], size)
 

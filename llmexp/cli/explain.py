@@ -22,7 +22,7 @@ from llmexp.forecast.settings import Plan
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.settings.config import Config, conf_dir, plain
-from llmexp.settings.knobs import ACTS, SOMETIMES, affects, fields
+from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, shown
 from llmexp.settings.values import ConfigError, flatten, knobs_of
 from llmexp.sweep.settings import Sweep
@@ -119,8 +119,7 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
     found = {"key": key, "value": flat[key], "meaning": meaning(key, every), "history": history}
     found["affects"] = changes(key)
-    if key in ACTS:
-        acts = ACTS[key]
+    if (acts := getattr(fields().get(key), "acts", None)) is not None:
         is_what = f"is {' or '.join(map(shown, acts.values))}" if acts.values else "is given"
         found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
     if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
@@ -129,7 +128,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     by_rule = is_rate and flat.get("optimizer.lr_rule", "none") != "none"
     if (flat[key] in (None, "auto") or by_rule) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
-    found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
+    beside = [k for k, knob in fields().items() if knob.acts is not None and key in knob.acts.keys]
+    found["used_by"] = [*used_by(key), *beside]
     return found
 
 
@@ -163,7 +163,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
             from llmexp.train.assembly.assemble import assemble
 
             parts = assemble(config, write=False, shared=shared)
-            keep_facts(config, shared, parts.run.facts)
+            keep_facts(config, shared, parts.run)
             known = parts.config, parts.run
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
@@ -259,8 +259,8 @@ def changes(key: str) -> str:
         return f"how {OF_COMMANDS[key.partition('.')[0]][1]}, and no result of a run"
     if key in CAN_END:
         return "when a run stops before its end, and nothing of a result until then"
-    if key in SOMETIMES:
-        return f"{CHANGES['result']} {SOMETIMES[key][1]}"
+    if (decides := getattr(fields().get(key), "decides", None)) is not None:
+        return f"{CHANGES['result']} {decides.words}"
     if key.startswith("batch.") and affects(key) == "rounding":
         return "real_batch_size, and with it the result; at the same real_batch_size rounding only"
     return CHANGES[affects(key)]

@@ -52,9 +52,4 @@ def text_of(
     config, model = opened.config, opened.model
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
     trained = opened.tokenizer, model, length, kind
-    try:
-        return sample_text(
-            *trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return sample_text(*trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)

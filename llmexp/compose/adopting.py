@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, layers
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
-from llmexp.settings.values import fill
+from llmexp.settings.variables import fill
 
 
 def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:

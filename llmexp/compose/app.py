@@ -27,9 +27,9 @@ from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced, refuse_unused
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.run.budget import replace_budgets
-from llmexp.settings.config import FOLDER_NAME, Config, conf_dir, plain
+from llmexp.settings.config import FOLDER_NAME, Config, conf_dir
 from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError, refuse, remember_variables
+from llmexp.settings.values import ConfigError, refuse
 
 
 @contextmanager
@@ -144,7 +144,6 @@ def typed(cfg: DictConfig, run: Path | None = None) -> Config:
         forking.follow(tree, given, beneath, fork=run is None)
     config = build({str(k): v for k, v in tree.items()})
     config = config if beneath is None else forking.recut(config, given)
-    remember_variables(plain(config))
     refuse_dead(cfg, config, chosen=beneath is None)
     if FOLDER_NAME.fullmatch(config.name) is None:
         text = "must be one folder name: 1 to 80 characters, no /, no dot or - at its start"

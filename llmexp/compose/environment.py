@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from llmexp.settings.config import OPEN_SECTIONS
-from llmexp.settings.values import VARIABLE, ConfigError, children, is_secret
+from llmexp.settings.values import ConfigError, children
+from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
 
@@ -69,10 +70,7 @@ def fill_tracker(tree: dict[str, Any]) -> list[str]:
     """
     if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
         return []
-    try:
-        tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
     return [f"wandb: {redacted(text)}" for text in unused]
 
 

@@ -7,9 +7,9 @@ data=stdlib (in `sources`) are a corpus of one source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from llmexp.data.files import cache_folder
 from llmexp.data.mixture import Mixture
@@ -22,20 +22,37 @@ from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, end_of_text_id, identity
 from llmexp.data.work import Work, refuse_shared, with_kinds, work_of
-from llmexp.settings.values import refuse
+from llmexp.settings.parts import DataKnobs
+from llmexp.settings.values import knob
 
 Sources = tuple[dict[str, Source], dict[str, Source]]  # to train on; validation sets
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
     *,
-    sources: Mapping[str, Any],
-    val: Mapping[str, Any],
-    val_main: str | None,
-    stages: Sequence[Mapping[str, Any]],
-    max_epochs: float | None,
-    on_bad_record: str,
-    cache_dir: str | None,
+    sources: Annotated[
+        Any,
+        knob(
+            "needed: NAME: {files: web/*.jsonl.zst, weight: 0.7, text_key: text}, or hf: in place "
+            "of files"
+        ),
+    ],
+    val: Annotated[
+        Any,
+        knob("NAME: {files: ...}, or NAME: {share: 0.01} of the documents of all sources"),
+    ],
+    val_main: Annotated[
+        str | None, knob("the validation set that val/loss is of; null: the first", "web")
+    ],
+    stages: Annotated[
+        Any,
+        knob(
+            "[{from_tokens: 1000000, weights: {web: 0.5, code: 0.5}}]: other weights from there on"
+        ),
+    ],
+    max_epochs: DataKnobs.max_epochs,
+    on_bad_record: DataKnobs.on_bad_record,
+    cache_dir: DataKnobs.cache_dir,
     tokenizer: Tokenizer,
     sequence_length: int,
     ask_again: bool = False,
@@ -47,9 +64,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
     all sources. `stages`: [{from_tokens, weights}], each replaces the weights from there on.
     Buckets and the hub are asked where shards are missing, or with `ask_again`. Raises ValueError.
     """
-    check_kinds(val, stages, on_bad_record)
-    if not (max_epochs is None or max_epochs > 0):
-        raise refuse("data.max_epochs", max_epochs, "must be above 0", 4)
+    check_kinds(val, stages)
     data: dict[str, Any] = {"sources": sources, "val": val, "val_main": val_main}
     data |= {"stages": stages, "max_epochs": max_epochs, "on_bad_record": on_bad_record}
     cache = cache_folder(cache_dir)
@@ -75,7 +90,7 @@ def corpus_sources(
     answers: Answers, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
 ) -> Sources:
     """Return the sources that the knobs of data=corpus name. Raises ValueError."""
-    check_kinds(val, stages, on_bad_record)
+    check_kinds(val, stages)
     skip = on_bad_record == "skip"
     held_out, shares = read_validation(val, skip, answers)
     return read_sources(sources, shares, skip, answers), held_out

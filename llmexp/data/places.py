@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmexp.data.files import match_files, read_note, remembered, sha256_of, write_note
-from llmexp.settings.values import refuse
+from llmexp.settings.values import ConfigError, refuse
 
 T = TypeVar("T")
 ANSWER_S = 10.0  # a web server that is silent for so long is given up
@@ -33,12 +33,12 @@ MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's cont
 
 
 def need(package: str, key: str, what: str, extra: str = "data") -> Any:
-    """Import an optional package. Raise ValueError with the command that installs it."""
+    """Import an optional package. Raise ConfigError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError:
         why = f"{what} needs the package {package}, which is not installed"
-        raise ValueError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
+        raise ConfigError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
 
 
 class Unreachable(ValueError):

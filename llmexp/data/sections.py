@@ -16,13 +16,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 PLACE_KEYS = ("files", "hf", "split", "text_key")
 
 
-def check_kinds(val: Any, stages: Any, on_bad_record: Any) -> None:
+def check_kinds(val: Any, stages: Any) -> None:
     if not isinstance(val, Mapping):
         raise refuse("data.val", val, "named sets are needed", "{}")
     if not isinstance(stages, Sequence) or isinstance(stages, str):
         raise refuse("data.stages", stages, "a list is needed", "[]")
-    if on_bad_record not in ("refuse", "skip"):
-        raise refuse("data.on_bad_record", on_bad_record, "must be refuse or skip")
 
 
 def read_sources(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -33,7 +33,8 @@ from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
-from llmexp.settings.values import refuse
+from llmexp.settings.parts import DataKnobs
+from llmexp.settings.values import choice, knob, refuse
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,6 @@ class Amount:
     max_tokens: int | None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        ratio = self.val_ratio
-        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-        if not number or not 0 <= ratio < 1:
-            text = "a share from 0 to below 1 is needed, for example 0.1"
-            raise refuse("data.val_ratio", ratio, text)
-        if self.max_tokens is not None:
-            _check_tokens("data.max_tokens", self.max_tokens)
-        if not _whole(self.seed, 0):
-            raise refuse("data.seed", self.seed, "a whole number of at least 0 is needed")
-
     def shares(self) -> tuple[int | None, int | None]:
         """Return how many tokens to train on and to validate on; None: all there are."""
         if self.max_tokens is None:
@@ -63,23 +53,13 @@ class Amount:
         return train, self.max_tokens - train
 
 
-def _whole(value: Any, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def _check_tokens(key: str, value: Any) -> None:
-    if not _whole(value, 2):
-        text = "a whole number of tokens, at least 2, is needed; for example 1000000"
-        raise refuse(key, value, text)
-
-
 def stdlib(
     *,
     tokenizer: Tokenizer,
-    val_ratio: float,
-    max_tokens: int | None,
-    seed: int,
-    cache_dir: str | None,
+    val_ratio: DataKnobs.val_ratio,
+    max_tokens: DataKnobs.max_tokens,
+    seed: DataKnobs.seed,
+    cache_dir: DataKnobs.cache_dir,
 ) -> Corpus:
     """Return the source text of Python's standard library, without its tests.
 
@@ -97,13 +77,13 @@ def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **_: Any) -
 
 def text(
     *,
-    train_files: str | list[str] | None,
-    val_files: str | list[str] | None,
+    train_files: DataKnobs.train_files,
+    val_files: DataKnobs.val_files,
     tokenizer: Tokenizer,
-    val_ratio: float,
-    max_tokens: int | None,
-    seed: int,
-    cache_dir: str | None,
+    val_ratio: DataKnobs.val_ratio,
+    max_tokens: DataKnobs.max_tokens,
+    seed: DataKnobs.seed,
+    cache_dir: DataKnobs.cache_dir,
 ) -> Corpus:
     """Return files of text as a corpus of one source, with the end-of-text token between documents.
 
@@ -207,16 +187,16 @@ def _counted(count: int, what: str) -> str:
 
 def tokens(
     *,
-    train_files: str | list[str] | None,
-    val_files: str | list[str] | None,
-    dtype: str,
-    val_ratio: float,
-    max_tokens: int | None,
-    cache_dir: str | None,
+    train_files: DataKnobs.train_files,
+    val_files: DataKnobs.val_files,
+    dtype: DataKnobs.dtype,
+    val_ratio: DataKnobs.val_ratio,
+    max_tokens: DataKnobs.max_tokens,
+    cache_dir: DataKnobs.cache_dir,
     vocab_size: int,
     sequence_length: int,
-    train_labels: str | list[str] | None = None,
-    val_labels: str | list[str] | None = None,
+    train_labels: DataKnobs.train_labels = None,
+    val_labels: DataKnobs.val_labels = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Return the ids of token files, memory-mapped.
@@ -227,8 +207,6 @@ def tokens(
     the tokens is for validation.
     """
     amount, cache = Amount(val_ratio, max_tokens), cache_folder(cache_dir)
-    if dtype not in ("uint16", "uint32"):
-        raise refuse("data.dtype", dtype, "must be uint16 or uint32")
     paths = _match_both(train_files, val_files)
     allow_open_files(sum(map(len, paths.values())))  # a map keeps its file open
     arrays: dict[Path, np.ndarray] = {}
@@ -298,7 +276,22 @@ def _split_stream(stream: TokenStream, amount: Amount) -> list[TokenStream]:
 
 
 def synthetic(
-    *, pattern: str, n_tokens: int, n_ids: int | None, val_ratio: float, seed: int, vocab_size: int
+    *,
+    pattern: Annotated[
+        str,
+        choice(
+            "markov: four successors per id; copy: blocks of 16 random ids, each twice",
+            "markov | copy",
+        ),
+    ],
+    n_tokens: Annotated[int, knob("tokens in all, training and validation", 1_000_000, at_least=2)],
+    n_ids: Annotated[
+        int | None,
+        knob("token ids in use, 0 to n_ids - 1; null: the whole vocabulary", 64, at_least=4),
+    ],
+    val_ratio: DataKnobs.val_ratio,
+    seed: DataKnobs.seed,
+    vocab_size: int,
 ) -> Corpus:
     """Return a stream that can be learned, of known entropy, made in memory: no files.
 
@@ -306,10 +299,8 @@ def synthetic(
     the best possible loss is 0.940 nats per token. copy: blocks of 16 random ids, each block twice:
     a model that looks back 16 tokens gets to ln(n_ids) / 2.
     """
-    Amount(val_ratio, None, seed)  # checks them
-    _check_tokens("data.n_tokens", n_tokens)
     ids = vocab_size if n_ids is None else n_ids
-    if not _whole(ids, 4) or ids > vocab_size:
+    if not 4 <= ids <= vocab_size:
         text = f"must be between 4 and the vocabulary of {vocab_size}, or null for all of it"
         raise refuse("data.n_ids", n_ids, text)
     rng = np.random.Generator(np.random.PCG64(seed))
@@ -321,13 +312,11 @@ def synthetic(
         steps = distances[np.searchsorted([0.7, 0.8, 0.9], rng.random(n_tokens), side="right")]
         stream = names[np.cumsum(steps) % ids]
         nats = -(0.7 * math.log(0.7) + 0.3 * math.log(0.1))
-    elif pattern == "copy":
+    else:
         period = 16
         blocks = (rng.random((-(-n_tokens // (2 * period)), period)) * ids).astype(np.int64)
         stream = np.repeat(blocks, 2, axis=0).reshape(-1)[:n_tokens]
         nats = math.log(ids) / 2
-    else:
-        raise refuse("data.pattern", pattern, "must be markov or copy")
     kept = stream.astype(np.uint16 if ids <= 1 << 16 else np.uint32)
     end = int(n_tokens * (1 - val_ratio))
     train, val = TokenStream([kept[:end]]), TokenStream([kept[end:]])

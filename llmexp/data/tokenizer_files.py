@@ -10,14 +10,14 @@ import binascii
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tiktoken
 
 from llmexp.data.places import need
 from llmexp.data.tokenizers import PROBE
-from llmexp.settings.values import refuse
+from llmexp.settings.values import knob, refuse
 
 # How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. The
 # expressions mean the same to tiktoken and to tokenizers, where {1,3}+ would be a repetition.
@@ -32,7 +32,23 @@ PATTERNS = {
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
-def from_file(path: str | None, end_of_text: str | None, pattern: str | None) -> Any:
+def from_file(
+    path: Annotated[
+        str | None, knob("needed: the file, or the folder that holds tokenizer.json", "mine.json")
+    ],
+    end_of_text: Annotated[
+        str | None,
+        knob("text of the token that ends a document; null: the usual names", "<|endoftext|>"),
+    ],
+    pattern: Annotated[
+        str | None,
+        knob(
+            "of a .tiktoken file, how text is split: gpt2 | cl100k_base | a regular expression; "
+            "null: gpt2",
+            "gpt2",
+        ),
+    ],
+) -> Any:
     """Return the tokenizer of a file.
 
     That is a Hugging Face tokenizer.json or the folder that holds it, a .tiktoken file, or a

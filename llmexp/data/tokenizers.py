@@ -11,12 +11,13 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tiktoken
 
-from llmexp.settings.values import nearest, refuse
+from llmexp.settings.parts import TokenizerKnobs
+from llmexp.settings.values import knob, nearest, refuse
 
 END_OF_TEXT = "<|endoftext|>"
 # A tokenizer of the user's own needs these.
@@ -171,7 +172,10 @@ def byte_level() -> tiktoken.Encoding:
     )
 
 
-def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
+def pretrained(
+    name: Annotated[str, knob("name of the encoding", "gpt2")],
+    download_timeout_s: TokenizerKnobs.download_timeout_s = 8.0,
+) -> tiktoken.Encoding:
     """Return the published encoding `name`, from tiktoken's cache or, once, from the network.
 
     Raises ValueError for an unknown name, and when the encoding is neither cached nor there within
@@ -182,9 +186,6 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
         near = nearest(str(name), known)
         text = f"there is no such encoding.{near} Known: {', '.join(known)}"
         raise refuse("tokenizer.name", name, text)
-    if not isinstance(download_timeout_s, (int, float)) or not download_timeout_s > 0:
-        key, text = "tokenizer.download_timeout_s", "must be above 0, for example 8.0"
-        raise refuse(key, download_timeout_s, text)
     # tiktoken sets no timeout of its own: a network that swallows packets would hold it for minutes
     found: Future[tiktoken.Encoding] = Future()
 

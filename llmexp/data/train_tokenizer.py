@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llmexp.data.encode import cut
 from llmexp.data.places import need
 from llmexp.data.tokenizer_files import PATTERNS
+from llmexp.settings.values import ConfigError
 
 END = "<|endoftext|>"
 SMALLEST = 257  # the bytes, and the token between documents
@@ -31,7 +32,7 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
     """Return a tokenizer of `vocab_size` ids: bytes, merges, and the token between documents.
 
     Fewer come out where the text has no more pairs to merge. A document comes in pieces, so that
-    memory does not grow with it. `pattern`: a name in PATTERNS. Raises ValueError.
+    memory does not grow with it. `pattern`: a name in PATTERNS. Raises ConfigError.
     """
     library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -67,7 +68,7 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
 
     tokenizer.train_from_iterator(batches(), trainer)
     if not counted:
-        raise ValueError("data: there are no documents to train a tokenizer on")
+        raise ConfigError("data: there are no documents to train a tokenizer on")
     tokenizer.add_special_tokens([library.AddedToken(END, special=True)])
     tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
     size = sum(len(text.encode()) for text in sample)

@@ -25,12 +25,9 @@ def evaluate_by_harness(
     `folder` describe; each item under "samples". `checkpoint`: (run, step, weights). Raises
     ConfigError."""
     shown = f"--lm-eval {','.join(names)}"
-    try:
-        harness = need("lm_eval", shown, "this", "eval")
-        manager = need("lm_eval.tasks", shown, "this", "eval").TaskManager
-        need("accelerate", shown, "lm-eval", "eval")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    harness = need("lm_eval", shown, "this", "eval")
+    manager = need("lm_eval.tasks", shown, "this", "eval").TaskManager
+    need("accelerate", shown, "lm-eval", "eval")
     config = rundir.built_config(checkpoint[0])
     device = "cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu"
     with tempfile.TemporaryDirectory(prefix="llmexp-") as where:

@@ -150,10 +150,7 @@ def evaluate_tasks(
     alone = mesh.join(judge.device.type, "single", 1, 1, 1)
     tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:
-        try:
-            figures, samples = scoring.score(task, judge.loss, alone, judge.precision, tokens)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        figures, samples = scoring.score(task, judge.loss, alone, judge.precision, tokens)
         found.append({"task": task.name, "items": len(task.items), **figures})
         if by_item:
             found[-1]["scores"] = samples

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.exchange.tokenizer import doubts
+from llmexp.settings.values import ConfigError
 
 MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
 # Digits, letters with marks of their own, spaces, line ends, code.
@@ -25,7 +26,7 @@ TEXTS = (
 
 
 def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Return what a user should know. Raises ValueError where transformers gives a text other ids
+    """Return what a user should know. Raises ConfigError where transformers gives a text other ids
     than the run's tokenizer, or lacks a tensor of its model in the folder."""
     try:
         library = importlib.import_module("transformers")
@@ -37,7 +38,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     wrong |= {name for name, shape in written.items() if known.get(name) != shape}
     if wrong:
         names = ", ".join(sorted(wrong)[:8])
-        raise ValueError(f"transformers {library.__version__} has other tensors: {names}")
+        raise ConfigError(f"transformers {library.__version__} has other tensors: {names}")
     if not (folder / "tokenizer.json").is_file():
         return []
     try:
@@ -48,7 +49,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         text = next(filter(lambda text: _differ(theirs, tokenizer, text), TEXTS), None)
     except Exception as error:  # whatever its classes raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"AutoTokenizer does not read the tokenizer: {why}") from None
+        raise ConfigError(f"AutoTokenizer does not read the tokenizer: {why}") from None
     if text is None:
         return []
     version = f"{type(theirs).__name__} of transformers {library.__version__}"
@@ -56,7 +57,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     files: dict[str, str | bytes] = {"tokenizer.json": (folder / "tokenizer.json").read_text()}
     if doubts(tokenizer, files):
         return [found]
-    raise ValueError(f"{found}; --no-check writes the folder all the same")
+    raise ConfigError(f"{found}; --no-check writes the folder all the same")
 
 
 def _differ(theirs: Any, tokenizer: Tokenizer, text: str) -> bool:
@@ -72,7 +73,7 @@ def _model(library: Any, folder: Path) -> Any:
             return library.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"transformers does not read the config.json: {why}") from None
+        raise ConfigError(f"transformers does not read the config.json: {why}") from None
 
 
 def _written(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -25,6 +25,7 @@ from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.models.common import all_finite
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import new_folder, write_json, write_whole
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
@@ -112,7 +113,7 @@ def _write_file(
                 tensor = tensor[: shapes[rule.theirs][0]]
             if not all_finite(tensor):
                 kind = tensor_files.TYPES[kinds[rule.theirs]]
-                raise ValueError(f"{rule.theirs} has values that are not finite in {kind}")
+                raise ConfigError(f"{rule.theirs} has values that are not finite in {kind}")
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
@@ -145,8 +146,8 @@ def export(
     """Write a checkpoint's model into a new folder, whole or not at all.
 
     `section`: the model's knobs. For the page: `run`, its folder, and `weights`, of naming.WEIGHTS.
-    `check`: read the files with transformers before the folder gets its name. Raises ValueError for
-    a model that transformers does not have.
+    `check`: read the files with transformers before the folder gets its name. Raises ConfigError
+    for a model that transformers does not have.
     """
     end = end_of_text(tokenizer)
     described, rules = _described(loaded, section, end)
@@ -188,7 +189,7 @@ def rounding(stored: torch.dtype, trained: torch.dtype) -> str:
 def _described(
     loaded: Loaded, section: Mapping[str, Any], end: int | None
 ) -> tuple[dict[str, Any], list[Rule]]:
-    """Return the config.json of the model and the rules of its tensors. Raises ValueError."""
+    """Return the config.json of the model and the rules of its tensors. Raises ConfigError."""
     if section["_target_"] != TRANSFORMERS:
         return to_config(section, end), list(family_of(section).tensors(section))
     config = json.loads((Path(section["path"]) / "config.json").read_text(encoding="utf-8"))

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmexp.settings.values import ConfigError
+
 TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
 
 
@@ -208,7 +210,7 @@ FAMILIES = (
 
 
 def family_of(section: Mapping[str, Any]) -> Family:
-    """Return the family of a model section. Raises ValueError for a model that transformers does
+    """Return the family of a model section. Raises ConfigError for a model that transformers does
     not have."""
     target = section["_target_"]
     ours = [family for family in FAMILIES if family.target == target]
@@ -221,9 +223,9 @@ def family_of(section: Mapping[str, Any]) -> Family:
             return family
     if ours:
         switches = ", ".join(f"model.{key}={section.get(key, off)}" for key, off in OFF.items())
-        raise ValueError(f"no family of transformers has all of {switches}")
+        raise ConfigError(f"no family of transformers has all of {switches}")
     known = sorted({family.target for family in FAMILIES})
-    raise ValueError(
+    raise ConfigError(
         f"model._target_={target}: only {' and '.join(known)} have a counterpart in transformers; "
         "of another model, model.safetensors in a checkpoint's folder holds the weights under "
         "the names of its parameters"
@@ -257,12 +259,12 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any]]:
     """Return the family of a config.json and the knobs of our model that computes the same.
-    `where` names the file in errors. Raises ValueError for what our models do not compute."""
+    `where` names the file in errors. Raises ConfigError for what our models do not compute."""
     kind = config.get("model_type")
     known = [family for family in FAMILIES if family.model_type == kind]
     if not known:
         kinds = ", ".join(sorted({family.model_type for family in FAMILIES}))
-        raise ValueError(
+        raise ConfigError(
             f"{where}: model_type={kind}: no model of ours computes it; known: {kinds}; any other "
             "is trained by model=hf model.path=FOLDER"
         )
@@ -270,11 +272,11 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
     config = {**family.absent, **config}
     if (key := _other(config, family)) is not None:
         text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
-        raise ValueError(text)
+        raise ConfigError(text)
     needed = {"vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "norm_eps"}
     needed &= family.sizes.keys()
     if absent := [family.sizes[key] for key in needed if not config.get(family.sizes[key])]:
-        raise ValueError(f"{where}: lacks {', '.join(sorted(absent))}")
+        raise ConfigError(f"{where}: lacks {', '.join(sorted(absent))}")
     knobs = {
         ours: _value(config, ours, theirs, where)
         for ours, theirs in family.sizes.items()
@@ -295,11 +297,11 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
 
 
 def _value(config: Mapping[str, Any], ours: str, theirs: str, where: str) -> Any:
-    """Return the value of a knob of ours. Raises ValueError for one of another type."""
+    """Return the value of a knob of ours. Raises ConfigError for one of another type."""
     value = config[theirs]
     kinds = {"norm_eps": float, "tied_head": bool}
     if type(value) is not (kind := kinds.get(ours, int)):
-        raise ValueError(f"{where}: {theirs}={value!r}: must be of type {kind.__name__}")
+        raise ConfigError(f"{where}: {theirs}={value!r}: must be of type {kind.__name__}")
     return value
 
 
@@ -312,7 +314,7 @@ def _other(config: Mapping[str, Any], family: Family) -> str | None:
 def _gelu(name: str, where: str) -> str:
     kinds = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
     if not (isinstance(name, str) and name in kinds):
-        raise ValueError(f"{where}: activation_function={name}: known: {', '.join(kinds)}")
+        raise ConfigError(f"{where}: activation_function={name}: known: {', '.join(kinds)}")
     return kinds[name]
 
 
@@ -323,13 +325,13 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the knobs of the rotary positions, in the form of transformers 5 or of before."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ValueError(f"{where}: the rotary positions are {given!r}: must be an object")
+        raise ConfigError(f"{where}: the rotary positions are {given!r}: must be an object")
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}: rope_type={kind}: our models know default and llama3 only")
+        raise ConfigError(f"{where}: rope_type={kind}: our models know default and llama3 only")
     scaling = {key: given.get(key) for key in ROPE} if kind == "llama3" else None
     for key, value in {"rope_theta": theta, **(scaling or {})}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{where}: {key}={value!r}: must be a number")
+            raise ConfigError(f"{where}: {key}={value!r}: must be a number")
     return {"rope_theta": float(theta), "rope_scaling": scaling}

@@ -21,7 +21,7 @@ from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.models.common import all_finite
 from llmexp.runs import rundir
 from llmexp.runs.naming import WEIGHTS, named_checkpoint
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import read_object
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
@@ -47,34 +47,34 @@ class Source:
 
 def open_source(given: Any, hashed: bool = True) -> Source:
     """Return the weights of a Hugging Face folder, or of RUN[@STEP], whose hashes are compared
-    where `hashed`. Raises ValueError."""
+    where `hashed`. Raises ConfigError."""
     if not isinstance(given, str):
-        raise ValueError("is no folder; for example model.init_from=gpt2-folder")
+        raise ConfigError("is no folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
     if folder.is_file():
-        raise ValueError(f"is a file; name the folder that holds it: {folder.parent}")
+        raise ConfigError(f"is a file; name the folder that holds it: {folder.parent}")
     if (folder / loading.MANIFEST).is_file() and folder.name[5:].isdigit():
         name = f"{folder.parent.parent}@{int(folder.name[5:])}"
-        raise ValueError(f"is a checkpoint; name it {name}")
+        raise ConfigError(f"is a checkpoint; name it {name}")
     if folder.is_dir() and not rundir.is_run(folder):
         if not (folder / "config.json").is_file():
-            raise ValueError(
+            raise ConfigError(
                 "is neither a run folder (no config.yaml) nor a Hugging Face folder (no "
                 "config.json)"
             )
         return of_folder(folder)
     if not folder.exists() and "@" not in given:
-        raise ValueError(
+        raise ConfigError(
             "there is no such folder; a model of the hub is fetched by: hf download NAME "
             "--local-dir FOLDER"
         )
     path, step = named_checkpoint(str(folder))
     if step is None:
         if not (steps := rundir.saved_steps(path)):
-            raise ValueError("has no checkpoint yet")
+            raise ConfigError("has no checkpoint yet")
         step = steps[-1]
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
-            raise ValueError(f"is being trained; name a step, for example {given}@{step}")
+            raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS
     loaded = loading.load(loading.of_step(root, step), ALL if hashed else NONE, ("model",))
     return of_checkpoint(loaded, rundir.built_config(path).model)
@@ -121,7 +121,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
 
 
 def of_folder(folder: Path) -> Source:
-    """Return the weights of a Hugging Face folder. Raises ValueError for files that are missing,
+    """Return the weights of a Hugging Face folder. Raises ConfigError for files that are missing,
     that hold no safetensors, or whose model our models do not compute."""
     config = _json(folder / "config.json")
     family, knobs = from_config(config, str(folder / "config.json"))
@@ -134,15 +134,17 @@ def of_folder(folder: Path) -> Source:
     tied = {"lm_head.weight"} if knobs.get("tied_head", True) else set()
     extra = [n for n in names.keys() - wanted - tied if not n.endswith(family.ignored)]
     if missing := sorted(wanted - names.keys()):
-        raise ValueError(f"{folder}: lacks {len(missing)} tensors: {', '.join(missing[:8])}")
+        raise ConfigError(f"{folder}: lacks {len(missing)} tensors: {', '.join(missing[:8])}")
     if extra:
         text = ", ".join(sorted(extra)[:8])
-        raise ValueError(f"{folder}: holds {len(extra)} tensors that no part of ours takes: {text}")
+        raise ConfigError(
+            f"{folder}: holds {len(extra)} tensors that no part of ours takes: {text}"
+        )
 
     slices = {n: opened[place[names[n]]].get_slice(names[n]) for n in wanted}
     if other := sorted({s.get_dtype() for s in slices.values()} - FLOATS):
         text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
-        raise ValueError(f"{folder}: holds weights of type {text}")
+        raise ConfigError(f"{folder}: holds weights of type {text}")
     shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
     label = f"{folder} ({family.architecture})"
     return Source(
@@ -161,18 +163,18 @@ def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         places = _json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict):
-            raise ValueError(f"{folder / INDEX}: holds no weight_map; download it again")
+            raise ConfigError(f"{folder / INDEX}: holds no weight_map; download it again")
         files = [folder / name for name in sorted({Path(str(at)).name for at in places.values()})]
     else:
         files = [folder / ONE]
     if missing := [file.name for file in files if not file.is_file()]:
         if pickles := sorted(p.name for p in folder.glob("*.bin")):
-            raise ValueError(
+            raise ConfigError(
                 f"{folder}: holds pickled weights ({pickles[0]}), which may run code when they are "
                 "read, and are not read here; save them as safetensors with transformers: "
                 "model.save_pretrained(DIR)"
             )
-        raise ValueError(f"{folder}: {', '.join(missing[:4])} is missing; download it again")
+        raise ConfigError(f"{folder}: {', '.join(missing[:4])} is missing; download it again")
     return files
 
 
@@ -180,7 +182,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}; download it again") from None
+        raise ConfigError(f"{file}: cannot be read: {error}; download it again") from None
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -190,11 +192,11 @@ def _json(file: Path) -> dict[str, Any]:
 def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Check that a model of this section can begin with the weights; return what grows, in words.
 
-    Raises ValueError that lists the knobs that differ, or the tensors.
+    Raises ConfigError that lists the knobs that differ, or the tensors.
     """
     if source.target != section["_target_"]:
         option = OPTIONS.get(source.target, "...")
-        raise ValueError(
+        raise ConfigError(
             f"{source.name} holds a {source.target}, not a {section['_target_']}; choose "
             f"model={option}, which takes its sizes from there, or for any folder of transformers "
             "model=hf model.path=FOLDER"
@@ -205,7 +207,7 @@ def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[
     wrong = sorted(own.keys() ^ covered)
     wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
     if wrong:
-        raise ValueError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
+        raise ConfigError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
     return [f"model.{key} grows from {a:,} to {b:,}" for key, (a, b) in growing.items()]
 
 
@@ -230,7 +232,7 @@ def _growing(
                 continue  # a limit only
         differing.append(text)
     if differing:
-        raise ValueError(f"{source.name} needs {' '.join(differing)}")
+        raise ConfigError(f"{source.name} needs {' '.join(differing)}")
     return found
 
 
@@ -253,10 +255,10 @@ def _fits(
 
 
 def check_values(source: Source) -> None:
-    """Raise ValueError for a tensor with a value that is not finite."""
+    """Raise ConfigError for a tensor with a value that is not finite."""
     for rule in source.rules:
         if not all_finite(source.read(rule.theirs)):
-            raise ValueError(f"{source.name}: {rule.theirs} has values that are not finite")
+            raise ConfigError(f"{source.name}: {rule.theirs} has values that are not finite")
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def estimated(
 ) -> Times | None:
     """Return times at a `share` of the device's peak rate; None where that or the model's
     operations are not known. `again`: what a step computes again, as a share of its operations."""
-    flops, peak = run.facts.flops_per_token, device.tflops.get(precision)
+    flops, peak = run.flops_per_token, device.tflops.get(precision)
     if flops is None or peak is None:
         return None
     rate = share * peak * 1e12 * run.world_size

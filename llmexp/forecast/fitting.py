@@ -78,10 +78,10 @@ def _refuse_hosts(config: Config) -> None:
 
 def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, tuple[Any, ...]]:
     """Return the memory of a rank, and what the size depends on."""
-    room, facts = _room(parts, config.batch.memory_gib), parts.run.facts
+    room, run = _room(parts, config.batch.memory_gib), parts.run
     usable = round(room.usable / memory.GIB, 2)
-    kind = kind_of(parts.config, facts.device_name)
-    return room, (kind, facts.threads_per_rank, usable)
+    kind = kind_of(parts.config, run.device_name)
+    return room, (kind, run.threads_per_rank, usable)
 
 
 def _written(folder: str) -> int | None:
@@ -103,7 +103,7 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
     device = None
     if parts.device.type == "cuda":
         there = hardware.memory_bytes(parts.device) or 0
-        name = parts.run.facts.device_name
+        name = parts.run.device_name
         device = device_called(name, there / memory.GIB) or Device(name, name, 0)
         device = dataclasses.replace(device, gib=there / memory.GIB)
     room = memory.room_of(parts, device, limit)
@@ -134,7 +134,7 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
         else:
             rate = parts.run.sequence_length * sequences / found["step_s"]
             if found["peak_bytes"] <= room.usable:
-                kind = kind_of(_cut(parts, size, whole), parts.run.facts.device_name)
+                kind = kind_of(_cut(parts, size, whole), parts.run.device_name)
                 remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
                 _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:

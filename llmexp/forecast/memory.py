@@ -16,7 +16,7 @@ from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import solve_layout
-from llmexp.settings.config import Parallelism
+from llmexp.settings.execution import Parallelism
 from llmexp.train.assembly.assemble import Parts
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> 
         there: float | None = device.gib * GIB
     else:
         there = hardware.memory_bytes(torch.device("cpu"))
-        there = None if there is None else there / parts.run.facts.layout.nproc_per_node
+        there = None if there is None else there / parts.run.layout.nproc_per_node
     if there is None and limit is None:
         return None
     total = limit * GIB if limit is not None else there or 0.0

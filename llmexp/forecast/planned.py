@@ -44,6 +44,6 @@ class Planned:
 
 def described(config: Config, run: Run, folder: str) -> Planned:
     """Return the plan of a solved run whose memory and time nobody asked for."""
-    memory = Memory([] if run.facts.memory else [("memory", NO_MEMORY)], {})
+    memory = Memory([] if run.memory else [("memory", NO_MEMORY)], {})
     rows = [*banner_sections(run, folder), *memory.rows, ("time", NO_TIME)]
     return Planned(run, config, rows, {"folder": folder, **run.as_dict()}, memory, None, 0)

@@ -48,11 +48,10 @@ class Planner:
         if config.batch.micro_batch_size == AUTO:
             parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
         if not plan.asks and not self._measure:
-            keep_facts(config, self._shared, parts.run.facts)
+            keep_facts(config, self._shared, parts.run)
             return described(parts.config, parts.run, folder)
         if device is not None:  # what was measured here is not of it
-            facts = dataclasses.replace(parts.run.facts, memory=None)
-            parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, facts=facts))
+            parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, memory=None))
         precision = memory.precision_on(parts, config.precision.kind, device)
         rows = banner_sections(parts.run, folder)
         whole = {"folder": folder, **parts.run.as_dict()}
@@ -60,15 +59,15 @@ class Planner:
             rows = [_on(device, precision, label, text) for label, text in rows]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
             with planned_for("cuda", device.gib * memory.GIB), torch.device("meta"):
-                where = (parts.run.facts.layout, torch.device("cpu"), self._compiled(config))
+                where = (parts.run.layout, torch.device("cpu"), self._compiled(config))
                 loss = WindowLoss(parts.build_model())
                 whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
-        name = parts.run.facts.device_name
+        name = parts.run.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         kind = (kind_of(parts.config, name), config.data, config.tokenizer, steps)
         of_memory = once("memory", kind, lambda: self._memory(parts, config, precision))
         times, basis = once("times", kind, lambda: self._times(parts, precision, folder))
-        gpus = parts.run.world_size if device or parts.run.facts.device == "cuda" else 0
+        gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
             raise refuse("plan.price_per_gpu_hour", plan.price_per_gpu_hour, text)
@@ -76,7 +75,7 @@ class Planner:
         if times is not None:
             cost = duration.cost_of(parts.run, parts.config, times, gpus, plan.price_per_gpu_hour)
             whole["time"] = cost.figures()
-        there = torch.cuda.device_count() if parts.run.facts.device == "cuda" else 0
+        there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
         rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.sections(cost, basis)
         return Planned(
@@ -107,7 +106,7 @@ class Planner:
         how much it has, or where the model needs memory to run."""
         plan = self._plan
         if plan.device is None:
-            return Memory([] if parts.run.facts.memory else [("memory", NO_MEMORY)], {})
+            return Memory([] if parts.run.memory else [("memory", NO_MEMORY)], {})
         room = memory.room_of(parts, self._device, plan.memory_gib)
         if room is None:
             return Memory([("memory", NO_ROOM)], {})
@@ -136,7 +135,7 @@ class Planner:
         if device is None:
             return None, NO_TIME
         kind, again = parts.config.parallelism.activation_checkpointing, 0.0
-        if kind != "none" and run.facts.flops_per_token is not None:
+        if kind != "none" and run.flops_per_token is not None:
             try:
                 again = recomputed_share(parts.build_model, kind, run.sequence_length)
             except Exception as error:  # of a model of the user's, which has to see its values
@@ -145,7 +144,7 @@ class Planner:
                 return None, f"not known: what is computed again cannot be counted ({error!r})"
         times = duration.estimated(run, device, precision, share, again)
         if times is None:
-            what = "the model" if run.facts.flops_per_token is None else f"{device.name}"
+            what = "the model" if run.flops_per_token is None else f"{device.name}"
             return None, f"not known: nobody knows the FLOPs of {what} in {precision}"
         peak = device.tflops[precision]
         return times, (
@@ -154,17 +153,17 @@ class Planner:
         )
 
     def _measured(self, parts: Parts, folder: str) -> tuple[Times, str]:
-        facts = parts.run.facts
-        there = hardware.accelerator(parts.device) if facts.device == "cuda" else None
+        run = parts.run
+        there = hardware.accelerator(parts.device) if run.device == "cuda" else None
         if self._plan.device is not None and there != self._device:
-            text = f"--measure times the device that is there, {facts.device_name}"
+            text = f"--measure times the device that is there, {run.device_name}"
             raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")
         try:
             disk = rundir.check_writable(Path(folder).absolute().parent)
             found = measured(parts.config, "all", disk)
         except Died as death:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
-        kind = kind_of(parts.config, facts.device_name)
+        kind = kind_of(parts.config, run.device_name)
         remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
         names = {field.name for field in dataclasses.fields(Times)}
         times = Times(**{key: value for key, value in found.items() if key in names})

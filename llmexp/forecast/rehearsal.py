@@ -23,8 +23,8 @@ from llmexp.mesh import pretend
 from llmexp.metrics.devices import Device
 from llmexp.models.planned import planned_for
 from llmexp.run.layout import Layout
-from llmexp.settings.config import Parallelism
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.execution import Parallelism
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, set_up, train_step
 from llmexp.update.precision import deterministic_within, parameter_dtype
@@ -51,7 +51,7 @@ Footprint = dict[str, int]
 def cut_of(parts: Parts) -> Cut:
     """Return how the run is cut."""
     run, parallelism = parts.run, parts.config.parallelism
-    layout = run.facts.layout
+    layout = run.layout
     return Cut(run.micro_batch_size, run.gradient_accumulation_steps, parallelism, layout)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmexp.metrics.devices import device_named
 from llmexp.settings.convert import section
-from llmexp.settings.values import ConfigError, knob, refuse
+from llmexp.settings.values import knob, refuse
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
 PEAK_SHARE = 0.3
@@ -58,10 +58,7 @@ def build_plan(mapping: Mapping[str, Any]) -> Plan:
         text = "acts only beside plan.device; add for example plan.device=h200"
         raise refuse("plan.memory_gib", found.memory_gib, text)
     if found.device is not None:
-        try:
-            device_named(found.device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        device_named(found.device)
     if found.device in (None, "cpu") and found.peak_share != PEAK_SHARE:
         text = "is of an accelerator's peak; add for example plan.device=h200"
         raise refuse("plan.peak_share", found.peak_share, text)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from llmexp.settings.values import ConfigError
+
 # names the folder where the ranks of one host meet, each group at a file of its own
 MEETING = "LLMEXP_MEETING"
 LOOPBACK_S = 3.0
@@ -56,14 +58,14 @@ class Mesh:
 
 
 def check_loopback() -> None:
-    """Raise ValueError where a process of this host cannot reach another one: its ranks would wait
+    """Raise ConfigError where a process of this host cannot reach another one: its ranks would wait
     for ever."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("localhost", port), timeout=LOOPBACK_S).close()
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             "the ranks of one host talk over its loopback interface, and localhost cannot be "
             f"reached ({error}); bring it up (ip link set lo up), or start the container with a "
             "network"
@@ -84,14 +86,14 @@ def join(
     """Return the mesh of this process; joins the process group that torchrun's environment
     describes where there is one.
 
-    All ranks have `timeout_s` seconds to come. Raises ValueError when the launched world is not the
-    configured one.
+    All ranks have `timeout_s` seconds to come. Raises ConfigError when the launched world is not
+    the configured one.
     """
     sizes = (replicate_size, shard_size, tensor_parallel_size)
     expected = replicate_size * shard_size * tensor_parallel_size
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world != expected:
-        raise ValueError(f"{world} ranks were started, but the run's parallelism has {expected}")
+        raise ConfigError(f"{world} ranks were started, but the run's parallelism has {expected}")
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

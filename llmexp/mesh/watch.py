@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmexp.settings.values import ConfigError
 from llmexp.system.child import children, send, signals_held
 
 POLL_S = 0.5
@@ -88,7 +89,7 @@ class HostsMissing(RuntimeError):
 def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
     """Return (endpoint, id) where the agents of all hosts meet: a free local port for one host,
     else $LLMEXP_RDZV_ENDPOINT, else what Slurm says. `name` tells runs apart that meet at the same
-    port. Raises ValueError where nothing says it.
+    port. Raises ConfigError where nothing says it.
     """
     env = os.environ
     if nnodes == 1:
@@ -99,12 +100,12 @@ def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal():
             text = "HOST:PORT is needed; for example host1:29400"
-            raise ValueError(f"LLMEXP_RDZV_ENDPOINT={endpoint}: {text}")
+            raise ConfigError(f"LLMEXP_RDZV_ENDPOINT={endpoint}: {text}")
         return endpoint, attempt
     if job and (address := env.get("SLURM_LAUNCH_NODE_IPADDR")):
         # jobs that share a node get ports of their own
         return f"{address}:{20000 + int(job) % 30000}", attempt
-    raise ValueError(
+    raise ConfigError(
         f"parallelism.nnodes={nnodes}: nothing says where the hosts meet; on each, set for example "
         "LLMEXP_RDZV_ENDPOINT=host1:29400, or start it with launchers/slurm.sbatch"
     )

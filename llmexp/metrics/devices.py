@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llmexp.settings.values import ConfigError
+
 
 @dataclass(frozen=True)
 class Device:
@@ -49,12 +51,12 @@ DEVICES = (
 
 
 def device_named(name: str) -> Device | None:
-    """Return the accelerator of that name, None for `cpu`. Raise ValueError with the list."""
+    """Return the accelerator of that name, None for `cpu`. Raise ConfigError with the list."""
     found = {device.name: device for device in DEVICES}
     if name == "cpu":
         return None
     if name not in found:
-        raise ValueError(f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu")
+        raise ConfigError(f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu")
     return found[name]
 
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.planned import kind_of
+from llmexp.settings.values import ConfigError
 
 INIT_STD = 0.02
-RESIDUALS = ("full", "autocast")
 FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x length x width"
 
 
@@ -35,6 +35,26 @@ def init_weights(model: Any) -> None:
             nn.init.ones_(module.weight)
         if (bias := getattr(module, "bias", None)) is not None:
             nn.init.zeros_(bias)
+
+
+def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:
+    """Raise ConfigError, with the nearest divisors of `whole`, unless `divisor` divides it."""
+    if whole % divisor:
+        divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+        nearest = sorted(sorted(divisors, key=lambda d: abs(d - divisor))[:3])
+        raise ConfigError(
+            f"model.{divisor_name}={divisor} does not divide model.{whole_name}={whole}: "
+            f"nearest valid values of model.{divisor_name}: {', '.join(map(str, nearest))}"
+        )
+
+
+def check_length(length: int, max_position_embeddings: int) -> None:
+    """Raise ConfigError where a batch is longer (in tokens) than the model has positions."""
+    if length > max_position_embeddings:
+        raise ConfigError(
+            f"sequence of {length} tokens: the model has model.max_position_embeddings="
+            f"{max_position_embeddings}; shorten batch.sequence_length or raise it"
+        )
 
 
 def embedding(count: int, width: int) -> nn.Embedding:

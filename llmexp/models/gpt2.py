@@ -10,18 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.checks import (
-    check_choice,
-    check_divides,
-    check_dropout,
-    check_length,
-    check_sizes,
-)
 from llmexp.models.common import (
     FLOPS_FORMULA,
-    RESIDUALS,
     begin,
     can_remember,
+    check_divides,
+    check_length,
     embedding,
     flops_per_token,
     init_weights,
@@ -31,6 +25,7 @@ from llmexp.models.common import (
     stream,
 )
 from llmexp.models.documents import Documents, Past, attend, find_documents
+from llmexp.settings.parts import ModelKnobs
 
 
 class Attention(nn.Module):
@@ -93,10 +88,7 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
 
-    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is
-    the probability used on the embedding, on the attention weights and on each residual branch;
-    `gelu`: exact, or tanh, its approximation in GPT-2's code; `residual`: full, or autocast
-    (`stream`). Raises ValueError for sizes that do not fit together.
+    Raises ConfigError for sizes that do not fit together.
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
@@ -108,29 +100,18 @@ class GPT2(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        max_position_embeddings: int,
-        n_layers: int,
-        n_heads: int,
-        d_model: int,
-        d_ff: int,
-        dropout: float = 0.0,
-        gelu: str = "tanh",
-        residual: str = "full",
+        vocab_size: ModelKnobs.vocab_size,
+        max_position_embeddings: ModelKnobs.max_position_embeddings,
+        n_layers: ModelKnobs.n_layers,
+        n_heads: ModelKnobs.n_heads,
+        d_model: ModelKnobs.d_model,
+        d_ff: ModelKnobs.d_ff,
+        dropout: ModelKnobs.dropout = 0.0,
+        gelu: ModelKnobs.gelu = "tanh",
+        residual: ModelKnobs.residual = "full",
     ) -> None:
         super().__init__()
-        check_sizes(
-            vocab_size=vocab_size,
-            max_position_embeddings=max_position_embeddings,
-            n_layers=n_layers,
-            n_heads=n_heads,
-            d_model=d_model,
-            d_ff=d_ff,
-        )
         check_divides("n_heads", n_heads, "d_model", d_model)
-        check_dropout(dropout)
-        check_choice("gelu", gelu, ("tanh", "exact"))
-        check_choice("residual", residual, RESIDUALS)
         self.vocab_size, self.residual = vocab_size, residual
         self.max_position_embeddings = max_position_embeddings
         # Without torch's own initial values: init_weights alone draws random numbers, once per

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from llmexp.models.checks import check_length
-from llmexp.models.common import all_finite
+from llmexp.models.common import all_finite, check_length
+from llmexp.settings.values import ConfigError, knob
 from llmexp.system.fileio import read_object
 
 
@@ -19,11 +19,17 @@ class HuggingFace(nn.Module):
     """A model of transformers as one of ours: token ids (b, t) in, logits (b, t, v) out.
 
     `path`: a folder with config.json and, with `pretrained`, its weights as safetensors; else they
-    are drawn as the library draws them. Code from the folder is never run. Raises ValueError for a
+    are drawn as the library draws them. Code from the folder is never run. Raises ConfigError for a
     folder without a causal language model.
     """
 
-    def __init__(self, path: str | None, pretrained: bool = True) -> None:
+    def __init__(
+        self,
+        path: Annotated[str | None, knob("needed: the folder with config.json", "folder")],
+        pretrained: Annotated[
+            bool, knob("begin with the folder's weights; false: draw them as transformers does")
+        ] = True,
+    ) -> None:
         super().__init__()
         library, config = _config(path)
         self.vocab_size = int(config.vocab_size)
@@ -41,12 +47,12 @@ class HuggingFace(nn.Module):
                     trust_remote_code=False,
                 )
                 if missing := sorted(found["missing_keys"]):  # which the library would draw
-                    raise ValueError(f"its weights lack {', '.join(missing[:8])}")
+                    raise ConfigError(f"its weights lack {', '.join(missing[:8])}")
             else:
                 self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"model.path={path}: {why}") from None
+            raise ConfigError(f"model.path={path}: {why}") from None
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -62,24 +68,24 @@ class HuggingFace(nn.Module):
 
 
 def _config(path: str | None) -> tuple[Any, Any]:
-    """Return the library, and the config of the folder. Raises ValueError."""
+    """Return the library, and the config of the folder. Raises ConfigError."""
     if not path or not (Path(path) / "config.json").is_file():
         text = "null" if path is None else path
-        raise ValueError(
+        raise ConfigError(
             f"model.path={text}: a folder with config.json is needed; a model of the hub is "
             "fetched by: hf download NAME --local-dir FOLDER"
         )
     try:
         library = importlib.import_module("transformers")
     except ImportError:
-        raise ValueError(
+        raise ConfigError(
             "model=hf needs the package transformers, which is not installed; "
             "pip install 'llmexp[hf]'"
         ) from None
     described = _json(Path(path) / "config.json")
     kind = described.get("model_type")
     if code := described.get("auto_map"):
-        raise ValueError(
+        raise ConfigError(
             f"model.path={path}: its config.json names code in the folder (auto_map: {code}), "
             "which is never run; where transformers has model_type="
             f"{kind} itself, take auto_map out of config.json"
@@ -87,9 +93,9 @@ def _config(path: str | None) -> tuple[Any, Any]:
     try:
         config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
-        raise ValueError(f"model.path={path}: transformers knows no model_type={kind}") from None
+        raise ConfigError(f"model.path={path}: transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"model.path={path}: {kind} is no causal language model")
+        raise ConfigError(f"model.path={path}: {kind} is no causal language model")
     return library, config
 
 
@@ -98,13 +104,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files of weights. Raises ValueError."""
+    """Return the names of the files of weights. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return ["model.safetensors"]
     places = _json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise ValueError(f"model.path={folder}: {index.name} holds no weight_map")
+        raise ConfigError(f"model.path={folder}: {index.name} holds no weight_map")
     return sorted({Path(str(name)).name for name in places.values()})
 
 
@@ -118,20 +124,20 @@ def check_finite(folder: Path) -> None:
                 tensor = held.get_tensor(name)
                 if not all_finite(tensor):
                     text = f"{name} has values that are not finite"
-                    raise ValueError(f"model.path={folder}: {text}")
+                    raise ConfigError(f"model.path={folder}: {text}")
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise ValueError unless the files of weights are there, as whole safetensors."""
+    """Raise ConfigError unless the files of weights are there, as whole safetensors."""
     for name in _files(folder):
         if not (folder / name).is_file():
-            raise ValueError(
+            raise ConfigError(
                 f"model.path={folder}: {name} is missing; pickled weights are not read; download "
                 "it again, or save it anew with transformers: model.save_pretrained(DIR)"
             )
         try:
             safe_open(folder / name, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path={folder}: {name} cannot be read: {error}; download it again"
             ) from None

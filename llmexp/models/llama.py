@@ -9,26 +9,20 @@ key/value heads, k head width, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.checks import (
-    check_choice,
-    check_divides,
-    check_dropout,
-    check_length,
-    check_positive,
-    check_sizes,
-)
 from llmexp.models.common import (
     FLOPS_FORMULA,
-    RESIDUALS,
     begin,
     can_remember,
+    check_divides,
+    check_length,
     embedding,
     flops_per_token,
     init_weights,
@@ -38,8 +32,35 @@ from llmexp.models.common import (
     stream,
 )
 from llmexp.models.documents import Documents, Past, attend, find_documents, within
+from llmexp.settings.parts import ModelKnobs
+from llmexp.settings.values import choice, count, knob, refuse
 
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretch rotary frequencies for longer contexts, as Llama 3.1 does.
+
+    Waves longer than the original context / low_freq_factor become longer by `factor`, those
+    shorter than it / high_freq_factor stay, those between follow a straight line.
+    """
+
+    factor: float = knob("times that long waves become longer", 8.0, above=0)
+    low_freq_factor: float = knob("longer waves than context / this are stretched", 1.0, above=0)
+    high_freq_factor: float = knob("shorter waves than context / this stay", 4.0, above=0)
+    original_max_position_embeddings: float = knob("tokens; the context before", 8192, above=0)
+
+    def __post_init__(self) -> None:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not low < high:
+            text = f"must be above low_freq_factor={low}"
+            raise refuse("model.rope_scaling.high_freq_factor", high, text, low * 4)
+
+    def scaled(self, frequencies_k: Tensor) -> Tensor:
+        """Return the stretched frequencies."""
+        turns_k = self.original_max_position_embeddings * frequencies_k / (2 * math.pi)
+        width = self.high_freq_factor - self.low_freq_factor
+        kept_k = ((turns_k - self.low_freq_factor) / width).clamp(0, 1)
+        return frequencies_k * (kept_k + (1 - kept_k) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,7 @@ def rope_tables(
     head_dim: int,
     theta: float,
     like: Tensor,
-    scaling: Mapping[str, float] | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine (t, k) of the rotary position embedding (Su et al. 2021, section 3.4).
 
@@ -76,27 +97,11 @@ def rope_tables(
     positions_t = torch.arange(length, device=like.device, dtype=dtype)
     frequencies_k = theta**-exponents_k
     if scaling is not None:
-        frequencies_k = scaled(frequencies_k, **scaling)
+        frequencies_k = scaling.scaled(frequencies_k)
     # A broadcast product, because autocast would take an outer product or einsum down to bf16.
     angles_tk = positions_t[:, None] * frequencies_k
     angles_tk = torch.cat((angles_tk, angles_tk), dim=-1)
     return angles_tk.cos(), angles_tk.sin()
-
-
-def scaled(
-    frequencies_k: Tensor,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_position_embeddings: float,
-) -> Tensor:
-    """Return rotary frequencies stretched for longer contexts, as Llama 3.1 does: waves longer than
-    the original context / low_freq_factor by `factor`, those shorter than it / high_freq_factor not
-    at all, those between in a straight line."""
-    turns_k = original_max_position_embeddings * frequencies_k / (2 * math.pi)
-    kept_k = (turns_k - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    kept_k = kept_k.clamp(0, 1)
-    return frequencies_k * (kept_k + (1 - kept_k) / factor)
 
 
 def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
@@ -198,47 +203,70 @@ class Block(nn.Module):
 
 
 def _head_dim(given: int | None, d_model: int, n_heads: int) -> int:
-    """Return the features per head. Raises ValueError for an odd number: they rotate in pairs."""
+    """Return the features per head, an even number: they rotate in pairs. Raises ConfigError."""
     if given is not None:
-        check_sizes(head_dim=given)
         if given % 2:
-            raise ValueError(f"model.head_dim={given}: must be even, for example {given + 1}")
+            raise refuse("model.head_dim", given, "must be even", given + 1)
         return given
     check_divides("n_heads", n_heads, "d_model", d_model)
     found = d_model // n_heads
     if found % 2:
-        raise ValueError(
-            f"model.d_model={d_model} / model.n_heads={n_heads} gives heads {found} "
-            f"wide: rotary positions need an even width, e.g. "
-            f"model.d_model={(found + 1) * n_heads}"
-        )
+        text = f"gives {n_heads} heads that are {found} wide: rotary positions need an even width"
+        raise refuse("model.d_model", d_model, text, (found + 1) * n_heads)
     return found
 
 
-def _check_scaling(given: Mapping[str, float]) -> None:
-    """Raise ValueError unless all keys of SCALING are there, as numbers that make sense."""
-    if set(given) != set(SCALING):
-        raise ValueError(f"model.rope_scaling={dict(given)}: the keys are {', '.join(SCALING)}")
-    check_positive(**{f"rope_scaling.{key}": value for key, value in given.items()})
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    if not low < high:
-        raise ValueError(
-            f"model.rope_scaling.high_freq_factor={high}: must be above low_freq_factor={low}"
-        )
+class LlamaKnobs(ModelKnobs):
+    """The arguments of `Llama`."""
+
+    n_kv_heads = Annotated[int, count("key/value heads; must divide n_heads", 4)]
+    rope_theta = Annotated[
+        float,
+        knob(
+            "base of the rotary wavelengths, which run from 2 pi to about 2 pi x this many tokens",
+            10000.0,
+            above=0,
+        ),
+    ]
+    tied_head = Annotated[bool, knob("true: the output projection is the token embedding", False)]
+    norm_eps = Annotated[float, knob("added to the mean square in RMSNorm", 1e-5, above=0)]
+    head_dim = Annotated[int | None, count("features of a head, even; null: d_model / n_heads", 64)]
+    biases = Annotated[
+        str,
+        choice(
+            "biases of queries, keys and values (qkv; Qwen 2), or of every linear layer of a block",
+            "none | qkv | all",
+        ),
+    ]
+    qk_norm = Annotated[
+        str,
+        choice(
+            "RMSNorm of each head's queries and keys (Qwen 3), or of all heads' at once "
+            "(full; OLMo 2)",
+            "none | head | full",
+        ),
+    ]
+    norm = Annotated[
+        str, choice("RMSNorm before or after attention and MLP (OLMo 2: post)", "pre | post")
+    ]
+    rope_scaling = Annotated[
+        RopeScaling | None,
+        knob(
+            "rotary positions for longer contexts (Llama 3.1): {factor: 8.0, low_freq_factor: "
+            "1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192}; null: none"
+        ),
+    ]
+    sliding_window = Annotated[
+        int | None,
+        count("tokens that a token looks back to, itself among them (Mistral); null: all", 4096),
+    ]
 
 
 class Llama(nn.Module):
-    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention.
+    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; or a relative of it.
 
-    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens, a stated limit
-    only, as rotary positions need no table); `dropout` is the probability used on the embedding, on
-    the attention weights and on each residual branch. Switches of relatives: `head_dim` features
-    per head (None: d_model / n_heads), `biases` (none; qkv: on queries, keys and values; all: on
-    every linear layer of a block), `qk_norm` (none; head: RMSNorm of each head's queries and keys;
-    full: of all heads' at once), `norm` (pre or post: before or after a branch), `rope_scaling`
-    (the keys of `SCALING`, as `scaled` takes them), `sliding_window` (tokens that a token looks
-    back to, itself among them), `residual` (full or autocast: `stream`). Raises ValueError for
-    sizes that do not fit together.
+    `max_position_embeddings` is a stated limit only, as rotary positions need no table. Raises
+    ConfigError for sizes that do not fit together.
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
@@ -250,48 +278,30 @@ class Llama(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        max_position_embeddings: int,
-        n_layers: int,
-        n_heads: int,
-        n_kv_heads: int,
-        d_model: int,
-        d_ff: int,
-        dropout: float = 0.0,
-        rope_theta: float = 10000.0,
-        tied_head: bool = True,
-        norm_eps: float = 1e-5,
-        head_dim: int | None = None,
-        biases: str = "none",
-        qk_norm: str = "none",
-        norm: str = "pre",
-        rope_scaling: Mapping[str, float] | None = None,
-        sliding_window: int | None = None,
-        residual: str = "full",
+        vocab_size: LlamaKnobs.vocab_size,
+        max_position_embeddings: LlamaKnobs.max_position_embeddings,
+        n_layers: LlamaKnobs.n_layers,
+        n_heads: LlamaKnobs.n_heads,
+        n_kv_heads: LlamaKnobs.n_kv_heads,
+        d_model: LlamaKnobs.d_model,
+        d_ff: LlamaKnobs.d_ff,
+        dropout: LlamaKnobs.dropout = 0.0,
+        rope_theta: LlamaKnobs.rope_theta = 10000.0,
+        tied_head: LlamaKnobs.tied_head = True,
+        norm_eps: LlamaKnobs.norm_eps = 1e-5,
+        head_dim: LlamaKnobs.head_dim = None,
+        biases: LlamaKnobs.biases = "none",
+        qk_norm: LlamaKnobs.qk_norm = "none",
+        norm: LlamaKnobs.norm = "pre",
+        rope_scaling: LlamaKnobs.rope_scaling = None,
+        sliding_window: LlamaKnobs.sliding_window = None,
+        residual: LlamaKnobs.residual = "full",
     ) -> None:
         super().__init__()
-        check_sizes(
-            vocab_size=vocab_size,
-            max_position_embeddings=max_position_embeddings,
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            d_model=d_model,
-            d_ff=d_ff,
-            sliding_window=1 if sliding_window is None else sliding_window,
-        )
         self.head_dim = _head_dim(head_dim, d_model, n_heads)
         check_divides("n_kv_heads", n_kv_heads, "n_heads", n_heads)
-        check_dropout(dropout)
-        check_positive(rope_theta=rope_theta, norm_eps=norm_eps)
-        check_choice("biases", biases, ("none", "qkv", "all"))
-        check_choice("qk_norm", qk_norm, ("none", "head", "full"))
-        check_choice("norm", norm, ("pre", "post"))
-        check_choice("residual", residual, RESIDUALS)
-        if rope_scaling is not None:
-            _check_scaling(rope_scaling)
         self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
-        self.rope_theta, self.rope_scaling = float(rope_theta), rope_scaling
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.sliding_window, self.residual = sliding_window, residual
         width = self.head_dim
         shape = Shape(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.documents import Past
+from llmexp.settings.values import ConfigError
 
 
 def generate(
@@ -30,18 +31,18 @@ def generate(
     takes the most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not
     true in `allowed_v` (bool; None: all are), such as rows that only pad the vocabulary, never come
     out. The generator is the only source of randomness. For each token the model is put into eval
-    mode and back into the mode it was in. Raises ValueError, at the call, for an empty prompt or a
+    mode and back into the mode it was in. Raises ConfigError, at the call, for an empty prompt or a
     setting out of range.
     """
     if not prompt_tokens:
-        raise ValueError("empty prompt: at least one token is needed to continue from")
+        raise ConfigError("empty prompt: at least one token is needed to continue from")
     minima = {"max_new_tokens": (max_new_tokens, 0), "context_length": (context_length, 1)}
     minima |= {"top_k": (1 if top_k is None else top_k, 1)}
     for name, (value, minimum) in minima.items():
         if value < minimum:
-            raise ValueError(f"{name}={value}: must be at least {minimum}")
+            raise ConfigError(f"{name}={value}: must be at least {minimum}")
     if not 0 <= temperature < math.inf:
-        raise ValueError(
+        raise ConfigError(
             f"temperature={temperature}: must be a finite number, 0 (the most likely token) or "
             "above"
         )

@@ -31,10 +31,9 @@ class Parent:
     digest: str | dict[str, str]  # of the checkpoint (see Loaded.is_called)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Hold what has to be looked up before a run can be solved: the ranks, the data, the model, the
-    device."""
+    """What has to be looked up before a run can be solved: ranks, data, model, device."""
 
     parallelism: str
     layout: Layout
@@ -76,14 +75,12 @@ class SourceShare:
     epochs: float
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(Facts):
     """A solved run. Sizes are in sequences, tokens or optimizer steps, as the names say."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
-    dp_size: int
-    world_size: int
     real_batch_size: int
     sequence_length: int
     tokens_per_step: int
@@ -93,32 +90,39 @@ class Run:
     total_sequences: int  # sequences that the run trains on, all epochs
     tail_sequences: int  # sequences in the last window when it is short, else 0
     dropped_sequences: int  # sequences of the budget left out by train.tail=drop
-    train_sequences: int
     val_sequences: int
     eval_sequences: int
     warmup_updates: int
     total_flops: int | None
-    facts: Facts
     versions: dict[str, str]
     commit: str | None
     sources: tuple[SourceShare, ...] = ()  # of data that are mixed from several
 
     @property
+    def dp_size(self) -> int:
+        """Return the number of data-parallel replicas."""
+        return self.layout.dp_size
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.layout.world_size
+
+    @property
     def first_step(self) -> int:
         """Return the step that the run begins after: not 0 in a fork."""
-        return 0 if self.facts.parent is None else self.facts.parent.step
+        return 0 if self.parent is None else self.parent.step
 
     @property
     def own_tokens(self) -> int:
         """Return the tokens of the budget less those of a parent."""
-        return self.max_tokens - (0 if self.facts.parent is None else self.facts.parent.tokens)
+        return self.max_tokens - (0 if self.parent is None else self.parent.tokens)
 
     @property
     def skipped_sequences(self) -> int:
-        """Return where the window of a step s begins, less s x real_batch_size: not 0 in a fork
-        that has another batch than its parent, or other data."""
-        parent = self.facts.parent
-        return 0 if parent is None else parent.sequences - parent.step * self.real_batch_size
+        """Return what to add to step x real_batch_size for the place in the data, in forks."""
+        before = self.parent
+        return 0 if before is None else before.sequences - before.step * self.real_batch_size
 
     def sequences_at(self, step: int) -> int:
         """Return the place in the order of sequences after a step."""
@@ -126,13 +130,14 @@ class Run:
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of the budget that are spent after a step, a parent's with them."""
-        parent = self.facts.parent
-        first, before = (parent.sequences, parent.tokens) if parent else (0, 0)
+        first, before = (self.parent.sequences, self.parent.tokens) if self.parent else (0, 0)
         return before + (self.sequences_at(step) - first) * self.sequence_length
 
     def evaluations(self, chosen: Train, after: int, until: int) -> int:
-        """Return how many of the steps after one and up to another end with an evaluation, but for
-        those at the end of a run: each that comes to, or past, a multiple of the interval."""
+        """Return how many steps after one and up to another end with an evaluation by interval.
+
+        Such a step comes to a multiple of the interval, or past it; the end of a run is left out.
+        """
         if chosen.eval_every_tokens is None:
             every = chosen.eval_every
             return until // every - after // every if every else 0
@@ -140,24 +145,19 @@ class Run:
         return min(tokens[1] - tokens[0], until - after)
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat and plain, for run.json and the tracker."""
-        flat = asdict(self)
-        facts = flat.pop("facts")
-        if not self.sources:
-            flat.pop("sources")
-        if not self.facts.compiled:
-            facts.pop("compiled")
-        for key in ("initial", "memory", "parent"):
-            if facts[key] is None:
-                facts.pop(key)
-        return {**facts.pop("layout"), **facts, **flat}
+        """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
+        found = asdict(self)
+        ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
+        for key in ("initial", "memory", "parent", "compiled", "sources"):
+            if not found[key]:
+                del found[key]
+        return ranks | found
 
 
 def check_model(
     length: int, positions: int | None, vocab_size: int | None, tokenizer: str, tokens: int
 ) -> None:
-    """Raise ConfigError where the model has no room for the sequences, or for the tokenizer's
-    `tokens`."""
+    """Raise ConfigError where the model has no room for the sequences or the tokenizer's tokens."""
     if positions is not None and length > positions:
         raise refuse(
             "batch.sequence_length", length, f"the model has {positions} positions", positions
@@ -172,8 +172,7 @@ def check_model(
 
 
 def check_steps(train: Train, max_steps: int, first: int) -> None:
-    """Raise ConfigError for a step that comes after the end of the run, or in a fork not after
-    `first`, the step of its parent."""
+    """Raise ConfigError for a step after the end of the run, or in a fork not after `first`."""
     for name in ("profile_start", "stop_step"):
         step = getattr(train, name)
         if step is not None and step > max_steps:
@@ -187,49 +186,42 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
 def solve(
     config: Config, facts: Facts, warmup_updates: Any, versions: dict[str, str], commit: str | None
 ) -> Run:
-    """Return the whole run from the config and the facts. `warmup_updates`: function of the total
-    number of updates.
+    """Return the whole run from the config and the facts.
 
-    Raises ConfigError for everything that does not fit together.
+    `warmup_updates` is a function of the total number of updates. Raises ConfigError for everything
+    that does not fit together.
     """
     batch = solve_batch(config.batch, facts.layout.dp_size)
     length, real = batch.sequence_length, batch.real_batch_size
-    train_sequences = facts.train_sequences
     val_sequences = max(0, facts.val_tokens - 1) // length
-    if train_sequences < 1:
+    if facts.train_sequences < 1:
         raise refuse(
             "batch.sequence_length",
             length,
             f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} "
             f"({facts.data})",
         )
-    if real > train_sequences:
-        raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
-    budget = solve_budget(config.train, real, length, train_sequences, facts.parent)
+    if real > facts.train_sequences:
+        raise too_large(config.batch, batch, facts.layout.dp_size, facts.train_sequences)
+    budget = solve_budget(config.train, real, length, facts.train_sequences, facts.parent)
     check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
     tokens = new * length
     return Run(
+        **vars(facts),
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        dp_size=facts.layout.dp_size,
-        world_size=facts.layout.world_size,
         real_batch_size=real,
         sequence_length=length,
         tokens_per_step=real * length,
-        max_steps=budget.max_steps,
+        **vars(budget),
         max_tokens=tokens + (facts.parent.tokens if facts.parent else 0),
-        max_epochs=budget.total_sequences / train_sequences,
-        total_sequences=budget.total_sequences,
-        tail_sequences=budget.tail_sequences,
-        dropped_sequences=budget.dropped_sequences,
-        train_sequences=train_sequences,
+        max_epochs=budget.total_sequences / facts.train_sequences,
         val_sequences=val_sequences,
         eval_sequences=min(val_sequences, -(-eval_tokens // length)),
         warmup_updates=warmup_updates(budget.max_steps),
         total_flops=facts.flops_per_token * tokens if facts.flops_per_token else None,
-        facts=facts,
         versions=versions,
         commit=commit,
     )

@@ -17,7 +17,7 @@ def batch_equation(run: Run) -> str:
 
 def ranks_sentence(run: Run) -> str:
     """Return who computes, in words: hosts, ranks, how they share the work, threads."""
-    layout, kind = run.facts.layout, run.facts.parallelism
+    layout, kind = run.layout, run.parallelism
     hosts = f"{layout.nnodes} hosts x " if layout.nnodes > 1 else ""
     parts = [
         f"{size} {what}"
@@ -28,10 +28,7 @@ def ranks_sentence(run: Run) -> str:
         )
         if size > 1
     ]
-    threads = (
-        f"{run.facts.threads_per_rank} CPU "
-        f"thread{'s' if run.facts.threads_per_rank > 1 else ''} each"
-    )
+    threads = f"{run.threads_per_rank} CPU thread{'s' if run.threads_per_rank > 1 else ''} each"
     return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads}"
 
 
@@ -53,7 +50,6 @@ def _parent_text(parent: Parent) -> str:
 
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs that say in plain words what is about to happen."""
-    f = run.facts
     an_epoch = f"{run.train_sequences / run.real_batch_size:,.2f}".rstrip("0").rstrip(".")
     budget = (
         f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} "
@@ -64,50 +60,50 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     if run.dropped_sequences:
         budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
     train = (
-        f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
+        f"{run.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
     )
-    rest = f.train_tokens - 1 - run.train_sequences * run.sequence_length  # 1: a last target
+    rest = run.train_tokens - 1 - run.train_sequences * run.sequence_length  # 1: a last target
     if rest and not run.sources:
         train += f"; the last {rest:,} token{' is' if rest == 1 else 's are'} too few for another"
-    val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
+    val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
         val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
     warmup = f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}"
     rows = [
-        ("data", f"{f.data}; tokenizer {f.tokenizer}"),
+        ("data", f"{run.data}; tokenizer {run.tokenizer}"),
         ("train", train),
         *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
-        ("model", f"{f.model}, {f.parameters:,} parameters"),
-        *([("begins with", f.initial)] if f.initial else []),
-        *([("goes on from", _parent_text(f.parent))] if f.parent else []),
+        ("model", f"{run.model}, {run.parameters:,} parameters"),
+        *([("begins with", run.initial)] if run.initial else []),
+        *([("goes on from", _parent_text(run.parent))] if run.parent else []),
         ("batch", batch_equation(run)),
         ("budget", budget),
-        *([("rate", f.rates)] if f.rates else []),
+        *([("rate", run.rates)] if run.rates else []),
         ("warm-up", warmup),
     ]
-    of = f"its own {run.own_tokens:,} tokens" if f.parent else "tokens"
-    if run.total_flops is not None and f.flops_per_token is not None:
+    of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
+    if run.total_flops is not None and run.flops_per_token is not None:
         rows.append(
             (
                 "FLOPs",
-                f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x {of} "
-                f"({f.flops_formula})",
+                f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of} "
+                f"({run.flops_formula})",
             )
         )
     rows += [
-        ("device", f"{f.device_name} ({f.device})"),
+        ("device", f"{run.device_name} ({run.device})"),
         *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
         *(
-            [("scaling", f"against {f.single_rank_rate:,.0f} tokens/s of one rank")]
-            if f.single_rank_rate
+            [("scaling", f"against {run.single_rank_rate:,.0f} tokens/s of one rank")]
+            if run.single_rank_rate
             else []
         ),
         (
             "precision",
-            f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision,
+            f"{run.precision} ({run.precision_reason})" if run.precision_reason else run.precision,
         ),
-        *[(k, v) for k, v in (("compile", f.compiled), ("memory", f.memory)) if v],
+        *[(k, v) for k, v in (("compile", run.compiled), ("memory", run.memory)) if v],
         ("folder", folder),
     ]
-    return rows + [("warning", text) for text in f.warnings]
+    return rows + [("warning", text) for text in run.warnings]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmexp.settings.config import Batch
+from llmexp.settings.convert import checked
 from llmexp.settings.values import AUTO, ConfigError, refuse
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
@@ -22,8 +23,7 @@ class SolvedBatch(Batch):
 
 
 def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
-    """micro_batch_size x gradient_accumulation_steps x dp_size = real_batch_size, solved for what
-    is missing.
+    """Solve micro_batch_size x gradient_accumulation_steps x dp_size = real_batch_size.
 
     Raises ConfigError for what does not divide, with the nearest totals, or contradicts, with the
     product.
@@ -51,40 +51,34 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
             f"{micro * accum * dp_size}; set one of the three to null to have it solved",
             micro * accum * dp_size,
         )
-    return SolvedBatch(
-        micro_batch_size=micro,
-        gradient_accumulation_steps=accum,
-        real_batch_size=real,
-        sequence_length=batch.sequence_length,
-        memory_gib=batch.memory_gib,
-        document_mask=batch.document_mask,
-    )
+    solved = {"micro_batch_size": micro, "gradient_accumulation_steps": accum}
+    return SolvedBatch(**vars(batch) | solved | {"real_batch_size": real})
 
 
 def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: int) -> ConfigError:
     """Return the refusal of a batch that the data do not fill, by the key that was given."""
     micro, accum = solved.micro_batch_size, solved.gradient_accumulation_steps
     real = solved.real_batch_size
+    product = f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size}"
     why = (
-        f"more than the {train_sequences} training sequences of {solved.sequence_length} tokens; "
-        "more data, a shorter batch.sequence_length or a smaller batch is needed"
+        f"is more than the {train_sequences} training sequences of {solved.sequence_length} "
+        "tokens; more data, a shorter batch.sequence_length or a smaller batch is needed"
     )
     if given.real_batch_size is not None:
-        return refuse("batch.real_batch_size", real, f"is {why}", train_sequences)
-    product = (
-        f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
-        f"{real} is {why}"
-    )
+        return refuse("batch.real_batch_size", real, why, train_sequences)
+    why = f"{product} = {real} {why}"
     if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
-        return refuse("batch.gradient_accumulation_steps", accum, product, 1)
-    return refuse(
-        "batch.micro_batch_size", micro, product, max(1, train_sequences // (accum * dp_size))
-    )
+        return refuse("batch.gradient_accumulation_steps", accum, why, 1)
+    fitting = max(1, train_sequences // (accum * dp_size))
+    return refuse("batch.micro_batch_size", micro, why, fitting)
 
 
 def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
-    """Return the same real batch on another number of replicas: the largest micro-batch up to the
-    old one that fits, or any that fits where the number is not known yet."""
+    """Return the same real batch on another number of replicas.
+
+    It has the largest micro-batch up to the old one that divides it; where `dp_size` is not known
+    yet, the cut is left open.
+    """
     if dp_size is None:
         return replace(batch, micro_batch_size=None, gradient_accumulation_steps=None)
     micro, real = int(batch.micro_batch_size or 1), batch.real_batch_size or 1
@@ -118,51 +112,34 @@ def _divide(real: int, by: int, what: str) -> int:
     )
 
 
-RATE_RULES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
-
-
 def solve_rates(
     optimizer: dict[str, Any], real_batch_size: int
 ) -> tuple[dict[str, Any], str | None]:
-    """Return (the optimizer section with its rates scaled to the real batch by `lr_rule`, the
-    equation in words).
+    """Return the optimizer section with its rates scaled by `lr_rule`, and the equation in words.
 
     The reference becomes this real batch, so that a solved section is solved again into itself.
     Raises ConfigError.
     """
-    rule, reference = optimizer.get("lr_rule", "none"), optimizer.get("reference_batch")
-    if rule not in RATE_RULES:
-        raise refuse("optimizer.lr_rule", rule, f"must be one of {', '.join(RATE_RULES)}", "linear")
+    rule = checked("optimizer.lr_rule", optimizer.get("lr_rule", "none"))
+    reference = checked("optimizer.reference_batch", optimizer.get("reference_batch"))
     if rule == "none":
-        if reference is not None:
-            text = (
-                "is used by a rule only; choose optimizer.lr_rule=linear or sqrt, or leave it out"
-            )
-            raise refuse("optimizer.reference_batch", reference, text, "null")
         return optimizer, None
-    if isinstance(reference, bool) or not isinstance(reference, int) or reference < 1:
-        text = (
-            f"optimizer.lr_rule={rule} needs the real_batch_size that optimizer.lr was chosen for"
-        )
-        raise refuse("optimizer.reference_batch", reference, text, 32)
-    factor = RATE_RULES[rule](real_batch_size / reference)
-    keys = [k for k in optimizer if k == "lr" or k.endswith("_lr")]
+    if reference is None:
+        text = f"optimizer.lr_rule={rule} needs the batch that optimizer.lr was chosen for"
+        raise refuse("optimizer.reference_batch", None, text, 32)
+    ratio = real_batch_size / reference
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
     rates = {
-        k: v
-        for k in keys
-        if isinstance(v := optimizer[k], (int, float)) and not isinstance(v, bool)
+        key: rate
+        for key, rate in optimizer.items()
+        if (key == "lr" or key.endswith("_lr")) and type(rate) in (int, float)
     }
     if not rates:
-        raise refuse(
-            "optimizer.lr_rule",
-            rule,
-            "there is no rate `lr` in this section that it could scale",
-            "none",
-        )
-    scaled = {k: v * factor for k, v in rates.items()}
-    ratio = f"real_batch_size {real_batch_size} / reference_batch {reference}"
-    by = f"({ratio})" if rule == "linear" else f"sqrt({ratio})"
+        text = "there is no rate `lr` in this section that it could scale"
+        raise refuse("optimizer.lr_rule", rule, text, "none")
+    scaled = {key: rate * factor for key, rate in rates.items()}
+    words = f"real_batch_size {real_batch_size} / reference_batch {reference}"
+    by = f"({words})" if rule == "linear" else f"sqrt({words})"
     equations = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
-    return optimizer | scaled | {
-        "reference_batch": real_batch_size
-    }, f"{equations} (lr_rule {rule})"
+    solved = optimizer | scaled | {"reference_batch": real_batch_size}
+    return solved, f"{equations} (lr_rule {rule})"

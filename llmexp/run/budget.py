@@ -17,6 +17,8 @@ DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 @dataclass(frozen=True)
 class Budget:
+    """How long a run trains."""
+
     total_sequences: int
     max_steps: int
     tail_sequences: int
@@ -30,8 +32,7 @@ def budgets_in(overrides: Iterable[str]) -> list[str]:
 
 
 def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
-    """Set the budgets of a composed config to null that came from its files, where an override
-    gives another one."""
+    """Set the budgets in the files of a composed config to null where an override gives one."""
     given = budgets_in(overrides)
     for key in BUDGETS if given and isinstance(tree.get("train"), dict) else ():
         if key not in given:
@@ -39,8 +40,10 @@ def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
 
 
 def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
-    """Keep the warm-up of a run that gets another budget, where it was a share of the old one, at
-    its updates; return whether that was so."""
+    """Keep the warm-up of a run that gets another budget at its updates.
+
+    Return whether there was something to keep: the warm-up was a share of the old budget.
+    """
     relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
     if not relative or not isinstance(warmup, int):
         return False
@@ -55,8 +58,11 @@ def solve_budget(
     train_sequences: int,
     parent: Any = None,
 ) -> Budget:
-    """Exactly one of the three budgets, in sequences and optimizer steps: the whole way, in a fork
-    with what its `parent` (`run.Parent`) and those before it have gone. Raises ConfigError."""
+    """Return the one budget that is given, in sequences and optimizer steps.
+
+    In a fork it counts what its `parent` (`run.Parent`) and those before it have done. Raises
+    ConfigError where several budgets are given, and where nothing is left to train.
+    """
     given = {
         key: value
         for key in BUDGETS
@@ -77,12 +83,16 @@ def solve_budget(
         total = first + ((train.max_steps or DEFAULT_MAX_STEPS) - before) * real_batch_size
     key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
     if total <= first and parent:
+        gone = {"train.max_steps": before, "train.max_tokens": tokens}
+        longer = round(first / train_sequences * 1.25, 3)
+        if key in gone:
+            longer = gone[key] + max(1, gone[key] // 4)
         raise refuse(
             key,
             value,
             f"counts the parent's part too, and that is {before:,} steps, {tokens:,} tokens and "
             f"{first / train_sequences:.4g} epochs at fork.step={before}: nothing is left to train",
-            _beyond(key, before, tokens, first / train_sequences),
+            longer,
         )
     if total < 1:
         raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
@@ -90,20 +100,7 @@ def solve_budget(
     full = before + steps
     if rest and train.tail == "drop":
         if not steps:
-            raise refuse(
-                key,
-                value,
-                f"with train.tail=drop no window of {real_batch_size} sequences is full ({total} "
-                "there)",
-            )
+            text = f"with train.tail=drop no window of {real_batch_size} sequences is full"
+            raise refuse(key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
     return Budget(total, full + bool(rest), rest, 0)
-
-
-def _beyond(key: str, steps: int, tokens: int, epochs: float) -> str:
-    """Return an example of a budget that a fork can train to, a quarter longer than its parent."""
-    longer = {
-        "train.max_steps": str(steps + max(1, steps // 4)),
-        "train.max_tokens": str(tokens + max(1, tokens // 4)),
-    }
-    return longer.get(key, f"{epochs * 1.25:.3g}")

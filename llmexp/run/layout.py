@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.config import Parallelism
+from llmexp.settings.execution import Parallelism
 from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe how ranks are arranged: hosts x ranks on each = replicas x shards x tensor-parallel
-    ranks."""
+    """The arrangement of ranks: hosts x ranks on each = replicas x shards x tensor-parallel."""
 
     nnodes: int
     nproc_per_node: int
@@ -22,35 +21,25 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def dp_size(self) -> int:
+        """Return the number of ranks that see different sequences."""
         return self.replicate_size * self.shard_size
 
 
 def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
-    """Return where `nproc_per_node` ranks on each of the hosts stand. Raises ConfigError for what
-    does not divide."""
+    """Return the arrangement of `nproc_per_node` ranks on each host.
+
+    Raises ConfigError for what does not divide.
+    """
     world, tp, replicas = p.nnodes * nproc_per_node, p.tensor_parallel_size, p.replicate_size
     if p.kind == "single" and world > 1:
         key, value = ("nnodes", p.nnodes) if p.nnodes > 1 else ("nproc_per_node", nproc_per_node)
-        raise refuse(
-            f"parallelism.{key}",
-            value,
-            "parallelism=single has one rank; for more use parallelism=ddp",
-            1,
-        )
-    if tp not in (None, 1) and p.kind not in ("tp", "fsdp_tp"):
-        text = f"parallelism={p.kind} splits no layer; use tp or fsdp_tp"
-        raise refuse("parallelism.tensor_parallel_size", tp, text, "null")
-    if replicas is not None and p.kind != "hsdp":
-        raise refuse(
-            "parallelism.replicate_size",
-            replicas,
-            f"has a meaning for hsdp, not for {p.kind}",
-            "null",
-        )
+        text = "parallelism=single has one rank; for more use parallelism=ddp"
+        raise refuse(f"parallelism.{key}", value, text, 1)
     match p.kind:
         case "ddp":
             replicate, shard, tp = world, 1, 1
@@ -62,10 +51,8 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
         case "tp":
             replicate, shard, tp = 1, 1, tp or world
             if tp != world:
-                text = (
-                    f"parallelism=tp splits each layer over all {world} ranks; for less use "
-                    "parallelism=fsdp_tp"
-                )
+                text = f"parallelism=tp splits each layer over all {world} ranks"
+                text += "; for less use parallelism=fsdp_tp"
                 raise refuse("parallelism.tensor_parallel_size", tp, text, world)
         case "fsdp_tp":
             replicate, tp = 1, tp or nproc_per_node
@@ -77,10 +64,8 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
 
 def _ranks_over(world: int, size: int, key: str) -> int:
     if world % size:
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
-        raise refuse(
-            key, size, f"does not divide the {world} ranks", max(n for n in divisors if n <= size)
-        )
+        divisor = max(n for n in range(1, size) if world % n == 0)
+        raise refuse(key, size, f"does not divide the {world} ranks", divisor)
     return world // size
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from llmexp.data.files import cut_files
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, fill, remember_variables, typed
+from llmexp.settings.values import ConfigError, typed
+from llmexp.settings.variables import fill
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
 from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted
@@ -149,7 +150,6 @@ def bus_error(path: Path, code: int) -> str:
     with contextlib.suppress(ConfigError):
         recorded = read_json(path / rundir.RUN).get("data_files") or {}
         sizes = {name: size for name, size in recorded.items() if isinstance(size, int)}
-        remember_variables(list(sizes))
         states = {str(fill(name, "data_files")): size for name, size in sizes.items()}
     cause = cut_files(states) or "a data file may have been cut, or its disk has failed"
     return redacted(f"; {cause}")

@@ -1,8 +1,13 @@
-"""Settings: what can be set, and what a value may be. In reading order:
+"""What can be set, and what a value may be.
 
-values    how a value is refused, and variables of the environment in values
-config    the closed sections: meaning, unit, range and effect of each knob
-convert   from a mapping to a checked `Config`
-knobs     where a knob acts and what it changes
-labels    short names of swept values
+In reading order:
+
+values     how a knob is declared, and how a value is refused
+variables  variables of the environment in values, and which hold secrets
+config     the closed sections: meaning, unit, range and effect of each knob
+execution  the closed sections that change no result
+parts      the arguments that models, data sources, optimizers and schedules share
+convert    from a mapping to a checked `Config`
+knobs      where a knob acts and what it changes
+labels     short names of swept values
 """

@@ -1,9 +1,10 @@
 """The typed configuration: closed sections as frozen dataclasses, one documented knob per field.
 
-A field is the only place that says what a knob means, its unit, its range, and what another value
-changes; --help, `llmexp explain`, the comments in conf/ and the lists of keys in `knobs` follow.
-Values live in conf/ (every knob is listed there). `convert` makes these classes from plain values.
-This file imports the standard library and `values` only.
+A field is the only place that says what a knob means, its unit, its range, what another value
+changes and where it acts; --help, `llmexp explain`, the comments in conf/ and the lists of keys in
+`knobs` follow. The knobs of open sections are declared in the same way (`parts`). Values live in
+conf/ (every knob is listed there). `convert` makes these classes from plain values. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from llmexp.settings.values import choice, count, knob, seconds
+from llmexp.settings.execution import Checkpoint, Parallelism, Tracker
+from llmexp.settings.values import Where, choice, count, knob, where
+
+SKIPPING = where(
+    "metrics.skip_outliers",
+    words="with metrics.skip_outliers; else a figure in the rows",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,12 @@ class Batch:
     )
     sequence_length: int = count("tokens per sequence", 128)
     memory_gib: float | None = knob(
-        "GiB of a rank for auto; null: nine tenths", 16.0, above=0, default=None, affects="rounding"
+        "GiB of a rank for auto; null: nine tenths",
+        16.0,
+        above=0,
+        affects="rounding",
+        acts=where("batch.micro_batch_size", "auto"),
+        default=None,
     )
     document_mask: bool = knob("keep attention and targets inside documents", True, default=False)
 
@@ -47,7 +59,10 @@ class Train:
     )
     max_tokens: int | None = count("budget in target tokens", 1_000_000)
     tail: str = choice(
-        "what happens to a last window that the data do not fill", "keep | drop", default="keep"
+        "what happens to a last window that the data do not fill",
+        "keep | drop",
+        acts=Where(("train.max_epochs", "train.max_tokens")),  # steps are whole
+        default="keep",
     )
     seed: int = knob(
         "seed of initialisation, order and dropout", 1234, at_least=0, at_most=2**63 - 1
@@ -83,18 +98,21 @@ class Train:
         "optimizer steps between scores of the tasks; null: only at the end",
         1000,
         affects="nothing",
+        acts=where("train.tasks"),
         default=None,
     )
     tasks_folder: str | None = knob(
         "folder with NAME.jsonl of each task; null: $LLMEXP_TASKS, else what is shipped",
         "tasks",
         affects="nothing",
+        acts=where("train.tasks"),
         default=None,
     )
     sample_every: int | None = count(
         "optimizer steps between text samples; null: only at the end",
         100,
         affects="nothing",
+        acts=where("train.sample_tokens"),
         default=None,
     )
     sample_tokens: int = knob(
@@ -121,7 +139,13 @@ class Train:
     profile_start: int | None = count(
         "first optimizer step of a torch.profiler trace; null: no trace", 10, affects="nothing"
     )
-    profile_steps: int = count("optimizer steps in the trace", 3, affects="nothing", default=3)
+    profile_steps: int = count(
+        "optimizer steps in the trace",
+        3,
+        affects="nothing",
+        acts=where("train.profile_start"),
+        default=3,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +158,19 @@ class Metrics:
         "no check",
         6.0,
         above=0,
+        decides=SKIPPING,
     )
     outlier_window: int = knob(
-        "optimizer steps in the trailing window", 128, at_least=8, default=128
+        "optimizer steps in the trailing window",
+        128,
+        at_least=8,
+        acts=where("metrics.outlier_sigma"),
+        decides=SKIPPING,
+        default=128,
     )
-    skip_outliers: bool = knob("skip the update of an outlier step", default=False)
+    skip_outliers: bool = knob(
+        "skip the update of an outlier step", acts=where("metrics.outlier_sigma"), default=False
+    )
     single_rank_rates: str | None = knob(
         "folder of a throughput_grid with the rate of one rank, for scaling_efficiency in the rows "
         "of runs with more; null: none",
@@ -157,10 +189,18 @@ class Clip:
         "how gradients are clipped, once per optimizer step, after unscaling", "norm | value | none"
     )
     max_norm: float | None = knob(
-        "limit of the global gradient norm; null: no limit", 1.0, above=0, default=None
+        "limit of the global gradient norm; null: no limit",
+        1.0,
+        above=0,
+        acts=where("clip.kind", "norm"),
+        default=None,
     )
     max_value: float | None = knob(
-        "limit of each gradient entry; null: no limit", 0.5, above=0, default=None
+        "limit of each gradient entry; null: no limit",
+        0.5,
+        above=0,
+        acts=where("clip.kind", "value"),
+        default=None,
     )
 
 
@@ -171,114 +211,14 @@ class Precision:
         "else fp32",
         "auto | fp32 | tf32 | bf16 | fp16 | fp64",
     )
-    init_scale: float = knob("first loss scale", 65536.0, above=0, default=65536.0)
+    init_scale: float = knob(
+        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16"), default=65536.0
+    )
     growth_interval: int = count(
         "optimizer steps in a row without an overflow before the loss scale doubles",
         2000,
+        acts=where("precision.kind", "fp16"),
         default=2000,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallelism:
-    AFFECTS: ClassVar[str] = "rounding"
-    kind: str = choice("how ranks share the work", "single | ddp | fsdp | hsdp | tp | fsdp_tp")
-    nproc_per_node: int | None = count(
-        "ranks on each host; null: every CUDA device, or 1 on a CPU", 2
-    )
-    nnodes: int = count("hosts", 2)
-    tensor_parallel_size: int | None = count(
-        "ranks that share each layer; null: all (tp), all of a host (fsdp_tp)", 2, default=None
-    )
-    replicate_size: int | None = count(
-        "copies of the sharded model; null: one a host", 2, default=None
-    )
-    fsdp_communication: str = choice(
-        "how often a step gathers parameters and reduces gradients",
-        "every_micro_batch | once",
-        default="every_micro_batch",
-    )
-    activation_checkpointing: str = choice(
-        "what the backward pass computes again instead of keeping it", "none | full | selective"
-    )
-    backend: str | None = choice(
-        "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "nccl | gloo", default=None
-    )
-    start_timeout_s: float = seconds(
-        "that the hosts and ranks have to come together", 600.0, affects="nothing"
-    )
-    timeout_s: float = seconds(
-        "that a rank waits for the others in a step before it gives up", 600.0, affects="nothing"
-    )
-    max_restarts: int = knob(
-        "times that a group which lost a rank starts again from its newest checkpoint",
-        3,
-        at_least=0,
-        affects="nothing",
-        default=0,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracker:
-    AFFECTS: ClassVar[str] = "nothing"
-    kind: str = choice("mirror of the rows", "wandb | tensorboard | trackio | mlflow | none")
-    also: list[str] = knob("trackers besides that one", ["tensorboard"], default=[])
-    project: str | None = knob("wandb project; null: $WANDB_PROJECT, else llmexp", "my-project")
-    entity: str | None = knob(
-        "wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team", default=None
-    )
-    name: str | None = knob(
-        "name of the run; null: $WANDB_NAME, else made from the overrides; a run of a sweep adds "
-        "its label",
-        "my-run",
-    )
-    group: str | None = knob(
-        "group of the run; null: $WANDB_RUN_GROUP, else the sweep's folder", "my-group"
-    )
-    tags: list[str] = knob("tags, cut at 64 characters; []: those of $WANDB_TAGS", ["baseline"])
-    notes: str | None = knob("free text; null: $WANDB_NOTES", "first try")
-    mode: str = choice(
-        "how to send; auto: $WANDB_MODE, else online when a login is there (WANDB_API_KEY or "
-        "netrc), else offline",
-        "auto | online | offline",
-        default="auto",
-    )
-    start_timeout_s: float = seconds("for wandb to start before the run goes on offline", 10.0)
-    finish_timeout_s: float = seconds("that the end of a run waits for the last upload", 15.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    AFFECTS: ClassVar[str] = "nothing"
-    every: int | None = count(
-        "optimizer steps between checkpoints; null: by time, or only at the end", 100
-    )
-    every_minutes: float | None = knob(
-        "minutes after the last checkpoint until the next one, after the step that is under way; "
-        "null: by steps only",
-        30.0,
-        above=0,
-        default=None,
-    )
-    async_: bool | str = knob(
-        "write in the background, after copying the state to host memory; auto: on CUDA",
-        True,
-        auto=True,
-    )
-    keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
-    keep_every: int | None = count("steps between checkpoints that stay", 1000, default=None)
-    resume: str = choice("what to do with a folder that holds a run", "auto | never | must")
-    save_initial: bool = knob("also save step 0, before any update")
-    last: bool = knob(
-        "save at the end of the run; false: what a finished run leaves is its rows, and the "
-        "checkpoints of its intervals",
-        default=True,
-    )
-    max_failures: int = knob(
-        "saves in a row that may fail, with a warning, before the run stops; the last one may not",
-        3,
-        at_least=0,
     )
 
 
@@ -286,9 +226,18 @@ class Checkpoint:
 class Fork:
     run: str | None = knob("folder of the parent; null: none", "outputs/trunk", default=None)
     step: int | None = knob(
-        "step of the parent's checkpoint; null: the newest", 4000, at_least=0, default=None
+        "step of the parent's checkpoint; null: the newest",
+        4000,
+        at_least=0,
+        acts=where("fork.run"),
+        default=None,
     )
-    moments: str = choice("what becomes of the parent's moments", "keep | drop", default="keep")
+    moments: str = choice(
+        "what becomes of the parent's moments",
+        "keep | drop",
+        acts=where("fork.run"),
+        default="keep",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

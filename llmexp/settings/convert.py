@@ -14,23 +14,23 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from llmexp.settings import parts
 from llmexp.settings.config import Config
 from llmexp.settings.values import (
     AUTO,
     NO_DEFAULT,
-    VARIABLE,
     ConfigError,
     Knob,
     children,
-    fill,
     hint,
     key_of,
     nearest,
     refuse,
 )
+from llmexp.settings.variables import VARIABLE, fill
 
 T = TypeVar("T")
-MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
+MAX_VALUES, MAX_DEPTH = 10_000, 50  # of an open section; aliases make a short YAML file endless
 
 
 # Functions that had another name before: configs of older runs hold these.
@@ -59,30 +59,18 @@ def today(dotted: Any) -> Any:
 
 
 def build(mapping: Mapping[str, Any]) -> Config:
-    """Return a `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types
-    and ranges.
+    """Return a `Config` from a plain mapping.
 
     Texts keep their variables of the environment; numbers, switches and choices take their values.
+    Raises ConfigError for unknown or missing keys, types and ranges.
     """
-    _look_through(mapping)
     return section(Config, mapping, "")
 
 
-def _look_through(mapping: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a config without an end, and for numbers that are not finite, which no
-    JSON file holds."""
-    waiting: list[tuple[Any, int, str]] = [(mapping, 0, "")]
-    seen = 0
-    while waiting:
-        node, depth, key = waiting.pop()
-        seen += 1
-        if seen > MAX_VALUES or depth > MAX_DEPTH:
-            text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
-            raise ConfigError(f"this config {text}")
-        if isinstance(node, float) and not math.isfinite(node):
-            raise refuse(key, node, "a finite number is needed")
-        for name, child in children(node):
-            waiting.append((child, depth + 1, f"{key}.{name}" if key else str(name)))
+def checked(key: str, value: Any) -> Any:
+    """Return a value of the knob `key` of `parts` as its type. Raises ConfigError."""
+    kind, knob = parts.arguments()[key]
+    return converted(kind, value, key, knob)
 
 
 def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
@@ -115,67 +103,87 @@ def section(cls: type[T], mapping: Any, prefix: str) -> T:
     for key, field in fields.items():
         knob = field.metadata.get("knob", Knob("a section"))
         if key in mapping:
-            values[field.name] = _converted(hints[field.name], mapping[key], prefix + key, knob)
+            values[field.name] = converted(hints[field.name], mapping[key], prefix + key, knob)
         elif dataclasses.is_dataclass(hints[field.name]):  # a section that older configs lack
-            values[field.name] = _converted(hints[field.name], {}, prefix + key, knob)
+            values[field.name] = converted(hints[field.name], {}, prefix + key, knob)
         elif knob.default is NO_DEFAULT:
             raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)
 
 
-def _converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
-    """Return a value of any field as its type."""
-    if dataclasses.is_dataclass(kind):
-        return section(typing.cast(type, kind), value, f"{key}.")
-    if typing.get_origin(kind) is dict:
-        return _open_section(value, key)
+def converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
+    """Return a value of any field or argument as its type. Raises ConfigError."""
+    if kind is Any:
+        return value
     if key == "hooks":
-        return _hooks(value, key)
+        return _hooks(value)
     takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)
     if knob.auto and value == AUTO:
         return value
     if typing.get_origin(kind) is types.UnionType:
-        if value is None:
+        kinds = typing.get_args(kind)
+        if value is None and type(None) in kinds:
             return None
-        kind = next(arg for arg in typing.get_args(kind) if arg is not type(None))
+        kind = next(arg for arg in kinds if arg is not type(None))
+    if dataclasses.is_dataclass(kind):
+        return section(typing.cast(type, kind), value, f"{key}.")
+    if typing.get_origin(kind) is dict:
+        return _open_section(value, key)
     if typing.get_origin(kind) is list:
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise refuse(key, value, "a list of texts is needed", "[one,two]")
         return list(value)
-    value = _scalar(kind, value, key, knob)
+    found = _scalar(kind, value, key, knob)
     _check_range(value, key, knob)
-    return value
+    return found
 
 
 def _open_section(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         needed = "" if key == "user" else ", with `_target_` naming a function"
         raise refuse(key, value, f"a section of keys is needed here{needed}")
+    _look_through(value, key)
     return dict(value)
 
 
-def _hooks(value: Any, key: str) -> list[Any]:
+def _hooks(value: Any) -> list[Any]:
     several = isinstance(value, (list, tuple))
     if not several or not all(isinstance(entry, (str, Mapping)) for entry in value):
         text = "a list of names of functions, or of sections with their arguments, is needed"
-        raise refuse(key, value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
+        raise refuse("hooks", value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
+    _look_through(value, "hooks")
     return [dict(entry) if isinstance(entry, Mapping) else entry for entry in value]
+
+
+def _look_through(tree: Any, name: str) -> None:
+    """Raise ConfigError for values without an end, and for numbers that no JSON file holds."""
+    waiting: list[tuple[Any, int, str]] = [(tree, 1, name)]
+    seen = 0
+    while waiting:
+        node, depth, key = waiting.pop()
+        seen += 1
+        if seen > MAX_VALUES or depth > MAX_DEPTH:
+            text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
+            raise ConfigError(f"this config {text} ({name})")
+        if isinstance(node, float) and not math.isfinite(node):
+            raise refuse(key, node, "a finite number is needed")
+        for child_name, child in children(node):
+            waiting.append((child, depth + 1, f"{key}.{child_name}"))
 
 
 def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
     found = fill(value, key)
     try:
-        return _converted(kind, found, key, knob)
+        return converted(kind, found, key, knob)
     except ConfigError:  # its text has what was found
         text = f"what the environment holds does not fit ({knob.doc})"
         raise refuse(key, value, text, knob.example) from None
 
 
 def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
-    """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float, False no
-    text."""
+    """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float."""
     a_switch, example = isinstance(value, bool), knob.example
     if kind is bool and not a_switch:
         needed = "true, false or auto" if knob.auto else "true or false"
@@ -202,6 +210,8 @@ def _check_range(value: Any, key: str, knob: Knob) -> None:
     if knob.choices and value not in knob.choices:
         near = nearest(str(value), knob.choices)
         raise refuse(key, value, f"must be one of {', '.join(knob.choices)}.{near}")
+    if isinstance(value, str):
+        return
     wrong = ""
     if knob.at_least is not None and value < knob.at_least:
         wrong = f"must be at least {knob.at_least:g}"
@@ -209,5 +219,7 @@ def _check_range(value: Any, key: str, knob: Knob) -> None:
         wrong = f"must be at most {knob.at_most}"
     elif knob.above is not None and not value > knob.above:
         wrong = f"must be above {knob.above:g}"
+    elif knob.below is not None and not value < knob.below:
+        wrong = f"must be below {knob.below:g}"
     if wrong:
         raise refuse(key, value, f"{wrong} ({knob.doc})", knob.example)

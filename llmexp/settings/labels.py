@@ -1,5 +1,4 @@
-"""Short names for what a sweep varies, as tables, answers and pages show them: `accum=1
-clip=0.5`."""
+"""Short names for what a sweep varies, as tables and pages show them: `accum=1 clip=0.5`."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ ALIASES = {
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to its alias or its last part; keys that would share a short name keep their
-    full one.
+    """Map each key to its alias or its last part.
 
-    A section's `_target_` has the name of the section: `optimizer=muon`.
+    Keys that would share a short name keep their full one. A section's `_target_` has the name of
+    the section: `optimizer=muon`.
     """
     keys = list(keys)
     short = {
@@ -44,8 +43,7 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it, numbers with at most six digits, our
-    functions by name."""
+    """Return a value as YAML has it, numbers with at most six digits, our functions by name."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = str(value)
@@ -55,8 +53,7 @@ def shown(value: Any) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Return the value that the text of an override stands for: a number, true, false, null, or the
-    text."""
+    """Return the value that the text of an override stands for: true, a number, the text, ..."""
     words: dict[str, Any] = {"true": True, "false": False, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -67,8 +64,7 @@ def parsed(text: str) -> Any:
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """Return `accum=1 clip=0.5` for {"batch.gradient_accumulation_steps": 1, "clip.max_norm":
-    0.5}."""
+    """Return `clip=0.5 lr=0.1` for {"clip.max_norm": 0.5, "optimizer.lr": 0.1}."""
     names = short_keys(values)
     return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())
 

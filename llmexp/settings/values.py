@@ -1,32 +1,21 @@
-"""Values that a user gives: how a knob describes them, how they are refused, and the variables of
-the environment in them. Standard library."""
+"""Values that a user gives: how a knob is declared, and how a value is refused.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Names of variables that hold a secret, and names that often do: of these the value decides.
-SECRET = re.compile(
-    r"(?:^|_)(?:API_?KEY|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_|PASSWORD$", re.I
-)
-MAYBE_SECRET = re.compile(r"(?:^|_)(?:KEYS?|TOKEN)(?:_ID)?$", re.I)
-SHORTEST_TOKEN = 16  # characters
-# A variable of the environment in a composed or saved config, which never holds its value.
-VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
-NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
-NAMED: set[str] = set()  # variables that the configs of this process's own runs name
-
 
 class ConfigError(ValueError):
-    """Something that the user asked for is refused before training starts; the text is for the
-    user."""
+    """What the user asked for is refused before training starts; the text is for the user."""
 
 
 def nearest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
@@ -97,68 +86,58 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     return ConfigError(f"{key}={shown(value)}: {why}{tail}")
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a variable of the environment holds a secret: by its name, or, where a name
-    such as SORT_KEY says too little, as its value is long and no number."""
-    if SECRET.search(name):
-        return True
-    value = os.environ.get(name, "")
-    long = len(value) >= SHORTEST_TOKEN and not NUMBER.fullmatch(value)
-    return MAYBE_SECRET.search(name) is not None and long
-
-
-def remember_variables(node: Any) -> None:
-    """Remember the variables that a run of this process names, whose values no message shows."""
-    if isinstance(node, str):
-        NAMED.update(VARIABLE.findall(node))
-    for _, child in children(node):
-        remember_variables(child)
-
-
-def fill(value: Any, key: str) -> Any:
-    """Return `value` with what the environment holds in place of its ${oc.env:NAME}, at any depth.
-
-    A lone variable that reads as a number, true, false or null is one, as on a command line; one
-    with the name of a secret stays text. To be called once: a value may look like a variable
-    itself. Raises ConfigError naming the key and a variable that is not set.
-    """
-    if isinstance(value, Mapping):
-        return {k: fill(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [fill(v, key) for v in value]
-    if not isinstance(value, str) or not (names := VARIABLE.findall(value)):
-        return value
-    for name in names:
-        if name not in os.environ:
-            text = f"the environment variable {name} is not set"
-            raise refuse(
-                key, value, f"{text}; set it where the run starts, such as with export {name}=..."
-            )
-    text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
-    if not VARIABLE.fullmatch(value) or is_secret(names[0]):
-        return text
-    if NUMBER.fullmatch(text):
-        try:
-            return int(text) if text.lstrip("+-").isdecimal() else float(text)
-        except ValueError:  # Python reads no more than some thousand digits
-            raise refuse(
-                key, value, f"the environment variable {names[0]} has {len(text):,} digits"
-            ) from None
-    return {"true": True, "false": False, "null": None}.get(text.lower(), text)
-
-
 AUTO = "auto"  # of a knob that takes the word
 NO_DEFAULT = object()  # of a knob that every config has to list
 
 
 @dataclass(frozen=True)
+class Where:
+    """Hold a condition: one of `keys` has one of `values`; without values, one of them is on.
+
+    A key is on if it is not null, 0, false or empty. `words` say the condition where the keys alone
+    would not be understood.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[Any, ...] = ()
+    words: str = ""
+
+    def holds(self, flat: Mapping[str, Any]) -> bool:
+        """Return whether a flat config meets the condition; one that has none of the keys does."""
+        there = [flat[key] for key in self.keys if key in flat]
+        if self.values:
+            return not there or any(value in self.values for value in there)
+        return not there or any(there)
+
+    def why(self, flat: Mapping[str, Any]) -> tuple[str, str]:
+        """Return (why a knob that needs the condition does nothing, what else could be done)."""
+        key = " or ".join(self.keys)
+        if not self.values:
+            return f"does nothing without {key}", f"give {key} too"
+        if self.values == (None,):
+            return f"does nothing beside {key}={flat[key]}", f"leave {key} out"
+        section, _, name = key.rpartition(".")
+        shown = section if name == "kind" else key  # an option of the group, named as its kind
+        return (
+            f"does nothing with {shown}={flat[key]}",
+            f"choose {shown}={' or '.join(map(str, self.values))}",
+        )
+
+
+def where(key: str, *values: Any, words: str = "") -> Where:
+    """Return the condition that a key has one of the values, or without values that it is on."""
+    return Where((key,), values, words)
+
+
+@dataclass(frozen=True)
 class Knob:
-    """A knob's `doc` with its unit, a valid `example`, and the range that is checked.
+    """Describe a knob: its meaning (`doc`) with the unit, a valid example, and the range.
 
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or
-    `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`.
-    `default` is the value of a knob that some options do not list, because it does nothing there
-    (`knobs.ACTS`), or that the config of an older run does not have yet.
+    `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`. Where
+    `acts` does not hold, the knob does nothing and is refused; where `decides` does not hold, it
+    changes no result. `default` is the value in a config that does not list the knob, because it
+    does nothing there or because the config is older than the knob.
     """
 
     doc: str
@@ -166,9 +145,12 @@ class Knob:
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
     auto: bool = False  # the word auto is valid as well: chosen at the start
     affects: str = ""
+    acts: Where | None = None
+    decides: Where | None = None
     default: Any = NO_DEFAULT
 
     @property
@@ -177,13 +159,15 @@ class Knob:
         words = (AUTO,) if self.at_least is not None else (AUTO, "true", "false")
         choices = words if self.auto else self.choices
         limits = [" | ".join(choices)] if choices else []
-        bounds = {"from": self.at_least, "above": self.above, "to": self.at_most}
+        bounds = {
+            "from": self.at_least, "above": self.above, "to": self.at_most, "below": self.below,
+        }  # fmt: skip
         limits += [f"{word} {limit:,}" for word, limit in bounds.items() if limit is not None]
         return f"{self.doc} ({', '.join(limits)})" if limits else self.doc
 
 
 def knob(doc: str, example: Any = None, **more: Any) -> Any:
-    """Return a dataclass field that `Knob` describes."""
+    """Return a field that `Knob` describes: of a dataclass, or of an argument in `Annotated`."""
     found = Knob(doc, example, **more)
     if found.default in ({}, []):
         return dataclasses.field(default_factory=type(found.default), metadata={"knob": found})

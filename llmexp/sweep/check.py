@@ -37,8 +37,8 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
     if purpose == "lengthen" and rundir.is_run(Path(request["folder"])):
         folder.refuse_other_run(Path(request["folder"]), parts)
     run = parts.run
-    devices = torch.cuda.device_count() if run.facts.device == "cuda" else 0
-    solved, ranks = identity(plain(parts.config)), run.facts.layout.nproc_per_node
+    devices = torch.cuda.device_count() if run.device == "cuda" else 0
+    solved, ranks = identity(plain(parts.config)), run.layout.nproc_per_node
     return dataclasses.asdict(Facts(solved, run.max_steps, run.max_tokens, ranks, devices))
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.values import NAMED, VARIABLE, flatten, is_secret
+from llmexp.settings.values import flatten
+from llmexp.settings.variables import NAMED, VARIABLE, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8

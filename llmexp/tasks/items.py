@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.values import ConfigError
+
 FOLDER = "LLMEXP_TASKS"  # the variable that names the folder
 SHIPPED = Path(__file__).parent / "sets"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -41,11 +43,11 @@ class Item:
 def read_task(name: str, folder: str | None) -> list[Item]:
     """Return the items of a task: NAME.jsonl in `folder`, else $LLMEXP_TASKS, else as shipped.
 
-    Raises ValueError naming what is there, or file and line.
+    Raises ConfigError naming what is there, or file and line.
     """
     folder = folder or os.environ.get(FOLDER) or None
     if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")
+        raise ConfigError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")
     places = [SHIPPED] if folder is None else [Path(folder), SHIPPED]
     for place in places:
         path = place / f"{name}.jsonl"
@@ -53,26 +55,26 @@ def read_task(name: str, folder: str | None) -> list[Item]:
             return read_items(path)
     known = sorted({path.stem for place in places for path in place.glob("*.jsonl")})
     where = f"in {folder}" if folder else "with llmexp, and no folder is given (train.tasks_folder)"
-    raise ValueError(
+    raise ConfigError(
         f"the task {name!r} has no file {name}.jsonl {where}; there are: {', '.join(known)}; "
         "python -m llmexp.tasks.make --help says how to make more"
     )
 
 
 def read_items(path: Path) -> list[Item]:
-    """Return the items of a request file. Raises ValueError with file and line."""
+    """Return the items of a request file. Raises ConfigError with file and line."""
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             found.append(_item(f"{path}:{number}", line))
     if not found:
-        raise ValueError(f"{path}: has no items")
+        raise ConfigError(f"{path}: has no items")
     if other := [item for item in found if item.completed != found[0].completed]:
-        raise ValueError(f"{other[0].place}: one choice and several do not stand in one task")
+        raise ConfigError(f"{other[0].place}: one choice and several do not stand in one task")
     return found
 
 
@@ -80,22 +82,24 @@ def _item(place: str, line: str) -> Item:
     try:
         given: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: is not JSON: {error}") from None
+        raise ConfigError(f"{place}: is not JSON: {error}") from None
     keys = ("id", "context", "choices", "answer")
     if not isinstance(given, dict) or (missing := [key for key in keys if key not in given]):
         lacks = ", ".join(missing) if isinstance(given, dict) else "all of them"
-        raise ValueError(f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}")
+        raise ConfigError(
+            f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}"
+        )
     choices, context, answer = given["choices"], given["context"], given["answer"]
     if not _texts(choices) or not choices or not all(choices):
-        raise ValueError(f"{place}: choices must be a list of texts, none empty")
+        raise ConfigError(f"{place}: choices must be a list of texts, none empty")
     contexts = context if isinstance(context, list) else [context] * len(choices)
     if not _texts(contexts) or len(contexts) != len(choices):
-        raise ValueError(
+        raise ConfigError(
             f"{place}: context must be a text, or a list with one for each of the {len(choices)} "
             "choices"
         )
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
-        raise ValueError(
+        raise ConfigError(
             f"{place}: answer {answer!r}: must be the number of a choice, from 0 to "
             f"{len(choices) - 1}"
         )

@@ -22,6 +22,7 @@ from llmexp.data.reader import MASKED
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss, plain_cross_entropy
+from llmexp.settings.values import ConfigError
 from llmexp.tasks.items import Item
 from llmexp.update import precision
 
@@ -48,19 +49,19 @@ class Task:
 def prepare(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:
     """Return a task of a tokenizer and the longest input of a model.
 
-    Raises ValueError for a choice that is longer, with file and line.
+    Raises ConfigError for a choice that is longer, with file and line.
     """
     requests = []
     for item in items:
         for context, choice in zip(item.contexts, item.choices, strict=True):
             context_ids, ids = encode_pair(tokenizer, context, f" {choice}")
             if not context_ids:
-                raise ValueError(
+                raise ConfigError(
                     f"{item.place}: the context is empty, and {tokenizer.name} has no token for "
                     "the start of a document to put there"
                 )
             if len(ids) > length:
-                raise ValueError(
+                raise ConfigError(
                     f"{item.place}: a choice has {len(ids):,} tokens, and the longest input of the "
                     f"model is batch.sequence_length={length}"
                 )
@@ -155,12 +156,12 @@ def score(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the figures of a task, and the scores of each item.
 
-    Raises ValueError where the model gives a likelihood that is not finite.
+    Raises ConfigError where the model gives a likelihood that is not finite.
     """
     completed = task.items[0].completed
     lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
-        raise ValueError(f"the task {task.name}: a likelihood is not finite")
+        raise ConfigError(f"the task {task.name}: a likelihood is not finite")
     samples, first = [], 0
     for item in task.items:
         own = lls[first : first + len(item.choices)].tolist()

@@ -115,7 +115,7 @@ def with_environment(
     that is not used.
 
     The config goes before the environment, but for project and entity of a run that wandb's agent
-    has started. Raises ValueError for a value that wandb would not take.
+    has started. Raises ConfigError for a value that wandb would not take.
     """
     filled, unused = dict(tracker), []
     if filled.get("kind") == "none":
@@ -149,11 +149,11 @@ def with_environment(
 def _check_variables(env: Mapping[str, str]) -> None:
     mode, run_id = env.get("WANDB_MODE", "").strip(), env.get(RUN_ID)
     if mode and mode not in MODES:
-        raise ValueError(
+        raise ConfigError(
             f"WANDB_MODE={mode}: must be one of {', '.join(MODES)}; for example WANDB_MODE=offline"
         )
     if run_id and not SAFE_ID.fullmatch(run_id):
-        raise ValueError(
+        raise ConfigError(
             f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example "
             "run-1"
         )

@@ -154,7 +154,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
-    loaded, parent = newest_checkpoint(path, joined, console), parts.run.facts.parent
+    loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
@@ -179,7 +179,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         meter=meter,
         measured=measured,
         fixed=fixed_facts(parts),
-        text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size),
+        text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=[progress.step] if loaded and not forked else [],
     )

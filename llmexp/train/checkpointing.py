@@ -38,7 +38,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     }
     meta = {
         "tokens_seen": tokens_seen,
-        "geometry": {**geometry, "parallelism": run.facts.parallelism},
+        "geometry": {**geometry, "parallelism": run.parallelism},
         **loop.fixed,
     }
     state = {

@@ -9,7 +9,8 @@ from typing import Any
 from llmexp.checkpoint.loading import Loaded
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, fill, refuse, typed
+from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.variables import fill
 from llmexp.train.assembly.assemble import Parts, rate_factor
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
@@ -27,7 +28,7 @@ def check(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None
         run.real_batch_size,
         run.sequence_length,
         run.train_sequences,
-        run.facts.parent,
+        run.parent,
     )
     given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
     key = next((k for k, value in given.items() if value is not None), BUDGETS[0])

@@ -120,7 +120,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
             )
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
-        where, data = loaded.path if loaded else path, parts.run.facts.data
+        where, data = loaded.path if loaded else path, parts.run.data
         text = f"the data changed since the run started ({data})"
         way = "if no file did, go on with the version of llmexp that began the run"
         raise ConfigError(f"{where}: {text}; {way}")
@@ -159,7 +159,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     if parts.corpus.val_texts:
         run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))
-    if (parent := parts.run.facts.parent) is not None and not (path / LINEAGE).exists():
+    if (parent := parts.run.parent) is not None and not (path / LINEAGE).exists():
         rows = lineage(Path(parent.folder), parent.step)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))

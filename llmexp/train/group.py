@@ -19,7 +19,8 @@ from llmexp import mesh
 from llmexp.mesh import agent
 from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, HostsMissing, Plan
 from llmexp.runs import ending, provenance, rundir
-from llmexp.settings.config import Parallelism, plain
+from llmexp.settings.config import plain
+from llmexp.settings.execution import Parallelism
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import FAILED, REFUSED
@@ -43,8 +44,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     plan = Plan(
         path,
         chosen.nnodes,
-        parts.run.facts.layout.nproc_per_node,
-        parts.run.facts.threads_per_rank,
+        parts.run.layout.nproc_per_node,
+        parts.run.threads_per_rank,
         chosen.max_restarts,
         chosen.start_timeout_s,
         outcome=lambda: outcome(path, began),
@@ -112,7 +113,7 @@ def not_met(path: Path, error: str, began: float) -> tuple[int, str]:
 def join(path: Path, parts: Parts) -> mesh.Mesh:
     """Return this rank's place among the ranks, which must all run the same code on the same
     config. Raises ConfigError."""
-    p, layout = parts.config.parallelism, parts.run.facts.layout
+    p, layout = parts.config.parallelism, parts.run.layout
     try:
         joined = mesh.join(
             parts.device.type,

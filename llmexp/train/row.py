@@ -29,7 +29,7 @@ class Measures:
 def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> dict[str, Any]:
     """Return the row of a step, without what evaluation and hooks add; a figure that is not known
     is absent."""
-    facts, applied = run.facts, seen.code in (OK, OUTLIER)
+    applied = seen.code in (OK, OUTLIER)
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": measures.tokens_seen}
     row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
     if seen.code not in (EMPTY, BAD_LOSS):
@@ -49,16 +49,16 @@ def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> d
         row["data_digest"] = f"{measures.data_digest % 2**63:016x}"
     row |= measures.rates
     rate = row["tokens_per_sec_per_rank"]
-    if facts.single_rank_rate is not None:
-        row["scaling_efficiency"] = rate / facts.single_rank_rate
+    if run.single_rank_rate is not None:
+        row["scaling_efficiency"] = rate / run.single_rank_rate
     if measures.outlier_steps is not None:
         row["outlier_steps"] = measures.outlier_steps
-    if facts.flops_per_token is not None:
-        flops_per_sec = facts.flops_per_token * rate
+    if run.flops_per_token is not None:
+        flops_per_sec = run.flops_per_token * rate
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
         if measures.peak_flops is not None:
             row["mfu"] = flops_per_sec / measures.peak_flops
     row["peak_memory_gib"] = measures.peak_memory_gib
-    row["amp"] = int(facts.precision in ("bf16", "fp16"))
+    row["amp"] = int(run.precision in ("bf16", "fp16"))
     row["eta"] = (run.max_steps - progress.step) * row["step_time"]
     return row

@@ -12,6 +12,7 @@ from torch import nn
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
+from llmexp.settings.values import ConfigError
 from llmexp.train.state import Loop
 from llmexp.update import precision
 
@@ -33,13 +34,13 @@ def sample(
     """Return the prompt and up to `tokens` tokens after it, to the end of the document; uses its
     own random numbers.
 
-    Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of
-    a document.
+    Raises ConfigError where there is nothing to begin with: no prompt, and no token for the start
+    of a document.
     """
     end = end_of_text(encoding)
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
     if not ids:
-        raise ValueError(
+        raise ConfigError(
             f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample "
             "needs a --prompt"
         )
@@ -84,7 +85,7 @@ def sample_text(loop: Loop) -> str:
     parts, tokens = loop.setup.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
-    with one_thread(small=loop.run.facts.parameters < SMALL):
+    with one_thread(small=loop.run.parameters < SMALL):
         # a split model is whole within the loss alone
         model = loop.setup.loss if loop.mesh.sharded else loop.setup.model
         text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)

@@ -24,7 +24,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = Figures() if loop.out.rows is None else loop.out.rows.figures
     newest, last = rows.newest, rows.last
     found: dict[str, Any] = {"steps": loop.progress.step}
-    tokens_seen, parent = None, loop.run.facts.parent
+    tokens_seen, parent = None, loop.run.parent
     before = parent.tokens_seen if parent else 0
     with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
         tokens_seen = loop.meter.tokens_seen()
@@ -57,7 +57,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
 def training_time(loop: Loop) -> float | None:
     """Return seconds of training of the whole run, of a fork without its parent; what a resumed run
     did twice counts once. None where steps after the last row were not timed."""
-    step, seconds = parent.step if (parent := loop.run.facts.parent) else 0, 0.0
+    step, seconds = parent.step if (parent := loop.run.parent) else 0, 0.0
     if loop.out.rows is not None:
         step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
     since = loop.meter.step_time()

@@ -82,7 +82,7 @@ def start(path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bo
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     """Start this host's ranks for the run and watch them; return the exit code."""
     with contextlib.ExitStack() as stack:
-        if parts.run.facts.layout.nnodes == 1:  # else rank 0 does both, wherever it is
+        if parts.run.layout.nnodes == 1:  # else rank 0 does both, wherever it is
             stack.enter_context(rundir.locked(path))
             os.environ[LOCK_HELD] = "1"
             folder.record(path, parts, request)

@@ -1,4 +1,6 @@
-"""From gradients to new parameters. In reading order:
+"""From gradients to new parameters.
+
+In reading order:
 
 precision  autocast, loss scale, dtype of parameters
 clip       limit a gradient by its norm or by value

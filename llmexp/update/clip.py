@@ -21,9 +21,10 @@ def clip(
     max_value: float | None,
     by_update: bool = False,
 ) -> tuple[Any, Any, Tensor | None]:
-    """Clip in place; return (norm after clipping, whether anything was clipped, None): numbers on a
-    CPU, else 0-dim tensors. By norm with `by_update` nothing is done in place: the last one is the
-    factor, for the update to multiply with.
+    """Clip in place; return (norm after clipping, whether anything was clipped, None).
+
+    These are numbers on a CPU, else 0-dim tensors. By norm with `by_update` nothing is changed, and
+    the last value is the factor with which the update has to multiply.
 
     `gradients` may be split over the ranks; `norm` is that of them all. By norm the factor is
     min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is
@@ -48,8 +49,10 @@ def clip(
 
 
 def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: float) -> tuple[float, bool]:
-    """Clip by norm, and read the factor before: on a CPU that is free and multiplying by one is
-    not. Each operation rounds as that of a tensor does."""
+    """Clip by norm on a CPU, and skip the multiplication where the factor is 1.
+
+    Reading the norm costs nothing there. Each operation rounds as that of a tensor does.
+    """
     rounded = np.float64 if norm.dtype == torch.float64 else np.float32
     before = rounded(norm.item())
     if not np.isfinite(before):  # its update is skipped

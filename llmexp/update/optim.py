@@ -1,29 +1,28 @@
-"""Optimizers and the guarded update.
+"""Optimizers, and the update that can be skipped on the device.
 
-An optimizer function takes the model and its knobs and returns one torch optimizer or a list of
-them.
+A function takes the model and its knobs and returns one torch optimizer or a list of them.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim._muon import muon as update_muon
 
-from llmexp.settings.values import shown
+from llmexp.settings.parts import OptimizerKnobs
+from llmexp.settings.values import ConfigError, choice, count, knob, refuse
 
 _MUON_KNOBS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
     "adjust_lr_fn",
 )  # fmt: skip
-# torch's optimizers import its compiler, for a second, to keep themselves out of graphs; no step of
-# ours is in one.
+# torch's optimizers keep themselves out of compiled graphs, and import the compiler for that, which
+# takes a second. No step of ours is in a graph.
 for _method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
     _wrapped = inspect.unwrap(getattr(Optimizer, _method))
     setattr(_wrapped, "__dynamo_disable", _wrapped)
@@ -41,54 +40,8 @@ class SGD(torch.optim.SGD):
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
 
-def _rate(key: str, value: float, *, zero: bool = True) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value < 0
-    ):
-        raise ValueError(
-            f"optimizer.{key}={shown(value)}: a finite number from 0 is needed; for example "
-            f"optimizer.{key}=3e-4"
-        )
-    if not zero and value == 0:
-        raise ValueError(
-            f"optimizer.{key}=0: a number above 0 is needed; for example optimizer.{key}=3e-4"
-        )
-    return float(value)
-
-
-def _decay(key: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(
-            f"optimizer.{key}={shown(value)}: a number from 0 to below 1 is needed; for example "
-            f"optimizer.{key}=0.9"
-        )
-    return float(value)
-
-
-def _flag(key: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"optimizer.{key}={shown(value)}: true or false is needed; for example "
-            f"optimizer.{key}=true"
-        )
-    return value
-
-
-def _iterations(key: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 99:
-        raise ValueError(
-            f"optimizer.{key}={shown(value)}: a whole number from 1 to 99 is needed; for example "
-            f"optimizer.{key}=5"
-        )
-    return value
-
-
 def _fused(parameters: list[nn.Parameter], split: bool = True) -> bool:
-    """Return whether torch's fused kernel takes them; `split`: whether it takes parameters that are
-    split over ranks."""
+    """Return whether torch's fused kernel takes the parameters; `split`: also those of FSDP."""
     fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     return fits and (split or not any(hasattr(p, "device_mesh") for p in parameters))
 
@@ -98,7 +51,6 @@ def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[d
 
     A kernel works on a whole group at once and takes no mix of parameters on different meshes.
     """
-    weight_decay = _rate("weight_decay", weight_decay)
     groups: dict[tuple[bool, Any], dict] = {}
     for p in sorted(parameters, key=lambda p: p.ndim < 2):
         matrix = p.ndim >= 2
@@ -109,41 +61,36 @@ def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[d
 
 def adamw(
     model: nn.Module,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
+    lr: OptimizerKnobs.lr,
+    beta1: OptimizerKnobs.beta1 = 0.9,
+    beta2: OptimizerKnobs.beta2 = 0.95,
+    eps: OptimizerKnobs.eps = 1e-8,
+    weight_decay: OptimizerKnobs.weight_decay = 0.1,
 ) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), fused where torch has the kernel, decay on matrices
-    only."""
+    """AdamW (Loshchilov & Hutter 2019), fused where torch can, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return AdamW(
         _decay_groups(parameters, weight_decay),
-        lr=_rate("lr", lr, zero=False),
-        betas=(_decay("beta1", beta1), _decay("beta2", beta2)),
-        eps=_rate("eps", eps),
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
         fused=_fused(parameters),
     )
 
 
 def sgd(
     model: nn.Module,
-    lr: float,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
+    lr: OptimizerKnobs.lr,
+    momentum: OptimizerKnobs.momentum = 0.9,
+    nesterov: OptimizerKnobs.nesterov = False,
+    weight_decay: OptimizerKnobs.weight_decay = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if _flag("nesterov", nesterov) and momentum == 0:
-        raise ValueError(
-            "optimizer.nesterov=true: there must be momentum; for example optimizer.momentum=0.9"
-        )
     return SGD(
         _decay_groups(parameters, weight_decay),
-        lr=_rate("lr", lr, zero=False),
-        momentum=_decay("momentum", momentum),
+        lr=lr,
+        momentum=momentum,
         nesterov=nesterov,
         fused=_fused(parameters, split=False),
     )
@@ -164,8 +111,10 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step_unless(self, skip: Tensor) -> None:
-        """Update all, or nothing where `skip` (0-dim, bool) is true: each matrix is computed on a
-        copy, and the device chooses."""
+        """Update all, or nothing where `skip` (0-dim, bool) is true.
+
+        Each matrix is computed on a copy, and the device chooses between the two.
+        """
         for group in self.param_groups:
             held: tuple[list[Tensor], ...] = ([], [], [])
             self._init_group(group, *held)  # parameters, gradients, momenta
@@ -179,16 +128,20 @@ class Muon(torch.optim.Muon):
 
 def muon(
     model: nn.Module,
-    lr: float,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    weight_decay: float = 0.1,
-    adjust_lr: str = "match_rms_adamw",
-    adamw_lr: float | None = None,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    eps: float = 1e-8,
+    lr: OptimizerKnobs.lr,
+    momentum: OptimizerKnobs.momentum = 0.95,
+    nesterov: OptimizerKnobs.nesterov = True,
+    ns_steps: Annotated[int, count("Newton-Schulz iterations", 5, at_most=99)] = 5,
+    weight_decay: OptimizerKnobs.weight_decay = 0.1,
+    adjust_lr: Annotated[
+        str, choice("update size of Muon's matrices", "match_rms_adamw | original")
+    ] = "match_rms_adamw",
+    adamw_lr: Annotated[
+        float | None, knob("another base rate for AdamW's part; null: lr", 3e-4, at_least=0)
+    ] = None,
+    beta1: OptimizerKnobs.beta1 = 0.9,
+    beta2: OptimizerKnobs.beta2 = 0.95,
+    eps: OptimizerKnobs.eps = 1e-8,
 ) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, head and vectors.
 
@@ -201,41 +154,33 @@ def muon(
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in parameters if not (p.ndim == 2 and id(p) not in outer)]
-    if adjust_lr not in ("match_rms_adamw", "original"):
-        raise ValueError(
-            f"optimizer.adjust_lr={adjust_lr}: match_rms_adamw or original is needed; for example "
-            "optimizer.adjust_lr=match_rms_adamw"
-        )
     if not hidden:
-        raise ValueError(
-            "optimizer=muon: the model has no hidden matrices; for example optimizer=adamw"
-        )
+        raise refuse("optimizer", "muon", "the model has no hidden matrices", "adamw")
     return [
         Muon(
             hidden,
-            lr=_rate("lr", lr, zero=False),
-            momentum=_decay("momentum", momentum),
-            nesterov=_flag("nesterov", nesterov),
-            ns_steps=_iterations("ns_steps", ns_steps),
-            weight_decay=_rate("weight_decay", weight_decay),
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            weight_decay=weight_decay,
             adjust_lr_fn=adjust_lr,
         ),
         AdamW(
             _decay_groups(rest, weight_decay),
-            lr=_rate("lr", lr) if adamw_lr is None else _rate("adamw_lr", adamw_lr),
-            betas=(_decay("beta1", beta1), _decay("beta2", beta2)),
-            eps=_rate("eps", eps),
+            lr=lr if adamw_lr is None else adamw_lr,
+            betas=(beta1, beta2),
+            eps=eps,
             fused=_fused(rest),
         ),
     ]
 
 
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers with their base rates noted, so that a schedule can scale each
-    group."""
+    """Return the optimizers as a list, with the base rate of each group for the schedule."""
     optimizers = [built] if isinstance(built, Optimizer) else list(built)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise ValueError("optimizer: the function must return a torch optimizer or a list of them")
+        raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
     for group in (g for o in optimizers for g in o.param_groups):
         group.setdefault("initial_lr", group["lr"])
     return optimizers
@@ -256,32 +201,34 @@ def _guards(optimizer: Optimizer) -> bool:
         )
     with_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.SGD) and with_momentum and not optimizer.state:
-        return (
-            False  # a skipped first step would leave torch's fused momentum buffers uninitialised
-        )
+        return False  # a skipped first step would leave torch's fused momentum uninitialised
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def takes_factor(optimizer: Optimizer) -> bool:
-    """Return whether the next update can multiply the gradients by the clip factor: torch's
-    kernels can, and nobody looks at the gradients before them."""
+    """Return whether the next update can multiply the gradients by the clip factor.
+
+    torch's fused kernels can, unless a hook looks at the gradients before them.
+    """
     ours = type(optimizer) in (AdamW, SGD)
     return ours and _guards(optimizer) and not optimizer._optimizer_step_pre_hooks
 
 
 def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:
-    """Return whether the next update is to clip gradients of this norm. On a CPU it is not: there a
-    factor of 1 costs nothing when it is looked at first."""
+    """Return whether the next update is to clip gradients of this norm.
+
+    On a CPU it is not: there `clip` reads the factor and skips a factor of 1.
+    """
     return norm.is_cuda and norm.dtype == torch.float32 and all(map(takes_factor, optimizers))
 
 
 def update(optimizers: list[Optimizer], skip: Tensor | bool, factor: Tensor | None = None) -> None:
-    """One update of all optimizers, or of none where `skip` (0-dim bool tensor, or known to the
-    host) is true; with the gradients times `factor` (0-dim, fp32), if all of them `takes_factor`.
+    """Update by all optimizers, or by none where `skip` is true.
 
-    Kernels that support it decide on the device (parameters, moments and step counts then stay
-    bit-identical), so the host does not wait; with any other optimizer in the list the host reads
-    `skip` first.
+    `skip` is a 0-dim bool tensor, or a bool that the host knows. With `factor` (0-dim, fp32), which
+    all optimizers must take (`takes_factor`), the gradients are multiplied by it. Kernels that
+    support it decide on the device (parameters, moments and step counts then stay bit-identical),
+    so the host does not wait; with any other optimizer in the list the host reads `skip` first.
     """
     found_inf: Tensor | None = None
     if isinstance(skip, Tensor) and all(map(_guards, optimizers)):

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp.settings.values import ConfigError
+
 
 def choose(kind: str, device: torch.device) -> tuple[str, str]:
-    """Return (kind, what there is to say of it). `auto` is bf16 where the device computes it
-    natively, else fp32.
+    """Return (kind, a reason or a warning in words).
 
-    Raises ValueError for an arithmetic that the device lacks.
+    `auto` is bf16 where the device computes it natively, else fp32. Raises ConfigError for an
+    arithmetic that the device lacks.
     """
     native = _native_bf16(device)
     if kind == "auto":
@@ -33,11 +35,11 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     if kind == "tf32" and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
     ):
-        raise ValueError(
+        raise ConfigError(
             f"precision.kind=tf32: {device.type} has no TF32 units; for example precision=fp32"
         )
     if kind == "bf16" and device.type == "cuda" and not native:
-        raise ValueError(
+        raise ConfigError(
             "precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16"
         )
     if kind in ("bf16", "fp16") and device.type == "cpu" and not (native and kind == "bf16"):
@@ -61,9 +63,11 @@ def apply(kind: str) -> None:
 
 
 def make_deterministic() -> None:
-    """Take only algorithms that give the same bits each time, for the whole process; an operation
-    without one raises an error. Called before anything is computed on a device: cuBLAS reads its
-    workspace when it starts."""
+    """Take only algorithms that give the same bits each time, for the whole process.
+
+    An operation without one raises an error. To be called before anything is computed on a device:
+    cuBLAS reads its workspace when it starts.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # nothing reads it
@@ -74,8 +78,7 @@ def make_deterministic() -> None:
 
 @contextlib.contextmanager
 def deterministic_within(wanted: bool) -> Iterator[None]:
-    """Make the process deterministic where it is wanted, and put its settings back at the end: it
-    may look at other runs after this one."""
+    """Make the process deterministic if `wanted`, and put its settings back at the end."""
     name, uninitialized = "CUBLAS_WORKSPACE_CONFIG", torch.utils.deterministic
     before = (
         os.environ.get(name),
@@ -100,6 +103,7 @@ def deterministic_within(wanted: bool) -> Iterator[None]:
 
 
 def parameter_dtype(kind: str) -> torch.dtype:
+    """Return the dtype of parameters, gradients and optimizer state."""
     return torch.float64 if kind == "fp64" else torch.float32
 
 
@@ -107,11 +111,11 @@ def parameter_dtype(kind: str) -> torch.dtype:
 def nudge(
     model: nn.Module, seed: int, twin: int, piece_of: Callable[[Tensor], Any] | None = None
 ) -> None:
-    """Move each entry of the parameters by -1, 0 or +1 unit in the last place, drawn anew for each
-    (seed, twin).
+    """Move each entry of the parameters by -1, 0 or +1 unit in the last place.
 
-    The draws come from a generator of their own, so the training RNG stays as it is; twin 0 moves
-    nothing. `piece_of` tells this rank's `local` piece of a split tensor and its `offset`.
+    The draws differ with (seed, twin). They come from a generator of their own, so the training RNG
+    stays as it is; twin 0 moves nothing. `piece_of` tells this rank's `local` piece of a split
+    tensor and its `offset`.
     """
     if twin == 0:
         return
@@ -144,11 +148,11 @@ def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManag
 
 
 class Scaler:
-    """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default
-    factors; 1 for all other arithmetic. Its state stays on the device.
+    """The loss scale of fp16 (Micikevicius et al. 2018); 1 for all other arithmetic.
 
-    torch's own class looks at each rank's gradients for itself and takes no mix of whole and split
-    ones; here the caller decides with the norm over all ranks.
+    It follows GradScaler's rule with its default factors. Its state stays on the device. torch's
+    own class looks at each rank's gradients for itself and takes no mix of whole and split ones;
+    here the caller decides with the norm over all ranks.
     """
 
     def __init__(
@@ -166,8 +170,10 @@ class Scaler:
             torch._foreach_mul_(gradients, 1.0 / self.value)
 
     def update(self, norm: Tensor) -> None:
-        """Halve the scale after an overflow (a gradient norm that is not finite), double it after
-        `growth_interval` optimizer steps without one."""
+        """Halve the scale after an overflow, double it after `growth_interval` steps without one.
+
+        An overflow is a gradient norm that is not finite.
+        """
         if self.enabled:
             overflow = ~norm.isfinite()
             self._steps = torch.where(overflow, 0, self._steps + 1)

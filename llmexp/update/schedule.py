@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import math
 
-from llmexp.settings.values import refuse, shown
+from llmexp.settings.parts import ScheduleKnobs
+from llmexp.settings.values import refuse
 
 
 def warmup_updates(
     total_updates: int, warmup_steps: int | None = None, warmup_ratio: float | None = None
 ) -> int:
-    """Length of the warm-up in updates: `warmup_steps`, else `warmup_ratio` of all updates, else
-    none.
-
-    Raises ValueError for a value out of range.
-    """
+    """Return the length of the warm-up in updates: `warmup_steps`, else a share of all."""
     if warmup_steps is not None:
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(
-                f"schedule.warmup_steps={warmup_steps}: a whole number from 0 is needed"
-            )
         return warmup_steps
-    if warmup_ratio is None:
-        return 0
-    return round(_share("warmup_ratio", warmup_ratio) * total_updates)
-
-
-def _share(key: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(
-            f"schedule.{key}={shown(value)}: a number from 0 to 1 is needed; for example "
-            f"schedule.{key}=0.1"
-        )
-    return value
+    return round((warmup_ratio or 0.0) * total_updates)
 
 
 def _warmup_and_decay(update: int, start: int, total: int) -> tuple[float, float]:
@@ -50,8 +32,8 @@ def _warmup_and_decay(update: int, start: int, total: int) -> tuple[float, float
 def constant(
     update: int,
     total_updates: int,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
 ) -> float:
     """Warm-up, then 1."""
     return _warmup_and_decay(
@@ -62,39 +44,38 @@ def constant(
 def linear(
     update: int,
     total_updates: int,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
-    end_ratio: float = 0.0,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    end_ratio: ScheduleKnobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, then a straight line to `end_ratio`."""
     start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
     rise, progress = _warmup_and_decay(update, start, total_updates)
-    return rise * (1 + (_share("end_ratio", end_ratio) - 1) * progress)
+    return rise * (1 + (end_ratio - 1) * progress)
 
 
 def cosine(
     update: int,
     total_updates: int,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
-    end_ratio: float = 0.1,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    end_ratio: ScheduleKnobs.end_ratio = 0.1,
 ) -> float:
     """Warm-up, then half a cosine to `end_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
     rise, progress = _warmup_and_decay(update, start, total_updates)
-    end = _share("end_ratio", end_ratio)
-    return rise * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return rise * (end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def cooldown(
     update: int,
     total_updates: int,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
-    decay_start: int | None = None,
-    decay_steps: int | None = None,
-    decay_ratio: float = 0.2,
-    end_ratio: float = 0.0,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    decay_start: ScheduleKnobs.decay_start = None,
+    decay_steps: ScheduleKnobs.decay_steps = None,
+    decay_ratio: ScheduleKnobs.decay_ratio = 0.2,
+    end_ratio: ScheduleKnobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, stable, then a line to `end_ratio` (Hu et al. 2024).
 
@@ -102,14 +83,9 @@ def cooldown(
     Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all.
     Raises ConfigError where the warm-up reaches into the decay: the rate would fall in one step.
     """
-    for key, value, least in (("decay_start", decay_start, 0), ("decay_steps", decay_steps, 1)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < least
-        ):
-            raise refuse(f"schedule.{key}", value, f"a whole number from {least} is needed")
     start = decay_start
     if start is None:
-        length = decay_steps or round(_share("decay_ratio", decay_ratio) * total_updates)
+        length = decay_steps or round(decay_ratio * total_updates)
         start = max(0, total_updates - length)
     risen = warmup_updates(total_updates, warmup_steps, warmup_ratio)
     if start < risen < total_updates:
@@ -124,7 +100,7 @@ def cooldown(
         return (update + 1) / risen
     decayed = update + 1 - start  # updates of the decay, with this one
     length = decay_steps or max(1, total_updates - start)
-    return 1 + (_share("end_ratio", end_ratio) - 1) * min(max(decayed, 0), length) / length
+    return 1 + (end_ratio - 1) * min(max(decayed, 0), length) / length
 
 
 wsd = cooldown  # the decay is a share of all updates

@@ -51,12 +51,12 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
         if "is not in the vocabulary" not in str(error):
             raise
         return [Check("token ids in range", False, note=str(error))]
-    corpus, facts = parts.corpus, parts.run.facts
+    corpus, run = parts.corpus, parts.run
     size = sum(s.array.nbytes for s in corpus.shards())
     print(f"reading {size / 1e6:,.1f} MB of tokens", flush=True)
     checks: list[Check] = []
     try:
-        checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
+        checks += check_shards(corpus.shards(), run.vocab_size or parts.tokenizer.n_vocab, path)
         checks += check_documents(
             corpus, lambda: works_to_prepare(filled(config), parts.tokenizer)[0]
         )

@@ -22,7 +22,8 @@ from llmexp.checkpoint import loading
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError, fill, refuse
+from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.variables import fill
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
@@ -143,7 +144,7 @@ def real_batch(own: int) -> int:
 
 def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
     """Return the cuts to compare, and checks that say which cannot be made here."""
-    run, layout = own.run, own.run.facts.layout
+    run, layout = own.run, own.run.layout
     smallest = next(
         m for m in range(1, real + 1) if real % m == 0 and real // m <= MOST_MICRO_BATCHES
     )

@@ -147,7 +147,7 @@ class _Recorder:
         fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         # to look into a compiled graph would cut it
-        if os.environ.get(MODULES) and not context.run.facts.compiled.startswith("on"):
+        if os.environ.get(MODULES) and not context.run.compiled.startswith("on"):
             self._watch(context.model, context.optimizers)
         if os.environ.get(WARNINGS):
             self._listen()

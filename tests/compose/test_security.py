@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -97,11 +98,6 @@ def home(tmp_path, monkeypatch) -> Path:
     (tmp_path / "ownparts.py").write_text(CODE)
     monkeypatch.delitem(sys.modules, "ownparts", raising=False)
     return tmp_path
-
-
-def composed(*overrides: str) -> Config:
-    with app.hydra_app(None) as hydra:
-        return app.typed(app.compose(hydra, overrides)[0])
 
 
 # Secrets and the environment.
@@ -690,12 +686,20 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
 
 # Run folders of others.
 
+
+def composed(*overrides: str) -> Config:
+    with app.hydra_app(None) as hydra:
+        return app.typed(app.compose(hydra, overrides)[0])
+
+
+BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")
 CONFIGS = {
     "python tags": ("x: !!python/object/apply:os.system ['touch canary']", "cannot be read"),
-    "aliases without an end": ("\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [
+    "aliases without an end": (yaml.safe_dump({**plain(BASE), "user": None}).replace(
+        "user: null", "\n ".join(["user:", "a: &a [x, x, x, x, x, x, x, x, x]"] + [
         f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]" for p, n in zip("abcdefghijkl", "bcdefghijklm",
         strict=True)
-    ]), "more than 10,000 values"),
+    ])), "more than 10,000 values"),
     "binary": ("\x00\x01", "cannot be read"),
 }  # fmt: skip
 
@@ -793,9 +797,6 @@ def test_a_name_stays_inside_the_output_root(name):
     except ConfigError:  # the tests of refusals say for which ones
         return
     assert (Path("/root/outputs") / config.name).resolve().parent == Path("/root/outputs")
-
-
-BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")
 
 
 def test_plans_and_configs_on_the_terminal_tell_no_secret(home, capsys, monkeypatch):

@@ -380,8 +380,6 @@ REFUSED = {
     "text key": ({"sources": {"web": WEB | {"text_key": "body"}}}, "line 1: no key 'body'; the ke"),
     "shares": ({"val": {"a": {"share": 0.6}, "b": {"share": 0.6}}}, "the shares add up to 1.2"),
     "main": ({"val_main": "near"}, "data.val_main=near: there is no such validation set; known: f"),
-    "bad": ({"on_bad_record": "ignore"}, "data.on_bad_record=ignore: must be refuse or skip"),
-    "epochs": ({"max_epochs": -1}, "data.max_epochs=-1: must be above 0"),
     "cache": ({"cache_dir": "FOLDER/web.jsonl"}, "the token cache cannot be written there"),
     "stage": ({"stages": [{"from_tokens": 9}]}, r"data.stages\[0\]=.*from_tokens and weights"),
     "stage weight": (

@@ -20,6 +20,7 @@ from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
+from llmexp.train.assembly.targets import bind
 
 SIZES = {
     "vocab_size": 61, "max_position_embeddings": 32, "n_layers": 2, "n_heads": 6, "d_model": 48,
@@ -56,11 +57,12 @@ def made(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model of the kind with weights far from their first values, and its section."""
     torch.manual_seed(0)
     build, knobs = MODELS[kind]
-    model = build(**knobs).double()
+    section = {"_target_": f"{build.__module__}.{build.__name__}", **knobs}
+    model = bind("model", section, {})().double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model, {"_target_": f"{build.__module__}.{build.__name__}", **knobs}
+    return model, section
 
 
 def stored(model: nn.Module, folder: Path) -> Loaded:

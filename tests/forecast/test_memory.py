@@ -112,7 +112,7 @@ def test_every_layout_is_rehearsed(layout, ranks, share, device):
     parts = parts_of(*GPT, LARGE, "model.n_layers=1", "batch.micro_batch_size=4", *chosen)
     held = rehearse(parts, cut_of(parts), "bf16", device_named(device))
     assert set(held) == set(KINDS)
-    part = 4 * parts.run.facts.parameters / share
+    part = 4 * parts.run.parameters / share
     rounding = 512 * 24  # a block for each tensor
     assert held["parameters"] == pytest.approx(part, rel=0.06, abs=rounding)
     assert held["moments"] == pytest.approx(2 * part, rel=0.06, abs=3 * rounding)

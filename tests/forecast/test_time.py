@@ -81,9 +81,8 @@ def test_recomputation_costs_what_is_computed_again(dropout):
 
 
 def test_an_estimate_is_arithmetic():
-    facts = Namespace(flops_per_token=6e9)
     sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
-    planned = Namespace(facts=facts, world_size=8, max_steps=1000, first_step=0, **sizes)
+    planned = Namespace(flops_per_token=6e9, world_size=8, max_steps=1000, first_step=0, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
     times = estimated(planned, device_named("h200"), "bf16", 0.4)
     rate = 8 * 0.4 * 989e12 / 6e9  # tokens a second

@@ -424,9 +424,7 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
     def interrupted(*_: object) -> None:
         raise SystemExit(130)
 
-    parts = SimpleNamespace(
-        run=SimpleNamespace(facts=SimpleNamespace(layout=SimpleNamespace(nnodes=2)))
-    )
+    parts = SimpleNamespace(run=SimpleNamespace(layout=SimpleNamespace(nnodes=2)))
     monkeypatch.setattr(group, "supervise", interrupted)
     monkeypatch.setattr(group, "join", interrupted)
     for start_of in (worker.supervised, worker.work):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from llmexp.models.documents import Past
 from llmexp.models.gpt2 import GPT2
-from llmexp.models.llama import Llama
+from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.sampling import generate
 
 
@@ -39,12 +39,11 @@ class Halved(Llama):
         return super().features(tokens_bt) / 2
 
 
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS = {
     "gpt2": lambda: GPT2(30, 8, 2, 4, 16, 32),
     "llama": lambda: Llama(
         30, 8, 2, 4, 2, 16, 24, qk_norm="head", sliding_window=8,
-        rope_scaling=SCALING | {"original_max_position_embeddings": 8},
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, original_max_position_embeddings=8),
     ),
     "a narrow window": lambda: Llama(30, 8, 2, 4, 4, 16, 24, sliding_window=4),
     "another forward": lambda: Flipped(30, 8, 2, 4, 16, 32),

@@ -12,7 +12,7 @@ from llmexp import mesh
 from llmexp.mesh.pretend import pretended
 from llmexp.models import common, documents
 from llmexp.models.gpt2 import GPT2
-from llmexp.models.llama import Llama
+from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import recompute_blocks
 
@@ -114,12 +114,11 @@ def distances(
     return float((h - h64).norm() / h64.norm()), float((g - g64).norm() / g64.norm())
 
 
-SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SWITCHES = {
     "qwen": {"qk_norm": "head", "head_dim": 10},
     "olmo": {"qk_norm": "full", "norm": "post", "biases": "qkv", "tied_head": False},
     "mistral": {"sliding_window": 4, "biases": "all"},
-    "scaled": {"rope_scaling": SCALING | {"original_max_position_embeddings": 8}},
+    "scaled": {"rope_scaling": RopeScaling(4.0, 1.0, 4.0, original_max_position_embeddings=8)},
 }
 
 

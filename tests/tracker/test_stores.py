@@ -38,7 +38,7 @@ SETTINGS = config.Tracker(
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from llmexp.settings.config import Tracker
+from llmexp.settings.execution import Tracker
 from llmexp.runs.rows import Rows
 from llmexp.tracker.opening import Copy
 from llmexp.tracker.stores import STORES

@@ -31,7 +31,7 @@ FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from llmexp.settings.config import Tracker
+from llmexp.settings.execution import Tracker
 from llmexp.runs.rows import Rows
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror

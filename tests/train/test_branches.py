@@ -342,9 +342,9 @@ def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, mon
         (["schedule=cooldown", "schedule.decay_start=20"], "schedule.decay_start=20: the run ends"),
         (["schedule.warmup_steps=21"], "the warm-up of 21 updates is longer than the run of 20"),
     ):
-        assert any(text.startswith(words) for text in planned([*fork, *more]).run.facts.warnings)
+        assert any(text.startswith(words) for text in planned([*fork, *more]).run.warnings)
     near = planned([*fork, "schedule=cooldown", "schedule.decay_start=19"])
-    assert not any("decay" in text for text in near.run.facts.warnings)
+    assert not any("decay" in text for text in near.run.warnings)
     config = dataclasses.replace(
         near.config, data={"stages": [{"from_tokens": 1920}, {"from_tokens": 1919}]}
     )

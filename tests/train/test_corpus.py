@@ -90,10 +90,10 @@ def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
     fork, new = ["fork.run=run", "fork.step=4"], f"+data.val.new.files={files}/new.jsonl"
     (files / "new.jsonl").write_text((files / "far.jsonl").read_text().replace("far", "new"))
     for more in (["data.val_main=far"], [new, "data.on_bad_record=skip"]):
-        parent = planned([*fork, *more]).run.facts.parent
+        parent = planned([*fork, *more]).run.parent
         assert parent.sequences == 24
         assert parent.order == "go on at sequence 24, where the parent was"
-    parent = planned([*fork, "data.val.near.share=0.2"]).run.facts.parent
+    parent = planned([*fork, "data.val.near.share=0.2"]).run.parent
     assert parent.order.startswith("begin anew at sequence 0: data.val.near.share differs from")
 
 

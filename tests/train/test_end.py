@@ -62,7 +62,7 @@ def made(
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
             parts=SimpleNamespace(
                 config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1)),
-                run=SimpleNamespace(facts=SimpleNamespace(parent=None)),
+                run=SimpleNamespace(parent=None),
             ),
         ),
         out=Outputs(

@@ -62,9 +62,9 @@ def test_a_tokenizer_without_an_end_needs_a_prompt():
 def looped(
     encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False
 ) -> Any:
-    facts = SimpleNamespace(max_position_embeddings=32, parameters=64)
+    run = SimpleNamespace(sequence_length=12, max_position_embeddings=32, parameters=64)
     parts = SimpleNamespace(document_end=None,
-        run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
+        run=run, precision="fp32", tokenizer=encoding,
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
     assert said.pop().startswith("sample: ab")
     for sharded in (False, True):
         print_sample(looped(holed(), model, said, sharded=sharded))
-        assert said.pop().startswith("sample: none: ValueError")
+        assert said.pop().startswith("sample: none: ConfigError")
     broken = nn.Linear(2, 2)
     print_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said))
     assert said.pop().startswith("sample: none: ")
@@ -138,7 +138,7 @@ def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_need
         "hydra.run.dir=run", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert done.out.count("sample: none: ValueError") == 1
+    assert done.out.count("sample: none: ConfigError") == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LLMEXP_ALLOW", "owntoken")

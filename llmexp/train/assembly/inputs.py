@@ -20,11 +20,13 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
-from llmexp.settings.values import ConfigError, fill, refuse, remember_variables
-from llmexp.train.assembly.targets import bind, described, locate, place
+from llmexp.settings.convert import checked
+from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.variables import fill, remember
+from llmexp.train.assembly.targets import bind, described, locate, place, resolve
 
 T = TypeVar("T")
-DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every source that the loop reads, not the source
+OFFERED = ("tokenizer", "vocab_size", "sequence_length", "ask_again")  # to a source of data
 
 
 class Shared:
@@ -47,7 +49,7 @@ def filled(config: Config) -> Config:
 
     The functions below take it; this is the one place where they are filled in. Raises ConfigError.
     """
-    remember_variables(plain(config))
+    remember(plain(config))
     sections = {name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
     return dataclasses.replace(config, **sections)
 
@@ -84,14 +86,10 @@ def build_corpus(
     With `ask_again` buckets and the hub are asked anew. Raises ConfigError.
     """
     data = config.data
-    _check_common_data(data, vocab_size)
-    offered = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "sequence_length": config.batch.sequence_length,
-        "ask_again": ask_again,
-    }
-    found = bind("data", _knobs(data), offered)()
+    if (ignored := data.get("ignore_id")) is not None:
+        _check_ignored(ignored, vocab_size)
+    values = (tokenizer, vocab_size, config.batch.sequence_length, ask_again)
+    found = bind("data", data, dict(zip(OFFERED, values, strict=True)))()
     try:
         found = as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
@@ -105,11 +103,6 @@ def build_corpus(
     return found
 
 
-def _knobs(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the knobs of a data section that its function takes."""
-    return {k: v for k, v in data.items() if k not in DATA_COMMON}
-
-
 def uses_tokenizer(data: dict[str, Any]) -> bool:
     """Return whether the data's ids are the tokenizer's: our function needs it to make them."""
     if not (dotted := str(data["_target_"])).startswith("llmexp."):
@@ -121,13 +114,13 @@ def uses_tokenizer(data: dict[str, Any]) -> bool:
 def sources_of(config: Config, answers: Answers) -> Sources:
     """Return the sources of documents that a filled config names. Raises ConfigError."""
     dotted = config.data["_target_"]
-    target = locate("data._target_", dotted)
+    target, knobs = resolve("data", config.data, OFFERED)
     find = getattr(sys.modules[target.__module__], f"{target.__name__}_sources", None)
     if find is None:
         text = "has no documents of text; use data=corpus or data=text"
         raise refuse("data._target_", dotted, text, "llmexp.data.corpus.corpus")
     try:
-        found: Sources = find(answers, **_knobs(config.data))
+        found: Sources = find(answers, **knobs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return found
@@ -174,13 +167,11 @@ def place_of(section: dict[str, Any], name: str) -> str:
     return place(locate(f"{name}._target_", section["_target_"]))
 
 
-def _check_common_data(data: dict[str, Any], ids: int) -> None:
-    shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
-    if not isinstance(shuffle, bool):
-        raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    whole = isinstance(ignore, int) and not isinstance(ignore, bool)
-    if ignore is not None and not (whole and 0 <= ignore < ids):
-        text = f"a token id below {ids}, or null, is needed"
-        if ignore == -100:
-            text += "; labels with -100 are files of their own, data=tokens data.train_labels=FILES"
-        raise refuse("data.ignore_id", ignore, text, 0)
+def _check_ignored(given: Any, ids: int) -> None:
+    """Raise ConfigError for a masked token id that the vocabulary does not have."""
+    text = f"a token id below {ids}, or null, is needed"
+    if given == -100:
+        text += "; labels with -100 are files of their own, data=tokens data.train_labels=FILES"
+        raise refuse("data.ignore_id", given, text)
+    if checked("data.ignore_id", given) >= ids:
+        raise refuse("data.ignore_id", given, text, 0)

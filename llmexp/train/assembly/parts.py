@@ -25,19 +25,12 @@ from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses
 from llmexp.train.assembly.targets import bind
 from llmexp.update import optim, precision
 
-# Knobs of every model about its first weights, and of every optimizer for `solve_rates`: no
-# arguments of their functions.
-MODEL_COMMON, RATE_RULE = ("init_from", "init_grow"), ("lr_rule", "reference_batch")
-
 
 def prepare_tasks(
     names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
 ) -> list[Task]:
     """Return the tasks of these names, with their requests. Raises ConfigError."""
-    try:
-        return [prepare(name, read_task(name, folder), tokenizer, length) for name in names]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return [prepare(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
 def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> list[Task]:
@@ -52,7 +45,7 @@ def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> 
 def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
     """Return the function that makes the model of a filled section. Raises ConfigError for knobs
     that it does not have."""
-    return bind("model", {k: v for k, v in section.items() if k not in MODEL_COMMON}, {})
+    return bind("model", section, {})
 
 
 def initial_weights(
@@ -88,10 +81,7 @@ def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> lis
 def _check_hugging_face(section: dict[str, Any]) -> None:
     """Raise ConfigError where the weights of model=hf hold a value that is not finite."""
     if section["_target_"] == TRANSFORMERS and section.get("pretrained", True):
-        try:
-            check_finite(Path(str(section["path"])))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_finite(Path(str(section["path"])))
 
 
 def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
@@ -159,7 +149,7 @@ def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> Non
 
 def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimizer]:
     """Return the optimizers of the section, whose rates are solved. Raise ConfigError."""
-    built = bind("optimizer", {k: v for k, v in section.items() if k not in RATE_RULE}, {})(model)
+    built = bind("optimizer", section, {})(model)
     try:
         return optim.as_list(built)
     except ValueError as error:

@@ -17,7 +17,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, solve_layout
 from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import refuse
 from llmexp.update import precision
 
 
@@ -38,10 +38,7 @@ def placed(config: Config) -> Placement:
     """Return where a run computes. Raises ConfigError for what is not there."""
     device = _device(config.train.device)
     layout = _layout(config, device)
-    try:
-        kind, reason = precision.choose(config.precision.kind, device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    kind, reason = precision.choose(config.precision.kind, device)
     compiled = _compiled(config.train.compile, device)
     return Placement(device, layout, kind, reason, *compiled, config.train.deterministic)
 

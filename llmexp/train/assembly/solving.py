@@ -21,12 +21,14 @@ from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
-from llmexp.settings.config import Config, Parallelism, plain
-from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.settings.config import Config, plain
+from llmexp.settings.convert import checked
+from llmexp.settings.execution import Parallelism
+from llmexp.settings.parts import COMMON
+from llmexp.settings.values import AUTO, refuse
 from llmexp.system.redact import redacted
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
-    DATA_COMMON,
     Shared,
     build_corpus,
     build_tokenizer,
@@ -74,7 +76,8 @@ def keep_facts(config: Config, shared: Shared, facts: Facts) -> None:
     """Remember the facts of a run for `known_run`."""
     if _may_be_known(config) and facts.device == "cpu":
         own = dataclasses.replace(facts, memory=None, single_rank_rate=None)
-        remember(FACTS, dataclasses.asdict(own), _kind(config, shared.once)[2])
+        found = {f.name: dataclasses.asdict(own)[f.name] for f in dataclasses.fields(Facts)}
+        remember(FACTS, found, _kind(config, shared.once)[2])
 
 
 def _may_be_known(config: Config) -> bool:
@@ -164,13 +167,10 @@ def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int) -> Cor
 
 
 def _warmup(section: dict[str, Any], total: int) -> int:
-    """Return the updates of warm-up of a schedule over `total` updates. Raise ConfigError."""
-    try:
-        return schedule.warmup_updates(
-            total, section.get("warmup_steps"), section.get("warmup_ratio")
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    """Return the updates of warm-up of a schedule over `total` updates. Raises ConfigError."""
+    names = ("warmup_steps", "warmup_ratio")
+    knobs = {name: checked(f"schedule.{name}", section.get(name)) for name in names}
+    return schedule.warmup_updates(total, **knobs)
 
 
 def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
@@ -209,7 +209,7 @@ def _solved(
     model, data = dict(saved.model), dict(saved.data)
     if model.get("vocab_size", 0) is None:
         model["vocab_size"] = config.model["vocab_size"]
-    data |= {key: config.data[key] for key in DATA_COMMON if key in config.data}
+    data |= {key: config.data[key] for key in COMMON["data"] if key in config.data}
     wanted = config.checkpoint.async_
     beside = facts.device == "cuda" if wanted == "auto" else wanted is True
     rates = {key: rate for key, rate in optimizer.items() if rate != config.optimizer[key]}
@@ -229,7 +229,7 @@ def _solved(
 def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
     """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
     single rank. Raises ConfigError for a source that is walked too often."""
-    facts = dataclasses.replace(run.facts, warnings=(*run.facts.warnings, *corpus.warnings))
+    warnings = (*run.warnings, *corpus.warnings, *_too_late(config, run))
     sources = []
     if (mixed := corpus.mixed) is not None:
         shares = mixed.shares(run.total_sequences, run.sequence_length)
@@ -238,11 +238,9 @@ def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
                 text = f"the run would walk the source {name} {epochs:.4g} times"
                 raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
             sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
-    facts = dataclasses.replace(facts, warnings=(*facts.warnings, *_too_late(config, run)))
-    facts = dataclasses.replace(facts, memory=known_memory(config, facts.device_name))
-    if config.metrics.single_rank_rates is not None:
-        facts = with_single_rank_rate(config, facts)
-    return dataclasses.replace(run, facts=facts, sources=tuple(sources))
+    memory = known_memory(config, run.device_name)
+    run = dataclasses.replace(run, warnings=warnings, memory=memory, sources=tuple(sources))
+    return run if config.metrics.single_rank_rates is None else with_single_rank_rate(config, run)
 
 
 def _too_late(config: Config, run: Run) -> Iterator[str]:
@@ -268,8 +266,8 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             )
 
 
-def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
-    """Return the facts with the rate that one rank had at the same work, or with a warning."""
+def with_single_rank_rate(config: Config, run: Run) -> Run:
+    """Return the run with the rate that one rank had at the same work, or with a warning."""
     where = config.metrics.single_rank_rates
     assert where is not None
     if config.parallelism.kind == "single":
@@ -278,8 +276,8 @@ def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
             "parallelism=ddp"
         )
         raise refuse("metrics.single_rank_rates", where, text, "null")
-    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(facts))
+    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(run))
     text = f"metrics.single_rank_rates={where}: {why}; the rows have no scaling_efficiency"
     return dataclasses.replace(
-        facts, single_rank_rate=rate, warnings=(*facts.warnings, text) if why else facts.warnings
+        run, single_rank_rate=rate, warnings=(*run.warnings, text) if why else run.warnings
     )

@@ -1,7 +1,6 @@
-"""`_target_`: from a dotted name in a config to a function, and its arguments checked against its
-signature.
+"""From the dotted name in a section's `_target_` to a function with checked arguments.
 
-Only our own parts and callables under packages that the user named with --allow or LLMEXP_ALLOW are
+Only our own parts and callables of packages that the user named with --allow or LLMEXP_ALLOW are
 found: a config file alone cannot run arbitrary code.
 """
 
@@ -14,11 +13,13 @@ import os
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.settings.convert import today
-from llmexp.settings.values import ConfigError, children, hint, nearest, refuse
+from llmexp.settings.convert import checked, converted, today
+from llmexp.settings.parts import COMMON, declared
+from llmexp.settings.values import ConfigError, Knob, children, hint, nearest, refuse
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
@@ -37,8 +38,10 @@ RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def allowed_packages(section: str) -> list[str]:
-    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated;
-    --allow adds to it)."""
+    """Return the modules of our parts of a section, and the packages that the user allowed.
+
+    Those stand in LLMEXP_ALLOW, separated by commas; --allow adds to it.
+    """
     extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
     return [name for name in (*OWN.get(section, ()), *extra) if name]
 
@@ -53,12 +56,10 @@ def inside_allowed(module: str) -> bool:
 
 
 def _defined_in(found: Any) -> str:
-    """Return the module that a function or class is really from, whatever it says of itself; empty
-    for anything else.
+    """Return the module that a function or class is really from, whatever it says of itself.
 
-    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be
-    found again in the module that it names. Builtins, bound methods and other objects that can be
-    called have none.
+    For a function this is the module whose globals it uses, beneath partial and wraps. A class must
+    be found again in the module that it names. Other callables have none: the empty string.
     """
     while True:
         if isinstance(found, functools.partial):
@@ -83,8 +84,10 @@ def _defined_in(found: Any) -> str:
 
 
 def locate(key: str, dotted: Any) -> Callable[..., Any]:
-    """Return the callable that `dotted` names. Raises ConfigError for anything outside the allowed
-    packages."""
+    """Return the callable that `dotted` names.
+
+    Raises ConfigError for anything outside the allowed packages.
+    """
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
         raise refuse(
             key, dotted, "the dotted name of a function is needed", "llmexp.update.optim.adamw"
@@ -118,8 +121,10 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception of the user's code in words, and below them the lines of the user's own
-    files that led to it, the last one last."""
+    """Return an exception of the user's code in words, and below them the lines that led to it.
+
+    Only lines of the user's own files are shown, the last one last.
+    """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:  # it has no frame in the file
         return f"{text}\n" + "".join(traceback.format_exception_only(error)[:-1]).rstrip("\n")
@@ -128,15 +133,16 @@ def described(error: BaseException) -> str:
 
 
 def own_line(error: BaseException, *, or_any: bool = True) -> str:
-    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in
-    it, of any code, or without `or_any` the empty string."""
+    """Return FILE:LINE of the user's own code where an exception came from.
+
+    Where it came from other code: the place there, or without `or_any` the empty string.
+    """
     frames = _own_frames(error) or (traceback.extract_tb(error.__traceback__) if or_any else [])
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _own_frames(error: BaseException) -> traceback.StackSummary:
-    """Return the frames of an exception, and of the one that it was raised from, that are in
-    allowed packages."""
+    """Return the frames of an exception, or of its cause, that are in allowed packages."""
     frames = [
         pair for pair in traceback.walk_tb(error.__traceback__)
         if inside_allowed(str(pair[0].f_globals.get("__name__")))
@@ -147,8 +153,7 @@ def _own_frames(error: BaseException) -> traceback.StackSummary:
 
 
 def place(found: Any) -> str:
-    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is
-    not known."""
+    """Return " (FILE:LINE)" of a function or class, or the empty string if it is not known."""
     found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     try:
         file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
@@ -168,12 +173,11 @@ def refuse_calls(key: str, value: Any) -> None:
 
 
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of further arguments, bound to the section's knobs and to those of
-    `offered` that it accepts.
+    """Return the section's function, bound to its knobs and to what it takes of `offered`.
 
-    Variables of the environment are filled in before (`llmexp.train.assembly.inputs.filled`). Raise
-    ConfigError for knobs that the signature does not have (with the nearest one) or that are
-    missing; and, when it is called, for an exception of the user's own code (`described`).
+    Variables of the environment are filled in before (`llmexp.train.assembly.inputs.filled`).
+    Raises ConfigError for knobs that the signature does not have (with the nearest one), that do
+    not fit or that are missing; and, when it is called, for an exception of the user's own code.
     """
     target, knobs = resolve(section, values, tuple(offered))
     signature = inspect.signature(target)
@@ -208,13 +212,20 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
 def resolve(
     section: str, values: Mapping[str, Any], offered: tuple[str, ...]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it
-    does not have, with the nearest one; `offered` are arguments that are not knobs."""
+    """Return the callable that a section names, and the arguments that its knobs are.
+
+    `offered` are arguments that are no knobs. Raises ConfigError for knobs that the callable does
+    not have, with the nearest one, and for values that do not fit their declaration.
+    """
     if "_target_" not in values:
         example = EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
         text = f"it names the function, for example {section}._target_={example}"
         raise ConfigError(f"{section}._target_: this key is missing; {text}")
-    knobs = {str(k): v for k, v in values.items() if k != "_target_"}
+    common = COMMON.get(section, ())
+    for name in common:
+        if name in values:
+            checked(f"{section}.{name}", values[name])
+    knobs = {str(k): v for k, v in values.items() if k != "_target_" and k not in common}
     refuse_calls(section, knobs)
     target = locate(f"{section}._target_", values["_target_"])
     parameters = inspect.signature(target).parameters
@@ -225,12 +236,28 @@ def resolve(
             raise ConfigError(
                 f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}"
             )
+    for name, (kind, knob) in arguments_of(target).items():
+        if name in knobs:
+            knobs[name] = converted(kind, knobs[name], f"{section}.{name}", knob)
     return target, knobs
 
 
+def arguments_of(target: Callable[..., Any]) -> dict[str, tuple[Any, Knob]]:
+    """Return (type, knob) of each argument that a function or a class declares as a knob."""
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # of the user's code, such as a name that only type checkers import
+        return {}
+    found = {name: declared(kind) for name, kind in hints.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
 def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
-    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function
-    of (event, context). Raise ConfigError."""
+    """Return the name of an entry of `hooks`, and its function of (event, context).
+
+    An entry is a name, or a section with arguments. Raises ConfigError.
+    """
     key = f"hooks.{number}"
     if isinstance(entry, Mapping):
         found, knobs = resolve(key, entry, ("event", "context"))
@@ -257,6 +284,5 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
 
 
 def better_of(hook: Callable[..., Any]) -> dict[str, str]:
-    """Return which of a hook's figures are better lower or higher, as its attribute `better`
-    says."""
+    """Return which figures of a hook are better lower or higher: its attribute `better`."""
     return dict(getattr(getattr(hook, "func", hook), "better", {}))

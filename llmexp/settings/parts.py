@@ -1,0 +1,302 @@
+"""The knobs of parts: arguments that several models, optimizers, schedules and data sources share.
+
+A function takes them by these names: `def sgd(model, lr: OptimizerKnobs.lr)`. An argument of one
+function only is declared there, with `Annotated` and `knob`. Also here are knobs that llmexp itself
+reads beside the function (`COMMON`), and those of which resume, sweep and compare need to know more
+than that another value changes the result. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Annotated, Any
+
+from llmexp.settings.values import Knob, choice, count, knob, where
+
+# Knobs that llmexp reads itself: no arguments of the functions.
+COMMON = {
+    "model": ("init_from", "init_grow"),
+    "data": ("shuffle", "ignore_id"),
+    "optimizer": ("lr_rule", "reference_batch"),
+}
+
+
+class ModelKnobs:
+    init_from = Annotated[
+        str | None,
+        knob(
+            "weights to begin with: a Hugging Face folder, a run's folder, or FOLDER@STEP of a "
+            "run; null: drawn by train.seed",
+            "outputs/trunk@4000",
+            default=None,
+        ),
+    ]
+    init_grow = Annotated[
+        bool,
+        knob(
+            "take weights with a smaller vocabulary or fewer positions; the rows that are missing "
+            "are drawn",
+            acts=where("model.init_from"),
+            default=False,
+        ),
+    ]
+    vocab_size = Annotated[
+        int, count("tokens; null: the tokenizer's, rounded up to a multiple of 64", 50304)
+    ]
+    max_position_embeddings = Annotated[
+        int,
+        count(
+            "tokens; the longest sequence",
+            1024,
+            decides=where(
+                "model._target_",
+                "llmexp.models.gpt2.GPT2",
+                words="where the model has a table of positions; for Llama it is a limit that is "
+                "checked",
+            ),
+        ),
+    ]
+    n_layers = Annotated[int, count("transformer blocks", 12)]
+    n_heads = Annotated[int, count("query heads; must divide d_model", 12)]
+    d_model = Annotated[int, count("features; width of the residual stream", 768)]
+    d_ff = Annotated[int, count("features; width of the MLP", 3072)]
+    dropout = Annotated[
+        float,
+        knob(
+            "probability on the embedding, attention weights and residual branches; GPT-2's: 0.1",
+            0.1,
+            at_least=0,
+            below=1,
+        ),
+    ]
+    gelu = Annotated[
+        str,
+        choice(
+            "tanh: the approximation of GPT-2 and of transformers; exact: nanoGPT's, faster on a "
+            "CPU",
+            "tanh | exact",
+            default="tanh",
+        ),
+    ]
+    residual = Annotated[
+        str,
+        choice(
+            "autocast: residual stream in the precision of products (bf16), less to move on a "
+            "GPU, less exact",
+            "full | autocast",
+            acts=where("precision.kind", "auto", "bf16", "fp16"),
+            default="full",
+        ),
+    ]
+
+
+class DataKnobs:
+    shuffle = Annotated[
+        bool,
+        knob("sequences in a random order, another one each epoch; false: file order", False),
+    ]
+    ignore_id = Annotated[
+        int | None, knob("targets with this token id are masked; null: none", 0, at_least=0)
+    ]
+    train_files = Annotated[
+        Any,
+        knob(
+            "needed: a glob, or a list of globs, from the current folder: corpus/**/*.txt",
+            "corpus/**/*.txt",
+        ),
+    ]
+    val_files = Annotated[
+        Any,
+        knob(
+            "the same for validation; null: the share val_ratio of train_files", "corpus/val/*.txt"
+        ),
+    ]
+    train_labels = Annotated[
+        Any,
+        knob(
+            ".npy of signed ints for each of train_files: the id there, or -100 where it is no "
+            "target; null: none"
+        ),
+    ]
+    val_labels = Annotated[Any, knob("the same for each of val_files; null: none")]
+    dtype = Annotated[
+        str,
+        choice("type of the ids in a flat file: .bin or .npy without a header", "uint16 | uint32"),
+    ]
+    val_ratio = Annotated[
+        float,
+        knob(
+            "share for validation where no files are: of token files the last part; of text as "
+            "docs/corpus.md#validation says",
+            0.1,
+            at_least=0,
+            below=1,
+            acts=where("data.val_files", None),
+        ),
+    ]
+    max_tokens = Annotated[
+        int | None,
+        knob(
+            "tokens in all, training and validation (with val_files: of training); null: all there "
+            "are",
+            1_000_000,
+            at_least=2,
+        ),
+    ]
+    seed = Annotated[
+        int,
+        knob(
+            "of a synthetic stream; else of the order of the files, without val_files",
+            0,
+            at_least=0,
+            acts=where("data.val_files", None),
+        ),
+    ]
+    cache_dir = Annotated[
+        str | None,
+        knob(
+            "folder for the prepared tokens, or what is known of files; null: $LLMEXP_CACHE_DIR, "
+            "else ~/.cache/llmexp",
+            "cache",
+            affects="nothing",
+        ),
+    ]
+    max_epochs = Annotated[
+        float | None,
+        knob(
+            "refuse a run that walks a source more often than this; null: say it only",
+            4.0,
+            above=0,
+            affects="nothing",
+        ),
+    ]
+    on_bad_record = Annotated[
+        str,
+        choice(
+            "a record that cannot be read ends the preparation, or is counted and left out",
+            "refuse | skip",
+            affects="nothing",
+        ),
+    ]
+
+
+class TokenizerKnobs:
+    download_timeout_s = Annotated[
+        float,
+        knob(
+            "seconds to wait for the first download before giving up",
+            8.0,
+            above=0,
+            affects="nothing",
+        ),
+    ]
+
+
+class OptimizerKnobs:
+    lr_rule = Annotated[
+        str,
+        choice(
+            "rates times real_batch_size / reference_batch (linear), or its square root",
+            "none | linear | sqrt",
+            default="none",
+        ),
+    ]
+    reference_batch = Annotated[
+        int | None,
+        count(
+            "real_batch_size that lr was chosen for; needed with a rule",
+            32,
+            acts=where("optimizer.lr_rule", "linear", "sqrt"),
+            default=None,
+        ),
+    ]
+    lr = Annotated[float, knob("base learning rate", 3e-4, above=0)]
+    momentum = Annotated[float, knob("decay of the momentum; 0: none", 0.9, at_least=0, below=1)]
+    nesterov = Annotated[
+        bool, knob("Nesterov's form of momentum", acts=where("optimizer.momentum"))
+    ]
+    weight_decay = Annotated[
+        float,
+        knob("weight decay on matrices: decoupled, times lr; of sgd added to the gradient", 0.1,
+             at_least=0),
+    ]  # fmt: skip
+    beta1 = Annotated[float, knob("AdamW's decay of the first moment", 0.9, at_least=0, below=1)]
+    beta2 = Annotated[float, knob("AdamW's decay of the second moment", 0.95, at_least=0, below=1)]
+    eps = Annotated[float, knob("added to the root of AdamW's second moment", 1e-8, at_least=0)]
+
+
+class ScheduleKnobs:
+    warmup_steps = Annotated[
+        int | None,
+        knob("updates of linear warm-up; null: warmup_ratio decides", 100, at_least=0),
+    ]
+    warmup_ratio = Annotated[
+        float | None,
+        knob(
+            "share of all updates that is warm-up; give one of the two",
+            0.05,
+            at_least=0,
+            at_most=1,
+            acts=where("schedule.warmup_steps", None),
+        ),
+    ]
+    decay_start = Annotated[
+        int | None,
+        knob(
+            "update at which the decay starts; null: fork.step, without a fork the last "
+            "decay_steps or decay_ratio",
+            1000,
+            at_least=0,
+        ),
+    ]
+    decay_steps = Annotated[int | None, count("updates of the decay; null: to the end", 200)]
+    decay_ratio = Annotated[
+        float,
+        knob(
+            "share of all updates that is decay; without a budget on the command line this ends a "
+            "fork",
+            0.2,
+            at_least=0,
+            at_most=1,
+            acts=where("schedule.decay_steps", None),
+        ),
+    ]
+    end_ratio = Annotated[
+        float,
+        knob(
+            "share of lr at the last update",
+            0.1,
+            at_least=0,
+            at_most=1,
+            acts=where("schedule.decay_ratio"),
+        ),
+    ]
+
+
+SECTIONS = {
+    "model": ModelKnobs,
+    "data": DataKnobs,
+    "tokenizer": TokenizerKnobs,
+    "optimizer": OptimizerKnobs,
+    "schedule": ScheduleKnobs,
+}
+
+
+def declared(kind: Any) -> tuple[Any, Knob] | None:
+    """Return (type, knob) of an argument that is declared with `Annotated`, else None."""
+    for field in getattr(kind, "__metadata__", ()):
+        if isinstance(found := getattr(field, "metadata", {}).get("knob"), Knob):
+            return typing.get_args(kind)[0], found
+    return None
+
+
+@functools.cache
+def arguments() -> dict[str, tuple[Any, Knob]]:
+    """Return (type, knob) of the arguments in this file, by their dotted keys."""
+    found = {}
+    for section, knobs in SECTIONS.items():
+        for name, kind in vars(knobs).items():
+            if (one := declared(kind)) is not None:
+                found[f"{section}.{name}"] = one
+    return found
