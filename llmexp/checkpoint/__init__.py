@@ -4,5 +4,5 @@ pieces        the tensors of a model and its optimizers, and the boxes of them t
 tensor_files  one file of tensors, hashed while it is written
 hashes        damage and change, found by size, sha256 and time
 loading       the format; the newest whole checkpoint; parameters and optimizer state from its files
-saving        a snapshot, one file a rank, then the commit: manifest, rename; `Writer`, the thread
+saving        a snapshot, one file a rank, then the commit: manifest, rename
 """

@@ -1,8 +1,7 @@
-"""Saving: every rank takes a snapshot and writes its files, then rank 0 commits them as one
-checkpoint.
+"""Save a checkpoint: every rank writes a snapshot of its part, then rank 0 commits them as one.
 
-The format is in loading.py. Nothing here waits for another rank: that all have written
-before `commit` is the caller's business.
+The format is in loading.py. Nothing here waits for another rank: `commit` is called once all have
+written.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import copy as copying
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +43,7 @@ from llmexp.system.fileio import sync
 
 @dataclass(frozen=True)
 class Pieces:
-    """The part of a checkpoint that one rank writes: its pieces by file and tensor name."""
+    """Hold the part of a checkpoint that one rank writes: its pieces by file and tensor name."""
 
     rank: int
     world: int
@@ -62,7 +60,7 @@ def snapshot(
     copy: bool,
     ema: Mapping[str, Tensor] | None = None,
 ) -> Pieces:
-    """Return this rank's pieces of the model and the optimizers, and of an average of the weights.
+    """Return this rank's pieces of the model, the optimizers and an average of the weights.
 
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
     on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
@@ -110,8 +108,7 @@ def _to_host(local: Tensor) -> Tensor:
 
 
 def write(root: Path, step: int, pieces: Pieces) -> None:
-    """Write and flushes this rank's files into the folder of the save, and a note with their
-    fingerprints.
+    """Write and flush this rank's files, then a note with their hashes.
 
     Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other
     ranks may be at it.
@@ -148,14 +145,13 @@ def commit(
     whole: Sequence[int] = (),
     keep_every: int | None = None,
 ) -> Path:
-    """Make what all ranks have written checkpoint `step`, then remove those older than the newest
-    `keep` of it and `whole`: the steps of those that this process has loaded or committed. Another
-    on the disk may be damaged. Multiples of `keep_every` stay.
+    """Make what all ranks have written checkpoint `step`, then remove older checkpoints.
 
     For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
-    into the manifest. Raises OSError; the files of this save are then removed and what was there
-    before is untouched.
+    into the manifest. The newest `keep` of `step` and `whole` stay, and multiples of `keep_every`;
+    `whole` are the steps that this process loaded or committed, as others may be damaged. Raises
+    OSError; the files of this save are then removed and what was there before is untouched.
     """
     final, temporary = of_step(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
@@ -205,43 +201,11 @@ def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
 
 
 def clean(root: Path) -> None:
-    """Remove what killed or failed saves have left. For rank 0, under the run's lock, while no rank
-    saves."""
+    """Remove what killed or failed saves have left.
+
+    For rank 0, under the run's lock, while no rank saves."""
     for leftover in root.glob(".step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-class Writer:
-    """Does one saving after another in the background, never two at once."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, function: Callable[[], object]) -> None:
-        """Call the function in the background, after the one before; raise what that one raised."""
-        self.wait()
-
-        def work() -> None:
-            try:
-                function()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def busy(self) -> bool:
-        """Return whether the function has not returned yet."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait for the function and raise, once, what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        if error is not None:
-            raise error
 
 
 @contextlib.contextmanager

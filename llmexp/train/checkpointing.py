@@ -1,4 +1,4 @@
-"""When a checkpoint is saved, in stages between the steps, and what follows when that fails."""
+"""Save checkpoints in stages between the steps, and decide what follows when that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     refuse_changed_data(loop)
     loop.saved_at = time.monotonic()
     tokens_seen = loop.meter.tokens_seen()
-    run, root, keep = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint.keep
+    run, root, chosen = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint
     if out.rows is not None:
         out.rows.sync()
     geometry = {
@@ -49,30 +49,12 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         "outliers": setup.outliers.state_dict(),
         "scaler": setup.scaler.state_dict(),
     }
-    pieces = saving.snapshot(
-        setup.model,
-        setup.optimizers,
-        loop.mesh.rank,
-        loop.mesh.world_size,
-        copy=not wait,
-        ema=None if setup.ema is None else setup.ema.average,
-    )
-    whole = tuple(loop.saved)
-    loop.saving = Saving(
-        progress.step,
-        functools.partial(
-            saving.commit,
-            root,
-            progress.step,
-            pieces,
-            state,
-            meta,
-            keep,
-            whole,
-            loop.config.checkpoint.keep_every,
-        ),
-    )
-    loop.writer.start(functools.partial(saving.write, root, progress.step, pieces))
+    average = None if setup.ema is None else setup.ema.average
+    ranks = loop.mesh.rank, loop.mesh.world_size
+    pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy=not wait, ema=average)
+    step, kept = progress.step, (chosen.keep, tuple(loop.saved), chosen.keep_every)
+    commit = functools.partial(saving.commit, root, step, pieces, state, meta, *kept)
+    loop.saving = Saving(step, commit, loop.writer.submit(saving.write, root, step, pieces))
     if wait:
         finish_saving(loop, must)
 
@@ -98,84 +80,81 @@ def refuse_changed_data(loop: Loop) -> None:
 
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:
-    """Take the next stage of the checkpoint that is on its way. All ranks are here at the same
-    step. Raises TrainingFailed for a failure too many, or for one that `must` not be."""
-    due, joined = loop.saving, loop.mesh
+    """Take the next stage of the checkpoint that is on its way; all ranks are at the same step.
+
+    Raises TrainingFailed as `save` does."""
+    due = loop.saving
     assert due is not None
     error: OSError | None = None
     try:
-        loop.writer.wait()
+        due.stage.result()
     except OSError as failed:
         error = failed
-    if failing := mesh.ranks_where(joined, error is not None):
+    if failing := mesh.ranks_where(loop.mesh, error is not None):
         loop.saving = None
-        loop.failed_saves += 1
-        most = loop.config.checkpoint.max_failures
-        ranks = ", ".join(map(str, failing))
-        if loop.out.main:  # all ranks have written, or failed to
-            saving.clean(loop.out.path / rundir.CHECKPOINTS)
-        if must or loop.failed_saves > most:
-            if error is None:
-                time.sleep(1.0)  # give the rank that knows the cause time to report first
-            why = error or f"rank {ranks} could not write"
-            limit = (
-                "the run may not end without it"
-                if must
-                else f"checkpoint.max_failures={most} in a row"
-            )
-            raise TrainingFailed(
-                f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}"
-            ) from error
-        if loop.out.main:
-            reason = error or f"rank {ranks} could not write; its log says why"
-            kept = (
-                f"the newest is of step {loop.saved_step}"
-                if loop.saved_step is not None
-                else "there is none yet"
-            )
-            loop.out.console.line(
-                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({reason}); "
-                f"training goes on, {kept}; failure {loop.failed_saves} of at most {most} in a row "
-                "(checkpoint.max_failures)"
-            )
-        elif error is not None:
-            print(
-                f"the checkpoint of step {due.step:,} could not be saved: {error}", file=sys.stderr
-            )
-        return
-    if not due.committing:
+        save_failed(loop, due.step, error, ", ".join(map(str, failing)), must)
+    elif not due.committing:
         due.committing = True
         if loop.out.main:
-            loop.writer.start(due.commit)
-        return
-    loop.saving, loop.failed_saves = None, 0
-    loop.saved.append(due.step)
-    call_hooks(loop, "saved", due.step)
+            due.stage = loop.writer.submit(due.commit)
+    else:
+        loop.saving, loop.failed_saves = None, 0
+        loop.saved.append(due.step)
+        call_hooks(loop, "saved", due.step)
+
+
+def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:
+    """Warn of a save that failed on some `ranks`, with this rank's `error` if it is one of them.
+
+    Raises TrainingFailed for a failure too many, or where the save `must` succeed."""
+    console, most = loop.out.console, loop.config.checkpoint.max_failures
+    what = f"the checkpoint of step {step:,} could not be saved"
+    loop.failed_saves += 1
+    if loop.out.main:  # all ranks have written, or failed to
+        saving.clean(loop.out.path / rundir.CHECKPOINTS)
+    if must or loop.failed_saves > most:
+        if error is None:
+            time.sleep(1.0)  # give the rank that knows the cause time to report first
+        limit = f"checkpoint.max_failures={most} in a row"
+        limit = "the run may not end without it" if must else limit
+        raise TrainingFailed(
+            f"{what} ({error or f'rank {ranks} could not write'}); {limit}"
+        ) from error
+    if loop.out.main:
+        reason = error or f"rank {ranks} could not write; its log says why"
+        saved = loop.saved_step
+        newest = "there is none yet" if saved is None else f"the newest is of step {saved}"
+        count = f"failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
+        console.line(f"WARNING: {what} ({reason}); training goes on, {newest}; {count}")
+    elif error is not None:
+        print(f"{what}: {error}", file=sys.stderr)
 
 
 def finish_saving(loop: Loop, must: bool = False) -> None:
-    """Wait until the checkpoint that is on its way, if there is one, is committed. Raises
-    TrainingFailed as `save` does."""
+    """Wait until the checkpoint that is on its way, if there is one, is committed.
+
+    Raises TrainingFailed as `save` does."""
     while loop.saving is not None:
         # By turns, not in one long wait: a large checkpoint may take longer than a rank may be
         # missing.
         pause = 0.001
-        while mesh.any_rank(loop.mesh, loop.writer.busy())[0]:
+        while mesh.any_rank(loop.mesh, loop.is_writing)[0]:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         go_on_saving(loop, must)
 
 
 def leave_saving(loop: Loop) -> None:
-    """Before a run ends by an exception: the checkpoint that is on its way is finished where no
-    other rank is needed for that, and else reported as lost."""
+    """Finish the checkpoint that is on its way before a run ends by an exception.
+
+    Where another rank is needed for that, it is reported as lost."""
     due, loop.saving = loop.saving, None
     if due is None:
         return
     try:
         if loop.mesh.distributed and not due.committing:
             raise OSError("another rank may not have written its part")
-        loop.writer.wait()
+        due.stage.result()
         if not due.committing:
             due.commit()
         loop.saved.append(due.step)

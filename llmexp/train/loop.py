@@ -85,7 +85,7 @@ def train(loop: Loop) -> str:
     profiler = start_profiler(loop)
     while progress.step < max_steps:
         stop, writing, by_time = mesh.any_rank(
-            loop.mesh, STOP.requested, loop.writer.busy(), due_by_time(loop)
+            loop.mesh, STOP.requested, loop.is_writing, due_by_time(loop)
         )
         if loop.saving is not None and not writing:
             go_on_saving(loop)

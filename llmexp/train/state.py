@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.checkpoint import saving
 from llmexp.data.text_bytes import TextBytes
 from llmexp.mesh import Mesh
 from llmexp.metrics.console import Console
@@ -61,10 +61,11 @@ class Outputs:
 
 @dataclass
 class Saving:
-    """A checkpoint on its way: all ranks write their files, then rank 0 commits them."""
+    """Hold a checkpoint on its way: all ranks write their files, then rank 0 commits them."""
 
     step: int
     commit: Callable[[], Path]
+    stage: Future[Any]  # what this rank does for it now
     committing: bool = False
 
 
@@ -81,7 +82,7 @@ class Loop:
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
     pending: Step | None = None  # the last step, while its verdict is not yet looked at
-    writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
+    writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here
     saved: list[int] = dataclasses.field(default_factory=list)
@@ -103,6 +104,11 @@ class Loop:
     @property
     def mesh(self) -> Mesh:
         return self.setup.mesh
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether this rank is at a stage of a save."""
+        return self.saving is not None and not self.saving.stage.done()
 
     @property
     def saved_step(self) -> int | None:

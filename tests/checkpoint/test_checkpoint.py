@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -352,64 +353,34 @@ def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
 
 
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
-    model, writer, gate, order = Tied(), saving.Writer(), threading.Event(), []
-    expected = []
+    model, gate, expected, stages = Tied(), threading.Event(), [], []
 
     def job(step: int, pieces: saving.Pieces) -> None:
-        order.append(f"begin {step}")
         gate.wait(30)
         saving.write(tmp_path, step, pieces)
         saving.commit(tmp_path, step, pieces, {}, {}, None)
-        order.append(f"end {step}")
 
-    for step in (1, 2, 3):
-        expected.append(model.embed.weight.detach().clone())
-        pieces = saving.snapshot(model, [], 0, 1, copy=True)
-        if step == 2:  # the first save is still at it; the second waits for it
-            assert writer.busy()
-            threading.Timer(0.2, gate.set).start()
-        writer.start(lambda step=step, pieces=pieces: job(step, pieces))
-        with torch.no_grad():
-            model.embed.weight.add_(1)
-    writer.wait()
-    assert not writer.busy()
-    assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("begin", "end")]
+    with ThreadPoolExecutor(1) as writer:
+        for step in (1, 2, 3):
+            expected.append(model.embed.weight.detach().clone())
+            pieces = saving.snapshot(model, [], 0, 1, copy=True)
+            stages.append(writer.submit(job, step, pieces))
+            with torch.no_grad():
+                model.embed.weight.add_(1)
+        gate.set()
+    assert [stage.result() for stage in stages] == [None] * 3
     found = [load_file(path / MODEL)["embed.weight"] for path in loading.steps(tmp_path)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_what_fails_in_the_background_is_raised_once(tmp_path):
-    def fail() -> None:
-        raise OSError("no space")
-
-    writer, done = saving.Writer(), threading.Event()
-    writer.wait()  # nothing to wait for
-    writer.start(fail)
-    with pytest.raises(OSError, match="no space"):
-        writer.wait()
-    writer.start(fail)
-    with pytest.raises(OSError, match="no space"):
-        writer.start(done.set)
-    assert not done.is_set()
-    writer.start(done.set)
-    writer.wait()
-    assert done.is_set()
-
-
 def test_a_hanging_save_does_not_keep_a_failed_process_alive():
     code = (
-        "import time\nfrom llmexp.checkpoint.saving import Writer\n"
-        "Writer().start(lambda: time.sleep(600))\nraise RuntimeError('training failed')"
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "from llmexp.system.child import leave\n"
+        "ThreadPoolExecutor(1).submit(time.sleep, 600)\nleave(3)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 1
-    assert "training failed" in result.stderr
+    env = environment(PYTHONPATH=str(ROOT))
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 3
 
 
 # Layouts: every one saves, every one reads what every one has saved. All in one group of four

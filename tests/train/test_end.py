@@ -134,8 +134,8 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
         (tmp_path / "committed").touch()
         return tmp_path
 
-    loop.saving = Saving(2, commit, committing)
-    loop.writer.start(commit if committing else (lambda: time.sleep(0.05)))
+    stage = loop.writer.submit(commit if committing else (lambda: time.sleep(0.05)))
+    loop.saving = Saving(2, commit, stage, committing)
 
 
 def overflow() -> Any:
@@ -182,12 +182,11 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
 def test_a_save_that_fails_then_is_reported(tmp_path):
     said: list[str] = []
     loop = made(step=3, said=said)
-    loop.saving = Saving(2, lambda: tmp_path)
 
     def full() -> None:
         raise OSError("no room")
 
-    loop.writer.start(full)
+    loop.saving = Saving(2, lambda: tmp_path, loop.writer.submit(full))
     leave_saving(loop)
     assert said == ["WARNING: the checkpoint of step 2 was not finished: no room"]
 
