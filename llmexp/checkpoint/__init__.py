@@ -1,4 +1,6 @@
-"""Write and read checkpoints. They hold no pickle and fit any layout of ranks. In reading order:
+"""Write and read checkpoints, which hold no pickle and fit any layout of ranks.
+
+In reading order:
 
 pieces        the tensors of a model and its optimizers, and the boxes of them that a rank holds
 tensor_files  one file of tensors, hashed while it is written

@@ -1,5 +1,4 @@
-"""Look for damage: compare the files of a checkpoint with their size and sha256, and notice files
-that change while they are read."""
+"""Find files of a checkpoint that are damaged, or that change while they are read."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ class CheckpointError(ValueError):
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for
-    an older one."""
+    """A newer version of this program wrote the checkpoint.
+
+    It is whole, and not to be passed over for an older one."""
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file."""
+    """Return the size and sha256 of a file."""
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -32,8 +32,9 @@ def state_of(file: Path) -> tuple[int, ...]:
 
 
 def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
-    """Compare files with their size and sha256, several at a time. Raises CheckpointError for the
-    first one that differs."""
+    """Raise CheckpointError for the first file that has not its size and sha256.
+
+    Several are read at a time."""
     with ThreadPoolExecutor() as threads:
         # the largest one first, as it takes longest
         order = sorted(expected, key=lambda file: -file.stat().st_size)

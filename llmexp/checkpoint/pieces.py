@@ -1,5 +1,4 @@
-"""Pieces of tensors: which tensors a model and its optimizers have, and which box of each this rank
-holds."""
+"""Name the tensors of a model and its optimizers, and find the box of each that a rank holds."""
 
 from __future__ import annotations
 
@@ -39,11 +38,10 @@ class Stored:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its
-    first name.
+    """Return the distinct tensors of the state dict by clean name.
 
-    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state
-    dict never.
+    A tied parameter appears once, under its first name. Not by named_parameters: after an
+    evaluation FSDP's root shows it gathered parameters, the state dict never.
     """
     distinct: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -51,8 +49,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
-    """Return the clean name of each tensor by its id(). Raises ValueError for optimizers of other
-    tensors."""
+    """Return the clean name of each tensor by its id().
+
+    Raises ValueError for optimizers of other tensors."""
     names = {id(t): name for name, t in named_tensors(model).items()}
     for number, optimizer in enumerate(optimizers):
         if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
@@ -63,8 +62,9 @@ def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Told by an attribute: importing the class costs the start of every run half a second or
-    more."""
+    """Return whether a tensor is a DTensor.
+
+    Told by an attribute: importing the class costs the start of every run half a second or more."""
     return hasattr(tensor, "device_mesh")
 
 

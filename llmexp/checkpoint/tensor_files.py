@@ -53,8 +53,7 @@ def write_tensors(
 def header(
     named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the beginning of a safetensors file with these tensors in this order, one after
-    another."""
+    """Return the beginning of a safetensors file with these tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     at = 0
     for name, dtype, shape in named:

@@ -33,8 +33,9 @@ from llmexp.system.child import say
 
 
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:
-    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all
-    points."""
+    """Print which of wandb's variables are set and not used.
+
+    Raises ConfigError for one run's id in a sweep."""
     if points and cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
         text = (
             "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "

@@ -1,5 +1,4 @@
-"""Start the process that trains while the command still composes, hand it the run, and wait for
-it."""
+"""Start the process that trains while the command composes, hand it the run, and wait for it."""
 
 from __future__ import annotations
 
@@ -53,8 +52,9 @@ class Worker:
         os.close(self._report)
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
-        """Send the request and wait; (exit code, run folder if one was made). Signals are passed
-        on. Raises ConfigError where batch.micro_batch_size=auto finds no size."""
+        """Send the request and wait; return the exit code and the run folder, if one was made.
+
+        Signals are passed on. Raises ConfigError where batch.micro_batch_size=auto finds none."""
         if request["config"]["batch"]["micro_batch_size"] == AUTO:
             request["config"]["batch"]["micro_batch_size"] = fitting(request)
         self._used = True
@@ -68,7 +68,8 @@ class Worker:
 
 
 def fitting(request: dict[str, Any]) -> int:
-    """Return the micro-batch size of the run in the place of `auto`, which another process finds.
+    """Return the micro-batch size of a run with `auto`, which another process finds.
+
     Raises ConfigError."""
     pipe, folder = subprocess.PIPE, request["folder"] if request["fixed"] else ""
     child = start("llmexp.forecast.fitting", stdin=pipe, stdout=pipe, text=True)
@@ -88,8 +89,9 @@ def fitting(request: dict[str, Any]) -> int:
 
 
 def concluded(code: int, path: Path | None, stopped: bool) -> int:
-    """Return the exit code of the run in the folder; print and record a death that the worker could
-    not record itself."""
+    """Return the exit code of the run in the folder.
+
+    A death that the worker could not record itself is printed and recorded."""
     if path is None and code < 0:
         print(f"llmexp: {how_it_died(code, stopped)} before the run started", file=sys.stderr)
         return FAILED

@@ -1,8 +1,10 @@
-"""Compose a config with Hydra and hand on plain dataclasses. In reading order:
+"""Compose a config with Hydra and hand on plain dataclasses.
+
+In reading order:
 
 command_line  Hydra's flags, overrides, --allow
 app           start Hydra, compose, check: `typed` returns a `Config`
-forking       a fork: the config of its parent in the place of ours
+forking       overrides over the config of a run: a fork, or a run that is gone on with
 adopting      the sizes of a run that begins with given weights
 guard         refuse what would run code
 environment   variables stay names; refuse secrets

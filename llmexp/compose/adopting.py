@@ -14,9 +14,10 @@ from llmexp.settings.variables import fill
 
 
 def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Put the sizes and switches of model.init_from into the plain config, but for those that the
-    command line or an experiment gives: where these differ, the run is refused when its parts are
-    checked."""
+    """Put the sizes and switches of model.init_from into the plain config.
+
+    Those that the command line or an experiment gives stay: where they differ, the run is refused
+    when its parts are checked."""
     model = tree.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("init_from"), str):
         return

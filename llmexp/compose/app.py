@@ -70,11 +70,10 @@ def started(search_path: Any) -> Iterator[Hydra]:
 def compose(
     hydra: Hydra, overrides: Sequence[str], multirun: bool = False
 ) -> tuple[DictConfig, bool]:
-    """Return (composed config with its hydra section, whether it is a sweep). Raises ConfigError in
-    the user's words.
+    """Return the composed config with its hydra section, and whether it is a sweep.
 
     A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points
-    share.
+    share. Raises ConfigError in the user's words.
     """
     with user_errors(hydra.config_loader, overrides):
         try:
@@ -153,8 +152,9 @@ def typed(cfg: DictConfig, run: Path | None = None) -> Config:
 
 
 def chosen_folder(cfg: DictConfig, key: str) -> Path:
-    """Return the folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises
-    ConfigError."""
+    """Return the folder in `key`: hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir.
+
+    Raises ConfigError."""
     with user_errors():
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
@@ -178,7 +178,7 @@ def visible(overrides: Sequence[str]) -> list[str]:
 def refuse_hosts(
     config: Config, instead: str = "for several, --queue makes the run's folder and says how"
 ) -> None:
-    """Raise ConfigError for a run on several hosts, which cannot be started from here."""
+    """Raise ConfigError for a run on several hosts, which this command cannot start."""
     if (nodes := config.parallelism.nnodes) > 1:
         text = f"this command starts ranks on this host only; {instead}"
         raise refuse("parallelism.nnodes", nodes, text, 1)

@@ -36,8 +36,9 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def allow(packages: Sequence[str]) -> None:
-    """Allow `_target_` in the user's packages, found in the current folder too, here and in the
-    workers."""
+    """Allow `_target_` in the user's packages, here and in the workers.
+
+    They are found in the current folder too."""
     os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
     sys.path.insert(0, os.getcwd())
     before = os.environ.get("PYTHONPATH")
@@ -109,7 +110,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def parse(command: str, arguments: Sequence[str]) -> Any:
-    """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
+    """Return Hydra's flags and the overrides, after --allow was taken out. Raises ConfigError."""
     parser = get_args_parser()
     parser.prog = f"llmexp {command}"
 

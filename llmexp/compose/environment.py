@@ -29,8 +29,9 @@ NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.g
 
 @contextmanager
 def variables_kept() -> Iterator[None]:
-    """Within it, oc.env gives its own text for a variable that is set, so that no value gets into
-    what is saved."""
+    """Have oc.env give its own text for a variable that is set.
+
+    So no value of a variable gets into what is saved."""
 
     def env(name: str, *default: Any) -> Any:
         if name in os.environ:
@@ -52,8 +53,9 @@ def variables_kept() -> Iterator[None]:
 
 
 def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Put the values of variables into what names the run, in the plain config and in the composed
-    one's words."""
+    """Put the values of variables into what names the run, such as `name`.
+
+    The plain config is changed; the values are those of the composed one."""
     for name in NAMES:
         *sections, key = name.split(".")
         node = tree.get(sections[0]) if sections else tree
@@ -63,10 +65,10 @@ def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def fill_tracker(tree: dict[str, Any]) -> list[str]:
-    """Put what wandb's variables add into the section `tracker`; return a line for each one that is
-    set and not used.
+    """Put what wandb's variables add into the section `tracker`.
 
-    Raises ConfigError for a value that wandb would not take.
+    Return a line for each one that is set and not used. Raises ConfigError for a value that wandb
+    would not take.
     """
     if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
         return []
@@ -75,8 +77,9 @@ def fill_tracker(tree: dict[str, Any]) -> list[str]:
 
 
 def refuse_secrets(node: Any, key: str = "") -> None:
-    """Raise ConfigError for a secret, known by its value or by its key: a config is saved as plain
-    text."""
+    """Raise ConfigError for a secret in what is saved as plain text.
+
+    It is known by its value or by its key."""
     known = secrets()
     for name, value in _leaves(node, key):
         text = "" if value is None else str(value)
@@ -96,8 +99,9 @@ def refuse_secrets(node: Any, key: str = "") -> None:
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that is in `node`, where the entries of a list have its key;
-    of a section or list itself the value is None."""
+    """Yield (dotted key, value) of all that is in `node`.
+
+    The entries of a list have its key; of a section or list itself the value is None."""
     if not isinstance(node, (Mapping, list, tuple)):
         yield key, node
         return

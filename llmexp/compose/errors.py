@@ -1,5 +1,7 @@
-"""Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words: what is wrong
-with which key, and the nearest key that exists."""
+"""Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words.
+
+It says what is wrong with which key, and the nearest key that exists.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,7 @@ MOST = 18  # names in a list of what there is
 
 @contextmanager
 def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or
-    option."""
+    """Turn refusals of Hydra, OmegaConf and YAML into ConfigError within the block."""
     try:
         yield
     except ConfigError:
@@ -66,8 +67,7 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
 
 
 def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
-    """Return a refusal of a key that the composed config does not have: what it misses, or the
-    nearest key that there is."""
+    """Return the refusal of a key that the composed config does not have, with the nearest one."""
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
         return f"{key}: there is no such key yet; {way}"
@@ -85,8 +85,9 @@ def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
 
 
 def _longer_in_option(loader: Any, choices: Mapping[str, Any], key: str, value: str) -> str:
-    """Return a hint for a key whose name ends that of a knob of another option, as files for
-    train_files; empty where there is none, or where the chosen option has such a knob."""
+    """Return a hint for a key that ends a knob of another option, as files for train_files.
+
+    Empty where there is none, or where the chosen option has such a knob."""
     section, _, name = key.partition(".")
     if section not in choices or not name or "." in name:
         return ""
@@ -100,7 +101,9 @@ def _longer_in_option(loader: Any, choices: Mapping[str, Any], key: str, value: 
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return a hint: a key of the same section that is spelled alike, one of this name elsewhere, a
+    """Return a hint for an unknown key.
+
+    In this order: a key of the same section that is spelled alike, one of this name elsewhere, a
     section spelled alike; else what there is in the section."""
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
@@ -131,8 +134,9 @@ def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of nested mappings, sections included; hydra's own without what is in
-    it."""
+    """Yield the dotted keys of nested mappings, sections included.
+
+    Of hydra's own section only its name."""
     for key, child in node.items():
         yield f"{prefix}{key}"
         if isinstance(child, dict) and key != "hydra":

@@ -31,8 +31,10 @@ CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 
 
 def parent_in(overrides: Sequence[str]) -> Path | None:
-    """Return the run that a command line forks, None where it forks none; given again, the last one
-    counts, as for Hydra. Raises ConfigError for several, and for a folder that holds no run."""
+    """Return the run that a command line forks, None where it forks none.
+
+    Given again, the last one counts, as for Hydra. Raises ConfigError for several, and for a folder
+    that holds no run."""
     given = [o for o in overrides if o.lstrip("+").startswith("fork.run=")]
     run = None
     with suppress(HydraException):  # refused later, in words
@@ -56,8 +58,9 @@ def existing_run(given: str) -> Path:
 
 
 def newest_step(overrides: Sequence[str]) -> list[str]:
-    """Return the override of fork.step that a sweep over a fork lacks: the newest checkpoint may be
-    another one when the sweep is resumed."""
+    """Return the override of fork.step that a sweep over a fork lacks.
+
+    The newest checkpoint may be another one when the sweep is resumed."""
     run = parent_in(overrides)
     given = [o for o in overrides if o.lstrip("+").startswith("fork.step=")]
     if run is None or (given and not given[-1].endswith("=null")):
@@ -150,8 +153,9 @@ def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
 
 
 def _updates(step: int, schedule: dict[str, Any]) -> int:
-    """Return the length of a cooldown that starts after `step`: its decay_steps, or so many that
-    they are the share decay_ratio of all."""
+    """Return the length of a cooldown that starts after `step`.
+
+    It is decay_steps, or so many updates that they are the share decay_ratio of all."""
     steps, ratio = schedule.get("decay_steps"), schedule.get("decay_ratio")
     if steps is not None:
         return steps if isinstance(steps, int) else 1  # refused by its schedule

@@ -41,8 +41,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def guard(loader: Any) -> None:
-    """Have each config that Hydra's loader composes looked at (`refuse_code`) before Hydra does
-    anything with it."""
+    """Have `refuse_code` check each config that Hydra composes, before Hydra uses it."""
     load = loader.load_configuration
 
     def looked_at(
@@ -101,9 +100,10 @@ def _below(own: Any, key: str) -> Any:
 
 
 def _resolved(parent: Any, key: Any, name: str) -> Any:
-    """Return the plain values that Hydra gets to see. Raises ConfigError for sections and lists
-    that an interpolation brings from elsewhere, where nothing has checked them, and for values
-    that are not there yet."""
+    """Return the plain values that Hydra gets to see.
+
+    Raises ConfigError for sections and lists that an interpolation brings from elsewhere, where
+    nothing has checked them, and for values that are not there yet."""
     try:
         value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
     except OmegaConfBaseException as error:
@@ -121,8 +121,7 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
 
 
 def _typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what a command line says of the knobs of `hydra.launcher` that come from there
-    only."""
+    """Return what a command line says of those knobs of `hydra.launcher` that it alone may set."""
     whole = OmegaConf.create({"hydra": {"launcher": {}}})
     keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
     for override in parsed(o for o in overrides if o.lstrip("+").startswith(keys)):
@@ -131,8 +130,7 @@ def _typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_sweeper(sweeper: dict[str, Any]) -> None:
-    """Raise ConfigError for a sweeper that is not known, or would call something besides a sampler
-    of optuna."""
+    """Raise ConfigError for a sweeper that is unknown or calls more than a sampler of optuna."""
     rest = dict(sweeper)
     if (target := rest.pop("_target_", None)) not in (None, *SWEEPERS):
         locate("hydra.sweeper._target_", target)
@@ -156,8 +154,9 @@ def _check_sweeper(sweeper: dict[str, Any]) -> None:
 
 
 def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for folders of configs that Hydra would find by importing a package, unless
-    it is allowed."""
+    """Raise ConfigError for folders of configs that Hydra would find by importing a package.
+
+    A package that is allowed is taken."""
     own = Path(config_dir or "", "config.yaml")
     if config_dir and own.exists():
         text = f"{own.name} there would take the place of ours; your own files are options of the "

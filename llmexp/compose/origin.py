@@ -1,5 +1,7 @@
-"""Find where each value of a composed config comes from: the files in the order in which they are
-merged, then the command line; and the refusal of knobs that are set and do nothing."""
+"""Find where each value of a composed config comes from, and refuse knobs that do nothing.
+
+The files count in the order in which they are merged, then the command line.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
 
 
 def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Return (the file's name for a user, what it sets by its own dotted keys, the paths of the
-    files in conf/base that it begins with) of the config at `path`, such as clip/norm."""
+    """Return what the config file at `path`, such as clip/norm, sets.
+
+    That is (the file's name for a user, the values by its own dotted keys, the paths of the files
+    in conf/base that it begins with)."""
     loaded = loader.repository.load_config(path)
     if loaded is None:
         return path, {}, []
@@ -108,8 +112,7 @@ RUN_ONLY = {
 
 
 def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
-    """Raise ConfigError for an override of the command line that acts in a sweep only, or in a
-    single run only."""
+    """Raise ConfigError for an override that acts in a sweep only, or in a single run only."""
     if multirun and "sweep.resume" in map(key_of, overrides):
         return  # its command was accepted when it began
     for override in overrides:
@@ -134,8 +137,9 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Raise ConfigError for an experiment whose settings are under `experiment`: nothing reads them
-    there."""
+    """Raise ConfigError for an experiment whose settings are under `experiment`.
+
+    Nothing reads them there."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
         source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
@@ -145,8 +149,9 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
-    """Return whether the value of a knob that does nothing was not chosen: it is the default, or
-    that of the chosen option."""
+    """Return whether the value of a knob that does nothing was not chosen.
+
+    It is then the default, or that of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
     if value is None or value == defaults().get(key, dataclasses.MISSING):
         return True
@@ -172,8 +177,9 @@ def origin(cfg: DictConfig, key: str) -> str | None:
 def not_in_option(
     loader: Any, choices: dict[str, Any], key: str, value: str, flat: dict[str, Any]
 ) -> str:
-    """Return the refusal of an override whose key the chosen option does not list though it is a
-    knob; empty for other keys. `flat`: the config without the override."""
+    """Return the refusal of a key that is a knob, but not of the chosen option.
+
+    Empty for other keys. `flat`: the config without the override."""
     section, _, name = key.partition(".")
     if key in fields() and key in (idle := dead(flat | {key: value})):
         return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))

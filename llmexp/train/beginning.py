@@ -1,5 +1,4 @@
-"""Prepare the first step: the console, the checkpoint to go on from, the rows,
-the tracker, and the loop that holds them."""
+"""Prepare the loop before the first step: console, checkpoint, rows and tracker."""
 
 from __future__ import annotations
 
@@ -58,8 +57,9 @@ def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
 def checkpoint_at(
     root: Path, joined: mesh.Mesh, console: Console, only: int | None = None
 ) -> loading.Loaded | None:
-    """Return the newest whole checkpoint below `root`, or that of the step `only`: the same on all
-    ranks."""
+    """Return the newest whole checkpoint below `root`, or that of the step `only`.
+
+    It is the same on all ranks."""
     return loading.latest(
         root,
         console.line if joined.rank == 0 else log_line,
@@ -70,8 +70,9 @@ def checkpoint_at(
 
 
 def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> loading.Loaded:
-    """Return the checkpoint that a fork begins with, the same on all ranks. Raises ConfigError
-    where it is gone, or another one by now."""
+    """Return the checkpoint that a fork begins with, the same on all ranks.
+
+    Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
     loaded = checkpoint_at(root, joined, console, parent.step)
     if loaded is None or not loaded.is_called(parent.digest):
@@ -107,10 +108,12 @@ def measuring(setup: Setup) -> Measured:
 
 
 def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress, Meter, Measured]:
-    """Put a checkpoint back, whatever the layout that saved it: parameters, moments, scaler,
-    counters, measurements. (The RNG and the data position follow from the step number.) A run that
-    is `forked` has its own knobs of the optimizer, maybe fresh moments, its own best loss, and is a
-    twin by the weights that it begins with. Raises CheckpointError."""
+    """Restore a checkpoint, whatever the layout that saved it.
+
+    That is parameters, optimizer state, scaler, counters and measurements; the RNG and the data
+    position follow from the step number. A run that is `forked` keeps its own settings of the
+    optimizer, may drop the optimizer state, resets best_val_loss, and takes its perturbation as a
+    twin. Raises CheckpointError."""
     measured, config = measuring(setup), setup.parts.config
     try:
         loading.restore_model(loaded, setup.model)

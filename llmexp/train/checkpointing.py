@@ -60,8 +60,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
 
 
 def refuse_changed_data(loop: Loop) -> None:
-    """Raise TrainingFailed where a data file was written to under the run: what is saved must be of
-    one corpus."""
+    """Raise TrainingFailed where a data file was written to under the run.
+
+    What is saved must be of one corpus."""
     corpus, joined = loop.setup.parts.corpus, loop.mesh
     text = next(corpus.differences(harmful=True), None)
     if ranks := mesh.ranks_where(joined, text is not None):

@@ -1,5 +1,4 @@
-"""The folder of the run that this process trains: made or found, compared with the run that it
-holds, and written."""
+"""Make or find the folder of the run that this process trains, compare it, and write it."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
 def is_finished(path: Path, max_steps: int | None = None) -> bool:
-    """Return whether the folder's run is finished, and print it; one that is extended to
-    `max_steps` is not."""
+    """Return whether the folder's run is finished, and print it.
+
+    One that is extended to `max_steps` is not."""
     if rundir.read_status(path).get("state") != "finished":
         return False
     if max_steps is not None and rundir.read_run(path).get("max_steps", max_steps) < max_steps:
@@ -45,7 +45,8 @@ def is_finished(path: Path, max_steps: int | None = None) -> bool:
 
 
 def parent_of(path: Path) -> Parent | None:
-    """Return the parent of the fork in the folder, as it was recorded; None where there is none.
+    """Return the recorded parent of the fork in the folder, None where there is none.
+
     Raises ConfigError."""
     recorded = rundir.read_run(path).get("parent")
     try:
@@ -55,8 +56,10 @@ def parent_of(path: Path) -> Parent | None:
 
 
 def known(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `assemble` needs to know of the folder of a request: whether it holds a
-    checkpoint to go on from, and the parent of a fork there. Raises ConfigError."""
+    """Return what `assemble` needs to know of the folder of a request.
+
+    That is whether it holds a checkpoint to go on from, and the parent of a fork there. Raises
+    ConfigError."""
     path = Path(request["folder"])
     if not request["fixed"]:
         return {}
@@ -64,8 +67,9 @@ def known(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
-    """Return the run's folder, made now, or found with a run to go on with: (path, is new). Raises
-    ConfigError."""
+    """Return the run's folder, made now or found with a run to go on with, and whether it is new.
+
+    Raises ConfigError."""
     wanted = Path(request["folder"])
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
@@ -132,8 +136,9 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed_facts(parts: Parts) -> dict[str, Any]:
-    """Return what a checkpoint's manifest holds of the run: what of the config changes results, and
-    the sha256 of the data's fingerprint."""
+    """Return what a checkpoint's manifest holds of the run.
+
+    That is what of the config changes results, and the sha256 of the data's fingerprint."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
     return {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),

@@ -157,8 +157,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
 
 
 def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
-    """Save, record and upload what a run came to, also where it fails, with a device that is lost
-    or a disk that is full; return its figures."""
+    """Save, record and upload what a run came to; return its figures.
+
+    Also where it fails, with a device that is lost or a disk that is full."""
     out = loop.out
     leave_saving(loop)
     summary = summarise(loop)
@@ -178,8 +179,10 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
 
 
 def close_rows(loop: Loop, state: str) -> None:
-    """Write and close metrics.jsonl. Raises Unwritable where its last rows may be lost; where the
-    run has `failed`, that is a line, and the user gets the error that ended it."""
+    """Write and close metrics.jsonl.
+
+    Raises Unwritable where its last rows may be lost; where the run has `failed`, that is a line,
+    and the user gets the error that ended it."""
     assert loop.out.rows is not None
     try:
         show_rows(loop)
@@ -191,8 +194,10 @@ def close_rows(loop: Loop, state: str) -> None:
 
 
 def end_sample(loop: Loop) -> str | None:
-    """Return the text that the model writes at the end, None where none is wanted or this rank has
-    no part in it. The run is over and recorded: an error is only printed."""
+    """Return the text that the model writes at the end.
+
+    None where none is wanted or this rank has no part in it. The run is over and recorded: an error
+    is only printed."""
     parts = loop.setup.parts
     # a split model needs all its ranks for that; rank 0 prints the text
     if not parts.config.train.sample_tokens or not (loop.out.main or loop.mesh.sharded):

@@ -29,9 +29,10 @@ BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 
 def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | None:
-    """Return the parent of a fork with this solved config, None for a run that is no fork; `model`
-    may be without memory. Raise ConfigError for a run, a step or a checkpoint that the fork cannot
-    go on from."""
+    """Return the parent of a fork with this solved config, None for a run that is no fork.
+
+    `model` may be without memory. Raises ConfigError for a run, a step or a checkpoint that the
+    fork cannot go on from."""
     if config.fork.run is None:
         return None
     path, step = Path(str(config.fork.run)), config.fork.step
@@ -111,8 +112,9 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
 def _place(
     config: dict[str, Any], there: dict[str, Any], recorded: dict[str, Any], corpus: Corpus, at: int
 ) -> tuple[int, str]:
-    """Return where in its order of sequences a fork begins, and that in words: where the parent
-    was, unless the k-th sequence is another one now."""
+    """Return where in its order of sequences a fork begins, and that in words.
+
+    That is where the parent was, unless the k-th sequence is another one now."""
 
     def deciding(tree: dict[str, Any]) -> dict[str, Any]:
         flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
