@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, not_in_option, option
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.values import ConfigError, flatten, hint, nearest
+from llmexp.settings.values import ConfigError, flatten, hint, nearest, refuse
 
 MOST = 18  # names in a list of what there is
 
@@ -61,6 +61,10 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
                 known = ", ".join(loader.get_group_options(o.key_or_group))
                 return f"{o.input_line}: an option of the group is needed. Known: {known}."
     key = getattr(error, "full_key", None)
+    if key and (found := re.search(r"Environment variable '([^']+)' not found", text)):
+        unset = f"the environment variable {found[1]} is not set"
+        way = f"set it where the run starts, such as with export {found[1]}=..."
+        return str(refuse(key, f"${{oc.env:{found[1]}}}", f"{unset}; {way}"))
     noise = re.compile(r"\s*(full_key|object_type|reference_type)")
     lines = [line.strip() for line in text.splitlines() if not noise.match(line)]
     return (f"{key}: " if key else "") + " ".join(filter(None, lines))
