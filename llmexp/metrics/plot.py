@@ -26,10 +26,12 @@ Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
 Columns = dict[str, tuple[array, array]]  # the same by key
 
 
-def plot_losses(rows: Iterable[dict[str, Any]], title: str) -> bytes:
-    """Return a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over
-    `tokens_seen`.
+def plot_losses(
+    rows: Iterable[dict[str, Any]], title: str, before: Iterable[dict[str, Any]] = ()
+) -> bytes:
+    """Return a PNG with the losses of `rows` over `tokens_seen`, in nats per token.
 
+    The rows are as in metrics.jsonl. `before` are those of a fork's parents, drawn paler.
     A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None
     or not finite are left out; with no loss at all there is no picture, and nothing is returned.
     """
@@ -52,6 +54,11 @@ def plot_losses(rows: Iterable[dict[str, Any]], title: str) -> bytes:
     else:
         top = bottom = figure.subplots()
 
+    parents = _columns(before)
+    for key, color in (("train/loss", TRAIN), ("val/loss", VAL[0])):
+        if key in parents:
+            label = f"{key.partition('/')[0]}, before the fork"
+            top.plot(*_series(parents, key), color=color, linewidth=1.0, alpha=0.4, label=label)
     if len(train_x) > SMOOTH_ABOVE_POINTS:
         window = max(5, len(train_x) // 40) | 1
         top.plot(train_x, train_y, color=TRAIN, linewidth=0.6, alpha=0.45)

@@ -65,6 +65,14 @@ def test_a_whole_png_at_150_dpi(rows: list[dict[str, Any]], height: int) -> None
     assert png_size(png) == (1200, height)
 
 
+def test_a_fork_shows_the_losses_of_its_parents() -> None:
+    rows = make_rows(20)
+    own, whole = plot_losses(rows[8:], "fork"), plot_losses(rows[8:], "fork", rows[:8])
+    assert own == plot_losses(rows[8:], "fork")  # the same rows are the same picture
+    assert whole != own
+    assert png_size(whole) == png_size(own)
+
+
 @pytest.mark.parametrize(
     "rows", [[], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]]
 )

@@ -27,6 +27,7 @@ from llmexp.runs.find import find
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
+from llmexp.tracker.fields import run_fields
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.update.schedule import cooldown
@@ -74,6 +75,9 @@ def test_a_fork_that_changes_nothing_is_its_parent(trunk):
     parent = same.json("run.json")["parent"]
     digest = sha256(trunk.checkpoint(4) / "manifest.json")
     assert (parent["folder"], parent["step"], parent["digest"]) == ("trunk", 4, digest)
+    shown = run_fields(same.folder, rundir.read_config(same.folder), same.json("run.json"))
+    assert f"fork:{parent['run_id']}@4" in shown.tags
+    assert shown.config["run"]["parent"] == parent
     text = (same.folder / "lineage.jsonl").read_text()
     lineage = [json.loads(line) for line in text.splitlines()]
     assert lineage == trunk.rows()[:4]
