@@ -31,6 +31,7 @@ from llmexp.system.child import REFUSED
 
 T = TypeVar("T")
 FORMAT = 1
+TWIN = "train.twin="  # begins the override that makes a point a twin
 LEDGER = "sweep.json"  # in a sweep's folder
 CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 STATES = ("queued", "running", "finished", "failed", "preempted")
@@ -64,6 +65,11 @@ class Entry:
     ended: float | None = None
     exit_code: int | None = None
     error: str | None = None  # one line
+
+    @property
+    def is_twin(self) -> bool:
+        """Return whether it repeats a setting with another rounding."""
+        return any(o.startswith(TWIN) and o != f"{TWIN}0" for o in self.overrides)
 
     def not_started(self, why: str) -> None:
         """Note that the point failed before it had a run, which only this process knows."""

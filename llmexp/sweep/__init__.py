@@ -9,9 +9,8 @@ composing       compose each point; what points share once; a bar that counts th
 checker, check  assemble the points and make their folders, in another process
 planning        the table of `plan -m`
 current         what all parts share of the running sweep
-batch           check a batch of points, and give them their places in the ledger
-matching        which points an existing sweep has already
-longer          another budget for all points; other values of what they share are refused
+batch           check a batch of points, give them their places in the ledger; the answer
+matching        which points an existing sweep has already; another budget for all of them
 running         run the points, rungs of halving, retries
 launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each
@@ -19,6 +18,5 @@ slurm           job arrays, and their jobs; slurm_job is what runs inside
 ray             tasks of a Ray cluster
 search          points that Optuna chooses
 twins           the leading setting once more, for the floor of rounding
-answer          the answer of the sweep
 show            the live table; a warning of losses that will not compare
 """

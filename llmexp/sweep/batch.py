@@ -1,27 +1,31 @@
-"""Check a batch of points, give them their places in the ledger, and run them."""
+"""Check a batch of points, run them, and answer when all have ended."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from llmexp.compare import reading, table, throughput
+from llmexp.compare.comparing import compare
+from llmexp.compare.table import columns
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
+from llmexp.runs.find import find
 from llmexp.runs.ledger import Ledger
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse, typed
-from llmexp.sweep.answer import conclude
+from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import visible_devices
-from llmexp.sweep.longer import lengthened
-from llmexp.sweep.matching import Task, match, of_folder
+from llmexp.sweep.matching import Task, is_left, lengthened, match, of_folders
 from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
 from llmexp.sweep.show import warn
-from llmexp.sweep.twins import is_twin, run_twins
+from llmexp.sweep.twins import run_twins
 from llmexp.system.child import say
+from llmexp.tracker.sync import upload_command
 
 LOCK = ".lock-sweep"
 
@@ -120,16 +124,10 @@ def others(current: Current, asked: set[str]) -> list[Task]:
 
     Twins are left out: they are trained at the end.
     """
-    ledger, found = current.ledger, []
-    for entry in ledger.points:
-        path = ledger.path / entry.folder
-        if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
-            continue
-        if not rundir.is_run(path) or ledger.look(entry) == "finished":
-            continue
-        if entry.rung is None and (task := of_folder(current.checker, ledger, entry)):
-            found.append(task)
-    return found
+    ledger = current.ledger
+    there = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]
+    left = [e for e in there if is_left(ledger, e) and e.rung is None]
+    return of_folders(current.checker, ledger, left)
 
 
 def open_ledger(current: Current) -> None:
@@ -161,3 +159,47 @@ def open_ledger(current: Current) -> None:
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held
     current.stack.callback(conclude, current, say)
+
+
+def conclude(current: Current, say: Callable[[str], None]) -> None:
+    """End the ledger; print the answer, why points did not finish, and where everything is."""
+    ledger = current.ledger
+    states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
+    all_done = states <= {"finished"} and (current.grid or not current.stopped)
+    ledger.state = "finished" if all_done else "preempted" if current.stopped else "failed"
+    ledger.save()
+    say("")
+    lines: list[str] = []
+    try:
+        lines = report(current)
+    except Exception as error:  # the runs are recorded, so an error here is only printed
+        # its repr may hold a page
+        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
+    for line in lines or [show.results_table(ledger)]:
+        say(line)
+    for line in show.unfinished(ledger):
+        say(line)
+    if upload := upload_command(ledger.path):
+        say(f"upload {upload}")
+    say(f"folder {ledger.path}")
+
+
+def report(current: Current) -> list[str]:
+    """Compare the points that ran, write the page or the table of rates, and return the answer.
+
+    It is empty where fewer than two ran or none finished.
+    """
+    ledger = current.ledger
+    states = {e.folder: e.state for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
+    ran = [state for state in states.values() if state not in ("queued", "infeasible")]
+    if len(ran) < 2 or "finished" not in ran:
+        return []
+    from llmexp.compare.page import write_beside
+
+    if current.settings.report == "throughput":
+        cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
+        return [show.table(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
+    comparison = compare([ledger.path], negligible=ledger.negligible)
+    written = write_beside(comparison, ledger.path)
+    damage = [f"llmexp: {problem}" for problem in comparison.problems]
+    return [*table.lines(comparison, columns()), *damage, f"page   {written}"]

@@ -20,22 +20,34 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder
-from llmexp.train.assembly.assemble import assemble
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.inputs import Shared
 
 
-def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
-    """Assemble a point; return what is known of its run. `shared`: what points have in common.
-    Raises ConfigError."""
-    config = fitted(build(request["config"]), request["folder"])
-    parts = assemble(config, write=True, shared=shared, **folder.known(request))
+def answer(
+    purpose: str, request: dict[str, Any], shared: Any, waiting: dict[str, Parts]
+) -> dict[str, Any]:
+    """Return the facts of a point, assembled or from `waiting`; queue its run if that is asked.
+
+    `shared`: what points have in common. `waiting`: the points that were checked and are not yet
+    queued. Raises ConfigError.
+    """
+    path, known = Path(request["folder"]), folder.known(request)
+    place = request["folder"] if rundir.is_run(path) else ""
+    key = json.dumps([request["config"], place, str(known)], sort_keys=True)
+    parts = waiting.pop(key, None)
+    if parts is None:
+        config = fitted(build(request["config"]), request["folder"])
+        parts = assemble(config, write=True, shared=shared, **known)
+    if purpose == "check":
+        waiting[key] = parts
     if purpose == "queue":
         path, fresh = folder.open_folder(parts, request)
         if fresh or not folder.is_finished(path, parts.run.max_steps):
             with rundir.locked(path):
                 folder.record(path, parts, request, "queued")
-    if purpose == "lengthen" and rundir.is_run(Path(request["folder"])):
-        folder.refuse_other_run(Path(request["folder"]), parts)
+    if purpose == "lengthen" and place:
+        folder.refuse_other_run(path, parts)
     run = parts.run
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
     solved, ranks = identity(plain(parts.config)), run.layout.nproc_per_node
@@ -44,14 +56,14 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
 
 def serve() -> None:
     """Answer questions until standard input ends."""
-    answers = sys.stdout
+    answers, waiting = sys.stdout, dict[str, Parts]()
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             ((purpose, requests),) = json.loads(line).items()
             shared = Shared()  # for one question: files may change until the next one
             for request in requests:
                 try:
-                    found = answer(purpose, request, shared)
+                    found = answer(purpose, request, shared, waiting)
                 except ConfigError as error:
                     found = {"refused": redacted(str(error))}
                 except Exception as error:  # of a function of the user's, or of the disk

@@ -1,23 +1,29 @@
-"""Find the points of a command that a sweep has already, and name the new ones."""
+"""Find points that a sweep has already, name new ones, and lengthen all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmexp.compose.app import visible
-from llmexp.run.budget import keep_warmup
+from llmexp.compose.app import typed, visible
+from llmexp.run.budget import BUDGETS, keep_warmup
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.ledger import Entry, Facts, Ledger, steps_of
-from llmexp.settings.config import Config
+from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError
+from llmexp.settings.knobs import essence
+from llmexp.settings.labels import shown
+from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.points import Point, label
+from llmexp.sweep.current import Current
+from llmexp.sweep.points import Point, label, no_start, with_devices
+from llmexp.sweep.settings import Sweep
 
 
 @dataclass(frozen=True)
@@ -119,23 +125,27 @@ def by_folder(ledger: Ledger) -> dict[str, Entry]:
     return found
 
 
-def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Task | None:
-    """Return the point of an earlier command, from its run's folder; None for one that cannot run,
-    which is recorded."""
-    path = ledger.path / entry.folder
-    try:
-        config = rundir.built_config(path)
-        point = Point(
-            entry.number, entry.overrides, ledger.swept, None, config, entry.label, path,
-            ledger.group,
-        )  # fmt: skip
-        able, refused = checker.check([point])
-        if refused:
-            raise ConfigError(refused[0].reason)
-    except ConfigError as error:
-        entry.not_started(str(error))
-        return None
-    return Task(able[0], entry)
+def is_left(ledger: Ledger, entry: Entry) -> bool:
+    """Return whether a point has a run that is not finished."""
+    return rundir.is_run(ledger.path / entry.folder) and ledger.look(entry) != "finished"
+
+
+def of_folders(checker: Checker, ledger: Ledger, entries: Sequence[Entry]) -> list[Task]:
+    """Return points of earlier commands, from their runs' folders; those that cannot run failed."""
+    points, by_path = [], {ledger.path / entry.folder: entry for entry in entries}
+    for path, entry in by_path.items():
+        try:
+            config = rundir.built_config(path)
+        except ConfigError as error:
+            entry.not_started(str(error))
+            continue
+        known = entry.number, entry.overrides, ledger.swept
+        points.append(Point(*known, None, config, entry.label, path, ledger.group))
+    able, refused = checker.check(points)
+    numbered = {entry.number: entry for entry in entries}
+    for one in refused:
+        numbered[one.number].not_started(one.reason)
+    return [Task(point, by_path[point.path]) for point in able]
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
@@ -152,3 +162,84 @@ def told_apart(point: Point, ledger: Ledger) -> Point:
         return point
     keys = {o.partition("=")[0] for o in point.overrides}
     return dataclasses.replace(point, label=text, swept=[key for key in swept if key in keys])
+
+
+def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
+    """Return the folders of the points that become longer, by the identities of the points.
+
+    Raises ConfigError where one cannot, and for another value of any other key that all points of
+    the sweep share: new points come from values of swept keys.
+    """
+    if not ledgers.is_sweep(current.where):
+        return {}
+    ledger = ledgers.read(current.where)
+    known = entries_of(ledger, points)
+    new = [point for point in points if point.identity not in known]
+    there = composed(ledger, new, current.settings)
+    found: dict[str, str] = {}
+    asked: list[Point] = []
+    for point in new:
+        swept = {key.lstrip("+") for key in (*point.swept, *ledger.swept)}
+        whole = flat_of(point.config)
+        same = (e for e, flat in there if without_budget(flat) == without_budget(whole))
+        entry = None if swept & set(BUDGETS) else next(same, None)
+        if entry is None:
+            refuse_shared(ledger, point, whole, [flat for _, flat in there], swept)
+        else:
+            found[point.identity] = entry.folder
+            placed = dataclasses.replace(point, path=ledger.path / entry.folder)
+            asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
+    if asked and current.settings.halving is not None:
+        text = "decides by shares of the old budget; to train all points on"
+        raise refuse("sweep.halving", current.settings.halving, text, "null")
+    _, refused = current.checker.check(asked, "lengthen")
+    if refused:
+        raise no_start(refused)
+    return found
+
+
+def composed(
+    ledger: Ledger, new: Sequence[Point], settings: Sweep
+) -> list[tuple[Entry, dict[str, Any]]]:
+    """Return the points of the ledger that still compose, each with its flat config."""
+    found = []
+    if new and (compose := new[0].composer) is not None:
+        for entry in ledger.points:
+            if entry.state != "infeasible" and not entry.is_twin:
+                with contextlib.suppress(Exception):  # files that it needs may be gone
+                    config = typed(compose(entry.overrides, entry.label))
+                    found.append((entry, flat_of(with_devices(config, settings))))
+    return found
+
+
+def flat_of(config: Config) -> dict[str, Any]:
+    return essence(flatten(plain(config)))
+
+
+def without_budget(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat.items() if key not in BUDGETS}
+
+
+def refuse_shared(
+    ledger: Ledger,
+    point: Point,
+    flat: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any]],
+    swept: set[str],
+) -> None:
+    """Raise ConfigError where a point has another value of a key that all others share."""
+    if not others or "experiment" in swept:
+        return
+    for key, value in flat.items():
+        section, values = key.partition(".")[0], {repr(other.get(key)) for other in others}
+        if key in swept or section in swept or key in BUDGETS or len(values) > 1:
+            continue
+        if repr(value) in values:
+            continue
+        old = others[0].get(key)
+        way = "new points come from keys with several values, others from a sweep of their own"
+        if key.endswith("._target_"):
+            raise ConfigError(f"{section}: all points of {ledger.path} share another one; {way}")
+        text = f"all points of {ledger.path} have {shown(old)}; {way}"
+        both = f"{shown(old)},{shown(value)}"
+        raise refuse(key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None)

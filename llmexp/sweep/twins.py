@@ -6,30 +6,24 @@ from statistics import fmean
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Entry, Ledger, figure
+from llmexp.runs.ledger import TWIN, Entry, Ledger, figure
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task, of_folder
+from llmexp.sweep.matching import Task, is_left, of_folders
 from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.show import name_of
 from llmexp.system.child import say
 
-KEY = "train.twin"
-TWIN = f"{KEY}="
 # Per byte the order is that of the loss, also where points have other tokenizers.
 LOSSES = ("final val/bits_per_byte", "final val/loss", "final train/loss")
-
-
-def is_twin(entry: Entry) -> bool:
-    return any(o.startswith(TWIN) and o != f"{TWIN}0" for o in entry.overrides)
 
 
 def leading(ledger: Ledger) -> Entry | None:
     """Return the finished point with the lowest final loss, by the mean over seeds."""
     finished = [e for e in ledger.points if e.state == "finished"]
-    finished = [e for e in finished if not is_twin(e)] or finished
+    finished = [e for e in finished if not e.is_twin] or finished
     for key in LOSSES:
         groups: dict[tuple[str, ...], list[tuple[float, Entry]]] = {}
         for entry in finished:
@@ -49,26 +43,18 @@ def run_twins(current: Current) -> None:
         return
     ledger = current.ledger
     # Twins that never began may be those of a setting that leads no more.
-    never = [e for e in ledger.points if is_twin(e) and not rundir.is_run(ledger.path / e.folder)]
+    never = [e for e in ledger.points if e.is_twin and not rundir.is_run(ledger.path / e.folder)]
     ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
     lead = leading(ledger) if current.settings.twins else None
     tasks = [] if lead is None else twins_of(current, lead)
     asked = {task.entry.folder for task in tasks}
-    for entry in ledger.points:
-        if is_twin(entry) and entry.folder not in asked and is_cut(ledger, entry):
-            task = of_folder(current.checker, ledger, entry)
-            tasks += [] if task is None else [task]
+    there = [e for e in ledger.points if e.is_twin and e.folder not in asked]
+    tasks += of_folders(current.checker, ledger, [e for e in there if is_left(ledger, e)])
     if all(ledger.look(task.entry) == "finished" for task in tasks):
         return
-    ledger.add_swept([KEY])
+    ledger.add_swept(["train.twin"])
     ledger.save()
     run_points(current, tasks)
-
-
-def is_cut(ledger: Ledger, entry: Entry) -> bool:
-    """Return whether a twin of an earlier command has still to be trained."""
-    path = ledger.path / entry.folder
-    return rundir.is_run(path) and ledger.look(entry) != "finished"
 
 
 def twins_of(current: Current, lead: Entry) -> list[Task]:
@@ -76,8 +62,8 @@ def twins_of(current: Current, lead: Entry) -> list[Task]:
     ledger, count = current.ledger, current.settings.twins
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
-    swept = list(dict.fromkeys([*ledger.swept, KEY]))
-    there = {tuple(sorted(e.overrides)): e for e in ledger.points if is_twin(e)}
+    swept = list(dict.fromkeys([*ledger.swept, "train.twin"]))
+    there = {tuple(sorted(e.overrides)): e for e in ledger.points if e.is_twin}
     entries, points = [], []
     for number in range(1, count + 1):
         asked = [*overrides, f"{TWIN}{number}"]

@@ -135,7 +135,7 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     for seed in (1, 2):
         config = plain(composed(*SMALL, *AUTO, f"train.seed={seed}"))
         request = {"config": config, "folder": str(tmp_path / str(seed)), "fixed": True}
-        answer("check", request, None)
+        answer("check", request, None, {})
     assert probed.tried == [8, 4]
     (tmp_path / "1").mkdir()
     there = plain(fitted(build(config)))

@@ -14,6 +14,9 @@ from omegaconf import OmegaConf
 from llmexp.__main__ import run
 from llmexp.compare import budgets
 from llmexp.compose import app
+from llmexp.runs import rundir
+from llmexp.settings.config import plain
+from llmexp.sweep import check
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.local import Local
 from llmexp.sweep.points import expand
@@ -86,6 +89,22 @@ SYNTHETIC = [
     "batch.micro_batch_size=2",
 ]
 GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
+
+
+def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
+    """A run that is there already is assembled anew."""
+    small = [*TINY, "data=synthetic", "train.max_steps=2", "checkpoint.resume=auto"]
+    with app.hydra_app(None) as hydra:
+        config = plain(app.typed(app.compose(hydra, small)[0]))
+    path, assemble, times, waiting = tmp_path / "0-a", check.assemble, [], {}
+    request = {"config": config, "folder": str(path), "fixed": True}
+    monkeypatch.setattr(check, "assemble", lambda *a, **k: times.append(1) or assemble(*a, **k))
+    facts = check.answer("check", request, None, waiting)
+    assert check.answer("queue", request, None, waiting) == facts
+    assert rundir.read_status(path)["state"] == "queued"
+    assert (len(times), waiting) == (1, {})
+    check.answer("queue", request, None, waiting)
+    assert len(times) == 2
 
 
 def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path):

@@ -14,7 +14,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ledger import Entry, Ledger
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
-from llmexp.sweep.answer import conclude
+from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import settle
 from llmexp.sweep.points import as_given
 from llmexp.sweep.show import flat
