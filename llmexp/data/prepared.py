@@ -66,9 +66,13 @@ def prepare(work: Work, answers: Answers) -> Prepared:
             _begin(work)
             for path in work.folder.glob(f"*{shards.UNFINISHED}"):  # of processes that were killed
                 path.unlink(missing_ok=True)
-            write_part(work, Part(), 0, sum(work.unit_bytes()))
-            _refuse_changed(work, cache)
-            _finish(work)
+            try:
+                write_part(work, Part(), 0, sum(work.unit_bytes()))
+                _refuse_changed(work, cache)
+                _finish(work)
+            except ValueError:  # the documents themselves are refused
+                shutil.rmtree(work.folder, ignore_errors=True)
+                raise
             found = _open(work)
     if found is None:
         raise ValueError(
@@ -133,19 +137,17 @@ def _refuse_empty(source: Source, counts: Counts) -> None:
         verb = "is" if counts.empty == 1 else "are"
         text = f"; {counts.empty:,} {verb} empty" if counts.empty else ""
         text += f"; {counts.bad:,} cannot be read, such as {counts.first_bad}" if counts.bad else ""
-        raise ValueError(f"{source.key}: there are no documents{text}")
+        places = [source.hf] if source.hf else source.files
+        where = f"{source.key}={places[0]}" if len(places) == 1 else source.key
+        raise ValueError(f"{where}: there are no documents{text}")
 
 
 def _refuse_changed(work: Work, cache: Path) -> None:
-    """Ask buckets again, and raise DataChanged if a file changed while it was read.
-
-    The shards are removed then.
-    """
+    """Ask buckets again, and raise DataChanged if a file changed while it was read."""
     source = work.source
     if any(map(is_remote, source.files)):
         now = work_of(source, work.tokenizer, Answers(cache, anew=True))
         if now.key != work.key:
-            shutil.rmtree(work.folder)
             raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
 
 
