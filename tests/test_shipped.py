@@ -8,7 +8,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import re
 import shutil
 import statistics
 import subprocess
@@ -84,32 +83,13 @@ def tiktoken_cache(work) -> Path:
     return Path(shutil.copytree(SHARED / "tiktoken", work / "tiktoken", dirs_exist_ok=True))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF))
-)
-def test_every_knob_has_a_comment(path):
-    if path.parent.name in ("experiment", "hydra"):
-        assert "#" in path.read_text()  # a diff over documented knobs; it says what it is for
-        return
-    section, in_defaults = "", False
-    bases = re.findall(r"- (?:/base/)?(\w+)@_here_", path.read_text())
-    below = "".join((CONF / "base" / f"{base}.yaml").read_text() for base in bases)
-    for line in path.read_text(encoding="utf-8").splitlines():
-        key, colon, rest = line.strip().partition(":")
-        if not colon or key.startswith(("#", "- ")):
-            continue
-        if not line.startswith(" "):
-            section, in_defaults = key, key == "defaults"
-        value = rest.partition("#")[0].strip()
-        a_section = not value
-        documented = "#" in rest or key == "_target_" or value == path.stem  # its own name
-        documented |= section in ("hooks", "user", "hydra")  # explained above the key; Hydra's own
-        documented |= re.search(rf"^{key}: .* # ", below, re.MULTILINE) is not None
-        assert a_section or in_defaults or documented, f"{path.name}: {key}"
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
+def test_an_experiment_says_what_it_is_for(path):
+    assert path.read_text().splitlines()[1].startswith("# "), path  # after @package
 
 
 @pytest.mark.parametrize("path", [*comments.files()], ids=lambda p: str(p.relative_to(CONF)))
-def test_comments_of_closed_sections_are_what_the_config_says_of_its_knobs(path):
+def test_comments_are_what_the_declarations_say_of_the_knobs(path):
     assert path.read_text(encoding="utf-8") == comments.commented(path), "python -m tests.comments"
 
 
