@@ -33,7 +33,6 @@ def test_what_is_no_part_is_refused(part):
 REFUSED = {
     "where": (["prepare.on=moon", *CORPUS], "prepare.on=moon: must be one of local, ray"),
     "both": (["prepare.on=ray", "prepare.part=1/2", *CORPUS], "Ray deals out the parts itself"),
-    "data": (["prepare.part=1/2"], "parts and clusters are for data=corpus"),
     "file": (["prepare.part=1/2", *CORPUS], "no file matches"),
 }
 
