@@ -105,7 +105,7 @@ BAD = [
     ("tracker.notes='a", "tracker.notes='a: is not an override", "quote"),
     ("train.max_steps=1,2", "train.max_steps=1,2", "-m"),
     ("train.seed=${nothing}", "train.seed:", "'nothing' not found"),
-    ("tracker.notes=${oc.env:LLMEXP_NOT_SET}", "tracker.notes=${oc.env:LLMEXP_NOT_SET}:", "LLMEXP_NOT_SET"),
+    ("tracker.notes=${oc.env:LLMEXP_NOT_SET}", "tracker.notes=", "LLMEXP_NOT_SET"),
     ("--config-dir=nowhere", "--config-dir nowhere", "no such folder"),
     ("--config-name=other", "--config-name other", "--config-dir"),
     ("--frobnicate", "--frobnicate", "train.max_steps=100"),
