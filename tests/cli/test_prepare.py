@@ -33,6 +33,10 @@ def test_what_is_no_part_is_refused(part):
 REFUSED = {
     "where": (["prepare.on=moon", *CORPUS], "prepare.on=moon: must be one of local, ray"),
     "both": (["prepare.on=ray", "prepare.part=1/2", *CORPUS], "Ray deals out the parts itself"),
+    "data": (
+        ["data=tokens", "data.train_files=x.npy", "prepare.part=1/2"],
+        "has no documents of text",
+    ),
     "file": (["prepare.part=1/2", *CORPUS], "no file matches"),
 }
 
