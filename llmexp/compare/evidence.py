@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
-from llmexp.compare.inference import Model, quantile
+from llmexp.compare.inference import Model
 from llmexp.compare.position import positions, rows_until
 from llmexp.compare.records import TWIN, Entry, Record, number
 from llmexp.compare.settings import cut_of
@@ -227,7 +227,7 @@ def _effect(
     single = {cell: estimate(model, over([cell]), 2, alpha / len(both)) for cell in both}
     low, high = (pick(both, key=lambda c: single[c].mean) for pick in (min, max))
     apart = model.contrast(over([high], [low]))
-    interacts = apart.t * math.sqrt(2) > quantile(len(both), round(apart.df, 1), alpha)
+    interacts = abs(apart.mean) > apart.half(len(both), alpha)
     ahead = 1 if d.mean > 0 else -1
     holds = [c for c in both if single[c].real and single[c].mean * ahead > 0]
     against = [c for c in both if single[c].real and single[c].mean * ahead < 0]

@@ -33,6 +33,12 @@ class Pair:
             return abs(self.mean) / self.error
         return math.inf if self.mean else 0.0
 
+    def half(self, rivals: int, alpha: float = 0.05) -> float:
+        """Return the half width of the interval that holds for all pairs of `rivals` together."""
+        # Rounded, so that hundreds of settings take few quantiles.
+        q = quantile(_at_least(rivals), round(self.df, 1), alpha)
+        return q * self.error / math.sqrt(2)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -58,10 +64,14 @@ class Model:
 
     def pair(self, i: int, j: int) -> Pair:
         """Estimate the figure of setting j minus that of setting i."""
+        return self.contrast(self.difference(i, j))
+
+    def difference(self, i: int, j: int) -> np.ndarray:
+        """Return the weights of setting j minus setting i."""
         weights = np.zeros(len(self.variances))
         weights[i] -= 1.0
         weights[j] += 1.0
-        return self.contrast(weights)
+        return weights
 
 
 def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
@@ -95,18 +105,25 @@ def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
 
 def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:
     """Return the settings whose spread is so large that it says nothing of the others."""
-    from scipy.special import psi, zeta
+    from scipy.special import zeta
 
     several = [i for i, s in enumerate(seeds) if len(s) > 1]
     if len(several) < 3:
         return []
     df = np.array([len(seeds[i]) - 1.0 for i in several])
     spread = np.array([np.var(list(seeds[i].values()), ddof=1) for i in several])
-    logs = np.log(np.maximum(spread, 1e-300)) - psi(df / 2) + np.log(df / 2)
+    logs = _log_variances(np.maximum(spread, 1e-300), df)
     # Spreads of settings differ by a factor of two (a standard deviation of 0.7 in the logarithm).
     bound = WILD * np.sqrt(zeta(2, df / 2) + (2 * 0.7) ** 2)
     far = logs - np.median(logs) > bound
     return [i for i, outside in zip(several, far, strict=True) if outside]
+
+
+def _log_variances(estimates: np.ndarray, df: np.ndarray) -> np.ndarray:
+    """Return the logarithms of estimated variances, without the bias that they have."""
+    from scipy.special import psi
+
+    return np.asarray(np.log(estimates) - psi(df / 2) + np.log(df / 2))
 
 
 def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
@@ -131,8 +148,10 @@ def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     own_df = np.bincount(of_cell, np.diag(left), len(seeds))
     apart = len(seeds) == 2 and not blocks and min(map(len, seeds)) > 1
     variances, df = (squares / own_df, own_df) if apart else _moderated(squares, own_df, total)
-    # Where seeds are blocks, the estimates lack a constant that all settings share.
-    return Model(inverse[: len(seeds)], figures, of_cell, variances, df, bool(blocks), apart)
+    weights = inverse[: len(seeds)]
+    if blocks:  # the figure over the seeds as they are on average
+        weights = weights + inverse[len(seeds) :].mean(axis=0)
+    return Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
 
 
 def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str, int]:
@@ -172,8 +191,7 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
     if count < 3 or pooled == 0:
         return np.full(len(df), pooled), np.full(len(df), total)
     half = df[known] / 2
-    own = np.maximum(squares[known] / df[known], 1e-6 * pooled)
-    logs = np.log(own) - psi(half) + np.log(half)
+    logs = _log_variances(np.maximum(squares[known] / df[known], 1e-6 * pooled), df[known])
     spread, expected = float(logs.var(ddof=1)), zeta(2, half)
     excess = float((6 * zeta(4, half) / expected**2).mean())  # kurtosis of a log chi-squared value
     error = spread * math.sqrt(2 / (count - 1) + excess / count)
@@ -220,8 +238,7 @@ def tail(q: float, count: int, df: float) -> float:
 
 
 def _at_least(count: int) -> int:
-    """Return a number of settings from `count` to an eighth more, so that hundreds of settings take
-    few quantiles."""
+    """Return a round number of settings, from `count` to an eighth more."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
 
@@ -252,12 +269,11 @@ def quantile(count: int, df: float, alpha: float = 0.05) -> float:
 
 @dataclass(frozen=True)
 class Judged:
-    """How a setting stands to the best one."""
+    """The standing of a setting beside the best one."""
 
     pair: Pair  # its figure minus the best one's
     worse: bool
     rivals: int  # the settings among which it was judged, the best one included
-    half: float  # half width of the interval of the difference, at their level
 
 
 def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, Judged]]:
@@ -267,13 +283,11 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, Judged]]:
     one of those that are left, until one is not found to be worse.
     """
     count = len(model.variances)
-    best = min(range(count), key=lambda i: model.pair(0, i).mean)
+    best = int(np.argmin(model.weights @ model.figures))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
     left, going, found = count, True, {}
     for i in sorted(pairs, key=lambda i: -pairs[i].t):
-        q = quantile(_at_least(left), round(pairs[i].df, 1), alpha)
-        half = q * pairs[i].error / math.sqrt(2)
-        going = going and pairs[i].mean > half
-        found[i] = Judged(pairs[i], going, left, half)
+        going = going and pairs[i].mean > pairs[i].half(left, alpha)
+        found[i] = Judged(pairs[i], going, left)
         left -= going
     return best, found

@@ -99,8 +99,8 @@ def find_out(
         ranked = []
     groups = _by_budget(ranked)  # those of one budget can be compared among themselves
     alpha = 0.05 / max(1, sum(len(group) > 1 for group in groups))
-    judged = [_judge(group, alpha, negligible, sign) for group in groups]
-    first, fitted = min(judged, key=lambda j: _order(j[0], sign), default=(None, None))
+    leads = [_judge(group, alpha, negligible, sign) for group in groups]
+    first, fitted = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     ordered = sorted(ranked, key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
     keys = varying([r.entry for r in rivals], c.factors)
@@ -207,9 +207,8 @@ def _judge(
             other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
         else:
             i, s = found[other.identity]
-            weights = np.zeros(len(members))
-            weights[best], weights[i] = -sign, sign
-            d = other.difference = estimate(model, weights, s.rivals, alpha)
+            d = estimate(model, sign * model.difference(best, i), s.rivals, alpha)
+            other.difference = d
             other.size, other.verdict = d.mean, _verdict(d, s.worse, negligible)
     number = {r.identity: i for i, r in enumerate(members)}
     return lead, Fitted(model, number) if model else None

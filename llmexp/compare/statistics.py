@@ -48,7 +48,7 @@ def estimate(model: Model, weights: np.ndarray, rivals: int = 2, alpha: float = 
     """Estimate a sum of settings with weights that add up to 0, with the interval that holds for
     all pairs of `rivals` together with a chance of 1 - alpha."""
     found = model.contrast(weights)
-    half = quantile(rivals, round(found.df, 1), alpha) * found.error / math.sqrt(2)
+    half = found.half(rivals, alpha)
     counts = np.bincount(model.of_cell, minlength=len(weights))[weights != 0]
     low, high = int(counts.min()), int(counts.max())
     basis = f"{low} seeds" if low == high else f"{low} to {high} seeds"

@@ -85,13 +85,14 @@ def test_the_studentized_range_is_scipys(count, df):
 
 def test_a_setting_that_nearly_diverged_takes_nothing_from_the_others():
     rng = np.random.default_rng(3)
-    y = rng.normal(size=(6, 4)) * 0.01 + [[0.0], [0.1], [0.1], [0.1], [0.1], [3.0]]
+    y = rng.normal(size=(6, 4)) * 0.01 + [[2.6], [2.7], [2.7], [2.7], [2.7], [5.6]]
     calm = judged(table(y[:5]))
     y[5] = [1.0, 6.0, 2.0, 9.0]
     best, worse, pairs = judged(table(y))
     assert (best, worse & {1, 2, 3, 4}) == (0, calm[1])
     assert calm[1] == {1, 2, 3, 4}
     assert pairs[1].error == pytest.approx(calm[2][1].error)
+    assert pairs[5].mean == pytest.approx(y[5].mean() - y[0].mean())
     assert pairs[5].error == pytest.approx(y[5].std(ddof=1) / 2, rel=1e-3)
 
 
