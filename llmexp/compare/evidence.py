@@ -1,5 +1,7 @@
-"""Read off runs where their losses stand, how settings differ over seeds, what rounding makes, and
-what a single key does."""
+"""Read off runs what a verdict rests on.
+
+That is where their losses stand, what rounding makes, and what a single key does.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Floor:
-    """The effect of rounding on one computation: the spread of a figure over runs that differ in
-    nothing else."""
+    """The spread of a figure over runs that differ in nothing but rounding."""
 
     size: float  # largest difference between two runs of one computation and one seed
     spread: float  # standard deviation of the difference of two such runs
@@ -106,9 +107,11 @@ class Effect:
 
 
 def place_of(record: Record, align: str, at: float | None, metric: str) -> Place | None:
-    """Return where the run stands at the common position `at` (None: at its own end), in the row
-    that the metric is read from: for a validation loss the last evaluation up to there. None where
-    that is not known."""
+    """Return where the run stands when the metric is read, None where that is not known.
+
+    It is read at the common position `at` (None: at the run's own end), a validation loss in the
+    last evaluation up to there.
+    """
     tokens = positions(record, "tokens")
     where = positions(record, align)
     if not len(tokens) or len(where) != len(tokens):
@@ -131,8 +134,10 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
 
 
 def alike(a: Place, b: Place) -> bool:
-    """Tell whether losses at these places may be compared: equal tokens, to a step, and equally far
-    schedules."""
+    """Tell whether losses at these places may be compared.
+
+    The tokens must be equal to a step, and the schedules equally far.
+    """
     step = max(a.grain, b.grain)
     if abs(a.tokens - b.tokens) > step:
         return False
@@ -144,8 +149,10 @@ def alike(a: Place, b: Place) -> bool:
 
 
 def floor_of(rivals: Sequence[Rival], metric: str) -> Floor | None:
-    """Measure what rounding makes, from runs of one computation and one seed; None where there are
-    no two."""
+    """Measure what rounding makes, from runs of one computation and one seed.
+
+    None where there are no two.
+    """
     alike: dict[object, list[Record]] = defaultdict(list)
     for entry in (r.entry for r in rivals):
         for run in entry.taking_part:
@@ -176,8 +183,10 @@ class Fitted:
 def effects(
     rivals: Sequence[Rival], keys: Sequence[str], fitted: Fitted | None, sign: float
 ) -> list[Effect]:
-    """Judge for each of several keys its two values that differ most, averaged over the cells of
-    the other keys."""
+    """Judge for each of several keys the two of its values that differ most.
+
+    Differences are averaged over the cells of the other keys.
+    """
     keys = [key for key in keys if key != TWIN]
     if fitted is None or not 2 <= len(keys) <= 4:
         return []
@@ -209,8 +218,10 @@ def _cells(rivals: Sequence[Rival], keys: Sequence[str], key: str, fitted: Fitte
 def _effect(
     key: str, a: str, b: str, cells: Cells, model: Model, alpha: float, sign: float
 ) -> Effect | None:
-    """Judge two values of a key over the cells where both were trained. Where the difference varies
-    over the cells by more than noise does, name those where it holds."""
+    """Judge two values of a key over the cells where both were trained.
+
+    Where the difference varies over the cells by more than noise does, name those where it holds.
+    """
     both = [c for c in cells[a] if c in cells[b] and cells[a][c] != cells[b][c]]
     if len(both) < 2:
         return None
@@ -236,8 +247,10 @@ def _effect(
 
 
 def same_rows(runs: Sequence[Record]) -> bool:
-    """Tell whether the runs agree to the last bit in each row that they share, in all figures but
-    times and what is measured on single micro-batches."""
+    """Tell whether the runs agree to the last bit in each row that they share.
+
+    Times, and what is measured on single micro-batches, do not count.
+    """
     first, *others = runs
     apart = {*TIMINGS, "noise_scale", "noise_scale_low", "noise_scale_high"}
     for other in others:

@@ -155,8 +155,11 @@ def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
 
 
 def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str, int]:
-    """Return the numbers of the seeds that several settings share; none where they do not connect
-    all settings, or leave less than two settings with two common seeds would."""
+    """Return the numbers of the seeds that several settings share.
+
+    There are none where these seeds do not connect all settings, or leave fewer degrees of freedom
+    than two seeds that all settings have.
+    """
     of_seed: dict[str, set[int]] = {}
     for i, s, _ in cells:
         of_seed.setdefault(s, set()).add(i)
@@ -204,8 +207,7 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
 
 
 def _inverse_trigamma(y: float) -> float:
-    """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (limma, appendix of Smyth
-    2004)."""
+    """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
     from scipy.special import zeta
 
     x = 0.5 + 1 / y

@@ -1,5 +1,7 @@
-"""Judge how the entries stand to the best one of their budget. Seeds are the only witnesses for
-settings."""
+"""Judge how the entries stand to the best one of their budget.
+
+Seeds are the only witnesses for settings.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,7 @@ class Findings:
 
     @property
     def apart(self) -> bool:
-        """Tell whether each loss is read at its run's own end, as no position has an evaluation of
-        every run."""
+        """Tell whether each loss is read at its run's own end, as there is no common position."""
         forks = any(r.parent for r in self.c.taking_part)
         return self.metric.key.startswith("val/") and self.c.align_at is None and not forks
 
@@ -166,8 +167,9 @@ def _order(r: Rival, sign: float) -> tuple[bool, float]:
 def _judge(
     group: Sequence[Rival], alpha: float, negligible: float, sign: float
 ) -> tuple[Rival, Fitted | None]:
-    """Judge rivals of one budget beside the best one, which is returned. `sign`: -1 where the
-    higher figure is better.
+    """Judge rivals of one budget beside the best one, which is returned.
+
+    `sign`: -1 where the higher figure is better.
 
     Twins and repeats measure what rounding makes, and win nothing by it: one of each computation
     stands for all. So it does where figures are equal to the bit: a limit that clips nothing is
@@ -215,8 +217,10 @@ def _judge(
 
 
 def _fitted(candidates: Sequence[Rival], sign: float) -> tuple[list[Rival], Model | None]:
-    """Fit the model to the settings that can be judged together: those that share seeds, or those
-    with enough seeds of their own, whichever are more."""
+    """Fit the model to the settings that can be judged together.
+
+    These share seeds, or have enough seeds of their own, whichever are more.
+    """
     several = [r for r in candidates if len(r.seeds) > 1]
     own = [r for r in several if len(r.seeds) >= FEW]
     for members in (several, *sorted((connected(several), own), key=len, reverse=True)):
@@ -249,8 +253,10 @@ def _verdict(d: Difference, worse: bool, negligible: float) -> Verdict:
 
 
 def standings(f: Findings) -> tuple[Entry, ...]:
-    """Mark each entry: best, same, worse, undecided, or why it is left out. Those of one budget
-    stand together."""
+    """Mark each entry: best, same, worse, undecided, or why it is left out.
+
+    Those of one budget stand together.
+    """
     rivals = {r.entry: r for r in (*f.ranked, *f.without)}
     found: list[list[Entry]] = [[] for _ in (*f.budgets, "left out")]
     for e in f.c.entries:

@@ -45,8 +45,10 @@ class Difference:
 
 
 def estimate(model: Model, weights: np.ndarray, rivals: int = 2, alpha: float = 0.05) -> Difference:
-    """Estimate a sum of settings with weights that add up to 0, with the interval that holds for
-    all pairs of `rivals` together with a chance of 1 - alpha."""
+    """Estimate a sum of settings with weights that add up to 0, and its interval.
+
+    The intervals of all pairs of `rivals` hold together with a chance of 1 - alpha.
+    """
     found = model.contrast(weights)
     half = found.half(rivals, alpha)
     counts = np.bincount(model.of_cell, minlength=len(weights))[weights != 0]
@@ -70,8 +72,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] |
 def seeds_needed(
     spread: float, size: float, rivals: int = 2, df: float = 1.0, most: int = 1000
 ) -> int | None:
-    """Return the seeds a setting that find a difference of `size` with a chance of 80 %; None above
-    `most`.
+    """Return the seeds a setting that find a difference of `size` with a chance of 80 %.
+
+    None where these are more than `most`.
 
     `spread` is the standard deviation of the difference of a pair of seeds, `df` the degrees of
     freedom that each seed beyond the first adds. The half width of the interval and the margin for

@@ -99,7 +99,7 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
 
 @dataclass
 class Answers:
-    """What buckets and the hub answered about their files, remembered in the cache.
+    """The answers of buckets and the hub about their files, remembered in the cache.
 
     A run whose shards are there asks nothing.
     """

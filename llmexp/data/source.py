@@ -24,7 +24,7 @@ FEW_FILES = 100  # plain text files: too few for whole ones to make up a share
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and the share of each validation set in them."""
+    """A place that documents come from, and the share of each validation set in them."""
 
     key: str  # the knob that names it: data.train_files, data.sources.NAME.hf
     text_key: str = "text"
