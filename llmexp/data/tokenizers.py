@@ -17,7 +17,7 @@ import numpy as np
 import tiktoken
 
 from llmexp.settings.parts import TokenizerKnobs
-from llmexp.settings.values import knob, nearest, refuse
+from llmexp.settings.values import ConfigError, knob, nearest, refuse
 
 END_OF_TEXT = "<|endoftext|>"
 # A tokenizer of the user's own needs these.
@@ -46,7 +46,7 @@ class Own:
         if missing:
             needs = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
             lacks = f"{type(given).__name__} lacks {', '.join(missing)}"
-            raise ValueError(f"{lacks}; a tokenizer has {needs}")
+            raise ConfigError(f"{lacks}; a tokenizer has {needs}")
         self.given = given
         self.name = str(getattr(given, "name", type(given).__name__))
         self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
@@ -59,7 +59,7 @@ class Own:
         lengths = np.asarray(given.byte_lengths)
         if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
             text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
-            raise ValueError(f"{self.name}.byte_lengths {text}")
+            raise ConfigError(f"{self.name}.byte_lengths {text}")
         self.byte_lengths = lengths.astype(np.int64)
         self.decode(self.encode_ordinary(PROBE))
         self._one_by_one = self._depends_on_others()
@@ -96,7 +96,7 @@ class Own:
             text = f"makes {len(short)} ids of a text and {len(long)} of {REPEATS} times that text"
             way = "with the library tokenizers by no_padding() and no_truncation()"
             text += f", so it pads texts or cuts them; turn both off, {way}"
-            raise ValueError(f"{self.name}.encode_batch {text}")
+            raise ConfigError(f"{self.name}.encode_batch {text}")
         return not all(map(np.array_equal, alone, self._encode_batch(texts)))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -114,7 +114,7 @@ class Own:
         whole = ids.ndim == 1 and ids.dtype.kind in "iu"
         if not whole or ids.min() < 0 or ids.max() >= self.n_vocab:
             text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
-            raise ValueError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
+            raise ConfigError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
         return ids
 
     def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
@@ -232,7 +232,7 @@ def end_of_text_id(encoding: Tokenizer) -> int:
         if names := getattr(encoding, "special_names", []):
             way += f", or take one that it has ({', '.join(names[:8])}): "
             way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
-        raise ValueError(f"tokenizer: {text}; {way}")
+        raise ConfigError(f"tokenizer: {text}; {way}")
     return found
 
 

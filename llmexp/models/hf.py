@@ -115,8 +115,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def check_finite(folder: Path) -> None:
-    """Read the weights tensor by tensor; raise ValueError for one that holds a value that is not
-    finite."""
+    """Raise ConfigError for weights that hold a value that is not finite."""
     _check_weights(folder)
     for file in _files(folder):
         with safe_open(folder / file, framework="pt") as held:

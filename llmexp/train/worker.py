@@ -98,7 +98,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         return code
 
 
-def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool) -> int:
+def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool = False) -> int:
     """Train (this rank's part of) the run in the folder; return the exit code.
 
     With `accept_first` the folder is written to only once its newest checkpoint and its rows were

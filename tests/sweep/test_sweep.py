@@ -446,7 +446,7 @@ def test_what_cannot_be_a_sweep_is_refused(tmp_path):
         (["hydra/launcher=basic"], "BasicLauncher does not run here; it is one of local, slurm"),
         (["sweep.resume=nothing"], "sweep.resume=nothing: is no sweep"),
         (["sweep.max_parallel=0"], "sweep.max_parallel=0: must be at least 1"),
-        (["sweep.halving=2"], "sweep.halving=2.0: must be at most 1"),
+        (["sweep.halving=2"], "sweep.halving=2: must be at most 1"),
         (["sweep.halving_keep=0.25"], "sweep.halving_keep=0.25: does nothing without"),
         (["sweep.twins=1", "sweep.report=throughput"], "sweep.twins=1: measures losses"),
         (per_run, "gives each point fewer"),

@@ -651,7 +651,10 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
             "its attribute better={'mine/seen': 'least'} must name lower or",
         ),
         (["+user.api_key=abcdefgh"], "user.api_key: is a secret by its name"),
-        (["+user.x=${oc.env:NOT_SET_AT_ALL}"], "user.x: "),
+        (
+            ["+user.x=${oc.env:NOT_SET_AT_ALL}"],
+            "user.x=${oc.env:NOT_SET_AT_ALL}: the environment variable NOT_SET_AT_ALL is not set",
+        ),
         (["user.x=1"], "+user.x=..."),
         (["user=3"], "user=3: a section of keys"),
         (["+my.key=1"], "+user.my=..."),
