@@ -69,8 +69,8 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     if small:
         overrides.append("model.n_layers=1")
     matrix = steps.matrix_rate(1024 if small else 8192)
-    s = steps.made(case.model, micro, accumulation, length, *overrides)
-    loops = {"ours": steps.ours(s), "bare": steps.bare(s, case.compiled)}
+    parts, s = steps.made(case.model, micro, accumulation, length, *overrides)
+    loops = {"ours": steps.ours(parts, s), "bare": steps.bare(parts, s, case.compiled)}
     first = {name: steps.first(step) for name, step in loops.items()}
     for step in loops.values():
         step()
@@ -86,11 +86,11 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     rate = statistics.median(turn["tokens_per_sec"] for turn in turns["ours"])
     return {
         "batch": f"{micro} x {accumulation} x {length}",
-        "loss": s.parts.run.loss_kernel,
+        "loss": parts.run.loss_kernel,
         "tokens_per_sec": rate,
         "bare_tokens_per_sec": statistics.median(t["tokens_per_sec"] for t in turns["bare"]),
         "ratio": statistics.median(a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in pairs),
-        "of_matrix_rate": (s.parts.run.flops_per_token or 0) * rate / matrix,
+        "of_matrix_rate": (parts.run.flops_per_token or 0) * rate / matrix,
         "matrix_flops_per_sec": matrix,
         "peak_gib_of_both": max(t["peak_gib"] for ts in turns.values() for t in ts),
         "first_step_s": first,

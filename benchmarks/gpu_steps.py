@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp import mesh
 from llmexp.compose import app
-from llmexp.data.reader import Window
-from llmexp.train.assembly.assemble import assemble
-from llmexp.train.step import Setup, Step, seed_step, set_up, train_step
+from llmexp.data.window import Window
+from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.train.set_up import set_up
+from llmexp.train.step import Setup, Step, seed_step, train_step
 
 COMMON = [
     "data=synthetic", "data.n_ids=null", "data.n_tokens=400000", "tokenizer=bytes",
@@ -28,8 +29,8 @@ COMMON = [
 ]  # fmt: skip
 
 
-def made(model: str, micro: int, accumulation: int, length: int, *more: str) -> Setup:
-    """Return what a worker trains with, by overrides; bf16 on CUDA unless they say otherwise."""
+def made(model: str, micro: int, accumulation: int, length: int, *more: str) -> tuple[Parts, Setup]:
+    """Return what a run and a rank consist of; bf16 on CUDA unless they say otherwise."""
     sizes = [
         f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accumulation}",
         f"batch.sequence_length={length}", "precision=bf16", "train.device=cuda",
@@ -37,12 +38,12 @@ def made(model: str, micro: int, accumulation: int, length: int, *more: str) -> 
     with app.hydra_app(None) as hydra:
         overrides = [f"model={model}", *COMMON, *sizes, *more]
         parts = assemble(app.typed(app.compose(hydra, overrides)[0]), write=True)
-    return set_up(parts, mesh.join(parts.device.type, "single", 1, 1, 1))
+    return parts, set_up(parts, mesh.join(parts.device.type, "single", 1, 1, 1))
 
 
-def windows(s: Setup, count: int = 3) -> list[Window]:
+def windows(parts: Parts, s: Setup, count: int = 3) -> list[Window]:
     """Random ones, in pinned memory as those of a run."""
-    run = s.parts.run
+    run = parts.run
     shape = (run.micro_batch_size, run.sequence_length + 1)
 
     def ids() -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,9 +70,9 @@ def step_of(s: Setup, window: Window, last: Step | None = None) -> Step:
     return train_step(s, window, settle)
 
 
-def ours(s: Setup) -> Callable[[], None]:
+def ours(parts: Parts, s: Setup) -> Callable[[], None]:
     """Return a function that makes the next step."""
-    following, last = itertools.cycle(windows(s)), None
+    following, last = itertools.cycle(windows(parts, s)), None
 
     def step() -> None:
         nonlocal last
@@ -80,13 +81,13 @@ def ours(s: Setup) -> Callable[[], None]:
     return step
 
 
-def bare(s: Setup, compiled: bool = True) -> Callable[[], None]:
+def bare(parts: Parts, s: Setup, compiled: bool = True) -> Callable[[], None]:
     """Return the same by hand: nanoGPT's loop over a model of the same shape.
 
     The loss is compiled as a whole, AdamW fused, gradients clipped and set to none.
     """
-    model, run = s.parts.build_model().to(s.mesh.device), s.parts.run
-    following = itertools.cycle(windows(s))
+    model, run = parts.build_model().to(s.mesh.device), parts.run
+    following = itertools.cycle(windows(parts, s))
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -26,6 +26,7 @@ _PLACES = {
     "evaluate": "program.judging",
     "export": "program.work",
     "load": "program.folder",
+    "next_step": "program.judging",
     "plan": "program.work",
     "prepare": "program.work",
     "tokenizer": "program.work",

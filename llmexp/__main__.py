@@ -21,6 +21,7 @@ llmexp: language-model pretraining experiments
   llmexp average RUN --last 5           the mean of the weights of several checkpoints
   llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
+  llmexp next PATH...                   the one command that would tell most about runs, and its cost
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
   llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, determinism, data
@@ -71,6 +72,7 @@ COMMANDS = {
     "export": "llmexp.cli.export:export",
     "sync": "llmexp.tracker.sync:sync",
     "compare": "llmexp.cli.compare:run",
+    "next": "llmexp.cli.next:run",
     "runs": "llmexp.cli.runs:run",
     "verify": "llmexp.cli.verify:run",
 }
@@ -85,14 +87,14 @@ def run(arguments: list[str]) -> int:
     try:
         return dispatch(arguments or ["--help"])
     except ConfigError as error:
-        return report(error, REFUSED)
+        return report(error, REFUSED, "--json" in arguments)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `llmexp ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a full disk under the output
-        return report(error, 1)
+        return report(error, 1, "--json" in arguments)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -125,11 +127,18 @@ def dispatch(arguments: list[str]) -> int:
     return code
 
 
-def report(error: Exception, code: int) -> int:
+def report(error: Exception, code: int, as_json: bool) -> int:
     """Print what went wrong, without the values of secrets, on standard error; return `code`."""
+    import json
+
+    from llmexp.settings.values import described
     from llmexp.system.redact import redacted
 
-    print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
+    found = described(error)
+    found["message"] = redacted(found["message"])
+    print(f"llmexp: {found['message']}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": found}, indent=2))
     return code
 
 
@@ -145,7 +154,7 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
         return 0
     if (
         len(words) > 2
-        and words[1] in ("compare", "runs")
+        and words[1] in ("compare", "next", "runs")
         and any(a.startswith("query=") for a in arguments)
     ):
         return 0  # they take paths, which the shell completes where nothing is printed

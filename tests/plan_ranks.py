@@ -140,8 +140,9 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     """What the rank holds and would save after the case's windows, and the collectives of each of
     them."""
     from llmexp.checkpoint import saving
-    from llmexp.data.reader import Window
-    from llmexp.train.step import set_up, train_step
+    from llmexp.data.window import Window
+    from llmexp.train.set_up import set_up
+    from llmexp.train.step import train_step
 
     gc.collect()
     parts, joined = joined_parts(case, planned=planned)

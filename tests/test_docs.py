@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.metrics.keys import KEYS
+from tests.codes import codes
 from tests.conftest import ROOT
 from tests.test_structure import MODULES, ROOMS
 
@@ -103,3 +104,11 @@ def test_a_package_lists_its_files(package):
     for file in package.glob("*.py"):
         if not file.name.startswith("__") and package.name != "llmexp":
             assert re.search(rf"\b{file.stem}\b", found), file
+
+
+def test_the_codes_of_refusals_are_those_of_the_list():
+    """A code that goes breaks programs: keep the names of functions that refuse where you can."""
+    found = codes()
+    assert not [places for places in found.values() if len(places) > 1]
+    listed = (ROOT / "docs/codes.txt").read_text(encoding="utf-8").split()
+    assert sorted(found) == listed, "python -m tests.codes > docs/codes.txt"

@@ -31,7 +31,8 @@ from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.targets import arguments_of, locate, resolve
 from llmexp.train.evaluation import evaluate
-from llmexp.train.step import OK, OUTLIER, seed_step, set_up, train_step
+from llmexp.train.set_up import set_up
+from llmexp.train.step import OK, OUTLIER, seed_step, train_step
 from llmexp.train.windows import read_ahead
 from tests.conftest import ROOT
 from tests.tools import option
@@ -201,7 +202,7 @@ def trained(config: Config) -> tuple[str, list[float]]:
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
     digest, figures, updates = hashlib.sha256(), [], 0
-    for number, window in enumerate(read_ahead(s, 0)):
+    for number, window in enumerate(read_ahead(parts, s.mesh, 0)):
         seed_step(config.train.seed, number, 0, s.mesh.device)
         step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
         seen = step.verdict.read()
@@ -214,7 +215,7 @@ def trained(config: Config) -> tuple[str, list[float]]:
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
     text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size)
-    figures += evaluate(s, text_bytes).values()
+    figures += evaluate(parts, s, text_bytes).values()
     digest.update(np.array(figures).tobytes())
     return digest.hexdigest(), figures
 

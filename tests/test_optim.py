@@ -12,7 +12,8 @@ from llmexp import mesh
 from llmexp.compose import app
 from llmexp.models.gpt2 import GPT2
 from llmexp.train.assembly.assemble import assemble
-from llmexp.train.step import set_up, train_step
+from llmexp.train.set_up import set_up
+from llmexp.train.step import train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update import optim
 from tests.conftest import TINY
@@ -119,7 +120,7 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
     for within in (False, True):
         monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)
         s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
-        windows = read_ahead(s, 0)
+        windows = read_ahead(parts, s.mesh, 0)
         seen = [train_step(s, next(windows), lambda: 0).verdict.read() for _ in range(3)]
         assert all(step.clipped for step in seen)
         found.append([(step.loss, step.grad_norm, step.grad_norm_post_clip) for step in seen])

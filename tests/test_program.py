@@ -21,6 +21,7 @@ from llmexp.__main__ import run as command
 from llmexp.runs.rundir import read_rows
 from tests.conftest import ROOT, TINY, environment
 from tests.conftest import llmexp as run_llmexp
+from tests.tools import printed
 
 DATA = ["data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100"]
 SHORT = [*TINY, *DATA, "train.max_steps=4", "train.log_every=1", "train.eval_every=2"]
@@ -116,7 +117,7 @@ def test_plans_are_those_of_the_command(there, capsys):
     plan = llmexp.plan(words)
     assert f"{plan}\n" == printed_by(capsys, "plan", *words)
     whole = json.loads(json.dumps(plan.whole))
-    assert whole == json.loads(printed_by(capsys, "plan", "--json", *words))
+    assert whole == printed("plan", printed_by(capsys, "plan", "--json", *words))
     assert plan.run.max_steps == 4
     sweep = llmexp.plan([*SHORT, "-m", "train.max_steps=4,5"])
     assert [one.run.max_steps for one in sweep] == [4, 5]
@@ -178,11 +179,11 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     answer = llmexp.compare(grid)
     capsys.readouterr()
     assert command(["compare", "grid"]) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert str(answer).splitlines() == printed
-    assert " ".join(printed).startswith(answer.headline)
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert str(answer).splitlines() == shown
+    assert " ".join(shown).startswith(answer.headline)
     assert command(["compare", "grid", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == answer.data
+    assert printed("compare", capsys.readouterr().out) == answer.data
     assert command(["compare", "grid", "--out", "grid.csv"]) == 0
     table = list(csv.DictReader(Path("grid.csv").read_text().splitlines()))
     pytest.importorskip("pandas")
@@ -223,17 +224,17 @@ def test_what_train_refuses_and_what_fails_is_raised(there):
 def test_json_of_train_and_plan(tmp_path, capsys):
     failing = [*SHORT, "optimizer.lr=1e30", "hydra.run.dir=one"]
     done = run_llmexp("train", "--json", *failing, cwd=tmp_path)
-    found = json.loads(done.out)
+    found = printed("train", done.out)
     assert done.code == found["exit_code"] == 3
     assert "training failed" in done.err
     assert [run["state"] for run in found["runs"]] == ["failed"]
     assert found["path"] == found["runs"][0]["path"] == "one"
     capsys.readouterr()
     assert command(["plan", "--json", *SHORT]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = printed("plan", capsys.readouterr().out)
     assert (planned["max_steps"], planned["real_batch_size"]) == (4, 8)
     assert command(["plan", "-m", "--json", *SHORT, "train.max_steps=4,5,0"]) == 2
-    planned = json.loads(capsys.readouterr().out)
+    planned = printed("plan", capsys.readouterr().out)
     assert [point["max_steps"] for point in planned["points"]] == [4, 5]
     assert "train.max_steps=0" in planned["refused"][0]
 

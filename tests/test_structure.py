@@ -137,6 +137,21 @@ def test_parts_do_not_import_each_others_private_names():
             assert not (module.startswith("llmexp.") and private), f"{name} imports {found}"
 
 
+def test_a_step_is_read_in_an_evening():
+    """What llmexp.train.step imports, itself included: at most 30 files with code, 5,000 lines."""
+    known, open_ = set[str](), {"llmexp.train.step"}
+    while open_:
+        name = open_.pop()
+        known.add(name)
+        parents = {name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)}
+        found = imports(MODULES[name], top_level_only=True) | parents
+        open_ |= {module for module in found if module in MODULES} - known
+    texts = {name: MODULES[name].read_text(encoding="utf-8") for name in known}
+    code = {name for name, text in texts.items() if len(ast.parse(text).body) > 1}
+    assert len(code) <= 30, sorted(code)
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 5_000
+
+
 def test_settings_and_run_import_the_standard_library_and_themselves_only():
     allowed = {"settings": ("llmexp.settings",), "run": ("llmexp.settings", "llmexp.run")}
     for name, path in MODULES.items():

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import torch
 import yaml
 from safetensors import safe_open
@@ -18,6 +19,15 @@ from safetensors.torch import load_file
 
 from llmexp.metrics.keys import TIMINGS
 from tests.conftest import ROOT, Result
+
+
+def printed(command: str, text: str) -> Any:
+    """What `llmexp COMMAND --json` printed, held against its schema."""
+    found, schema = json.loads(text), json.loads((ROOT / "llmexp/schema-1.json").read_text())
+    of_command = schema | {"$ref": f"#/$defs/{command}"}
+    jsonschema.Draft202012Validator.check_schema(of_command)
+    jsonschema.Draft202012Validator(of_command).validate(found)
+    return found
 
 
 def option(path: str) -> dict[str, Any]:

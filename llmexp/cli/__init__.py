@@ -12,6 +12,7 @@ tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
 derived      what `explain` knows about derived numbers
 compare      arguments of the comparison
+next         the one command that would tell most
 runs         list runs and sweeps, remove checkpoints
 sample       text from a checkpoint
 evaluate     losses of a checkpoint, with standard errors

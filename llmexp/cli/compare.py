@@ -11,7 +11,7 @@ from pathlib import Path
 from llmexp.compare import table
 from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
 from llmexp.compare.records import Comparison
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
 
@@ -102,7 +102,7 @@ def _refuse_replaced(arguments: Sequence[str]) -> None:
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
     _refuse_replaced(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmexp compare",
         description="Compare runs: which setting is best, by how much, and is the difference real.",
         epilog="Runs that are training are compared as far as they are. See docs/compare.md.",

@@ -56,7 +56,11 @@ def train(arguments: list[str]) -> int:
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # the only text on standard output is the result
-        code, path = start(args, [a for a in arguments if a != "--json"])
+        try:
+            code, path = start(args, [a for a in arguments if a != "--json"])
+        finally:
+            sys.stdout.flush()
+            os.dup2(out.fileno(), 1)  # for the error
         if path is not None:
             from llmexp.cli import runs
 

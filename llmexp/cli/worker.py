@@ -11,7 +11,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import conclude, how_it_left, what_is_left
-from llmexp.settings.values import AUTO, ConfigError
+from llmexp.settings.values import AUTO, ConfigError, refusal
 from llmexp.system.child import (
     DONE,
     FAILED,
@@ -54,16 +54,19 @@ class Worker:
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Send the request and wait; return the exit code and the run folder, if one was made.
 
-        Signals are passed on. Raises ConfigError where batch.micro_batch_size=auto finds none."""
+        Signals are passed on. Raises ConfigError for what the worker refuses before there is a
+        folder, and where batch.micro_batch_size=auto finds none."""
         if request["config"]["batch"]["micro_batch_size"] == AUTO:
             request["config"]["batch"]["micro_batch_size"] = fitting(request)
         self._used = True
         with signals_passed_on(self._process) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()
-        with os.fdopen(self._report, encoding="utf-8", errors="surrogateescape") as report:
-            text = report.read()
-        path = Path(text) if text else None
+        with os.fdopen(self._report, encoding="utf-8") as report:
+            found = json.loads(report.read() or "{}")
+        if "error" in found:
+            raise refusal(found["error"])
+        path = Path(found["path"]) if found else None
         return concluded(code, path, bool(passed)), path
 
 
@@ -83,8 +86,8 @@ def fitting(request: dict[str, Any]) -> int:
         why = how_it_died(child.returncode, stopped=False)
         raise ConfigError(f"batch.micro_batch_size=auto: no size was found: {why}")
     found = json.loads(text)
-    if "refused" in found:
-        raise ConfigError(found["refused"])
+    if "error" in found:
+        raise refusal(found["error"])
     return int(found["micro_batch_size"])
 
 

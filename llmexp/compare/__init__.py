@@ -14,6 +14,7 @@ comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_training and plot_settings make its figures
 curves         what the page draws: rows, thinned; axes of swept keys
+next_step      the one command that would tell most
 budgets        unequal budgets, before a sweep starts
 provenance     runs that differ in code, packages or drivers
 throughput     the table of a timing grid

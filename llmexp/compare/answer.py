@@ -254,16 +254,21 @@ def _between(best: Rival, other: Rival, f: Findings) -> str:
     )
 
 
-def _seeds_to_go(other: Rival, f: Findings) -> str:
+def needed(other: Rival, f: Findings) -> int | None:
+    """Return the seeds a setting that would decide an undecided one; None for too many."""
     d = other.difference
-    needed = None
-    if d and other.verdict == Verdict.UNDECIDED:
-        needed = d.seeds_needed(max(abs(d.mean), f.negligible))
-    if d is None or needed is None:
+    if d is None or other.verdict != Verdict.UNDECIDED:
+        return None
+    return d.seeds_needed(max(abs(d.mean), f.negligible))
+
+
+def _seeds_to_go(other: Rival, f: Findings) -> str:
+    wanted = needed(other, f)
+    if other.difference is None or wanted is None:
         return "no affordable number would"
-    if needed <= d.seeds:
+    if wanted <= other.difference.seeds:
         return "more seeds would settle it"
-    return f"{plural(needed - d.seeds, 'more seed')} each would tell"
+    return f"{plural(wanted - other.difference.seeds, 'more seed')} each would tell"
 
 
 def _side(f: Findings, other: bool = False) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
 from llmexp.compare.figures import columns_of, figures, left_out, own_keys, rounded
-from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
+from llmexp.compare.judging import NEGLIGIBLE, Findings, find_out, standings
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
@@ -44,6 +44,17 @@ def compare(
     the runs' sweep, else 0.002. Raises ConfigError for an `align`, `sort` or `negligible` that
     there is not; what cannot be read is among `problems`.
     """
+    return answered(investigate(paths, align=align, sort=sort, negligible=negligible))
+
+
+def investigate(
+    paths: Sequence[str | Path],
+    *,
+    align: str = "tokens",
+    sort: str | None = None,
+    negligible: float | str | None = None,
+) -> Findings:
+    """Find out what the runs under the paths show, as `compare` does."""
     if align not in ALIGNMENTS:
         raise ConfigError(
             f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
@@ -51,7 +62,7 @@ def compare(
     size = None if negligible is None else _size(negligible)
     found, problems = find(paths)
     records = read(found)
-    return compare_records(records, problems, align=align, sort=sort, negligible=size)
+    return findings(records, problems, align=align, sort=sort, negligible=size)
 
 
 def _size(given: float | str) -> float:
@@ -68,15 +79,21 @@ def _size(given: float | str) -> float:
     return size
 
 
-def compare_records(
+def answered(f: Findings) -> Comparison:
+    """Return the comparison with what was found out, in words."""
+    notes, why = notes_and_why(f)
+    return replace(f.c, entries=standings(f), headline=headline(f), notes=notes, why=why)
+
+
+def findings(
     records: Sequence[Record],
     problems: Sequence[str] = (),
     *,
     align: str = "tokens",
     sort: str | None = None,
     negligible: float | None = None,
-) -> Comparison:
-    """Compare runs that have been read."""
+) -> Findings:
+    """Find out what runs show that have been read."""
     out = left_out(records, align, sort or "val/loss")
     alive = [r for r in records if r not in out]
     read = common_position(alive, align, sort or "val/loss")
@@ -119,9 +136,7 @@ def compare_records(
         (negligible,) = of_sweeps
     negligible = NEGLIGIBLE if negligible is None else negligible
     last = None if read is None else taking_part[read.limiting]
-    f = find_out(c, metric, negligible, mixed, last)
-    notes, why = notes_and_why(f)
-    return replace(c, entries=standings(f), headline=headline(f), notes=notes, why=why)
+    return find_out(c, metric, negligible, mixed, last)
 
 
 def _metric(

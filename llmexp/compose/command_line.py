@@ -17,16 +17,9 @@ from hydra.errors import HydraException
 
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import parsed
-from llmexp.settings.values import ConfigError, pasteable, typed
+from llmexp.settings.values import ConfigError, Parser, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuse a command line as everything else is refused, in place of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 In reading order:
 
 order        sequence k of a run: a pure function of the seed and k
+window       what one optimizer step is fed with
 reader       from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
 sources      the sources of conf/data

@@ -21,6 +21,7 @@ from torch import Tensor
 from llmexp.data.mixture import Mixture
 from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
+from llmexp.data.window import Window
 
 MASKED = -100  # cross_entropy's ignore_index
 # Small windows are made many at a time: the thread holds the interpreter lock for some microseconds
@@ -30,19 +31,6 @@ _BLOCK_TOKENS = 1 << 17
 # Where sequences begin is found for many at a time: a call for each source of a mixture costs half
 # a millisecond, however few are asked for.
 _STARTS = 1 << 14
-
-
-@dataclass(frozen=True)
-class Window:
-    """The micro-batches of one optimizer step on one rank."""
-
-    step: int  # 0-based
-    # (tokens_bt, targets_bt) int64; rows that are missing are masked
-    micro_batches: list[tuple[Tensor, Tensor]]
-    target_count: int  # valid targets of this rank
-    # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked
-    # for
-    digest: int
 
 
 @dataclass(frozen=True)

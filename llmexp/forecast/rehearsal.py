@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmexp import mesh
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
 from llmexp.metrics.devices import Device
@@ -26,7 +26,8 @@ from llmexp.run.layout import Layout
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.execution import Parallelism
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.step import Setup, set_up, train_step
+from llmexp.train.set_up import set_up
+from llmexp.train.step import Setup, train_step
 from llmexp.update.precision import deterministic_within, parameter_dtype
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
@@ -104,10 +105,10 @@ def rehearse(
             _watch(counting, setup.model, method, "activations")
         _watch(counting, setup.loss, "forward", "loss")
         setup.model.train()
-        _step(setup, cut, 1)
+        _step(made, setup, cut, 1)
         _name(counting, setup)
         counting.restart()
-        _step(setup, cut, min(2, cut.accumulation))
+        _step(made, setup, cut, min(2, cut.accumulation))
         held = {kind: counting.peak.get(kind, 0) for kind in KINDS}
         modes.close()
     return held
@@ -145,11 +146,11 @@ def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> No
     setattr(module, method, watched)
 
 
-def _step(setup: Setup, cut: Cut, micro_batches: int) -> None:
+def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
     """Train a step; the noise scale is measured in it, where it is measured
     at all."""
-    length = setup.parts.run.sequence_length
-    every = setup.parts.config.metrics.noise_scale_every or 1
+    length = parts.run.sequence_length
+    every = parts.config.metrics.noise_scale_every or 1
     ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
     window = Window(
         every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0

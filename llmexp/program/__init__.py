@@ -2,7 +2,7 @@
 order:
 
 folder   a run in its folder
-judging  compare runs, evaluate a checkpoint
+judging  compare runs, what to do next, evaluate a checkpoint
 work     train, plan, prepare, train a tokenizer, average, export
 
 Each function calls what a command calls; torch, numpy and plotly are imported where they are used.

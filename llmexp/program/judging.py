@@ -14,6 +14,7 @@ from llmexp.program.folder import Run, framed, named, words_of
 from llmexp.settings.values import ConfigError
 
 if TYPE_CHECKING:
+    from llmexp.compare.next_step import Step
     from llmexp.compare.records import Comparison
 
 
@@ -73,14 +74,26 @@ def compare(*paths: Any, align: str = "tokens",
     for what the command refuses, as paths without a run."""
     from llmexp.compare import comparing
 
-    found: list[Path] = []
-    for path in paths or ("outputs",):
-        each = path if isinstance(path, (list, tuple)) else [path]
-        found += [one.path if isinstance(one, Run) else Path(one) for one in each]
-    comparison = comparing.compare(found, align=align, sort=sort, negligible=negligible)
+    comparison = comparing.compare(_paths(paths), align=align, sort=sort, negligible=negligible)
     if not comparison.entries:
         raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
     return Answer(comparison)
+
+
+def next_step(*paths: Any, negligible: float | None = None) -> Step:
+    """Return the one command that would tell most about runs, as `llmexp next` does."""
+    from llmexp.cli.next import following
+
+    return following(_paths(paths), negligible)
+
+
+def _paths(given: Sequence[Any]) -> list[Path]:
+    """Return the paths of runs, folders, globs and lists of them; without one: outputs."""
+    found: list[Path] = []
+    for path in given or ("outputs",):
+        each = path if isinstance(path, (list, tuple)) else [path]
+        found += [one.path if isinstance(one, Run) else Path(one) for one in each]
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.program.folder import Run, load, named, words_of
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, refusal
 from llmexp.system.child import DONE, PREEMPTED, REFUSED
 
 if TYPE_CHECKING:
@@ -52,12 +52,13 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
     code = process.returncode
     printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
     why = "\n".join(printed) or f"llmexp train ended with exit code {code}"
+    if code == REFUSED:
+        error = json.loads(text or "{}").get("error") or {"key": None, "code": ""}
+        raise refusal(error | {"message": why})
     found: dict[str, Any] = {"path": "", "runs": []}
     if text or code == DONE:
         found = result_of(text, overrides)
     runs = [load(run["path"]) for run in found["runs"]]
-    if code == REFUSED:
-        raise ConfigError(why)
     if code not in (DONE, PREEMPTED):
         raise RunFailed(why, code, runs)
     sweep = len(runs) != 1 or Path(found["path"]) != runs[0].path

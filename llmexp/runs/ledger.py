@@ -104,6 +104,7 @@ class Ledger:
     created: float = field(default_factory=time.time)
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
+    grid: bool = True  # false where a sweeper chose the points by their results
     points: list[Entry] = field(default_factory=list)
     # when this process wrote it whole; None: not yet, or a line after it may be torn
     since: float | None = field(default=None, compare=False)

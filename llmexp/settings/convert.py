@@ -136,7 +136,7 @@ def converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
             raise refuse(key, value, "a list of texts is needed", "[one,two]")
         return list(value)
     found = _scalar(kind, value, key, knob)
-    _check_range(value, key, knob)
+    check_range(value, key, knob)
     return found
 
 
@@ -206,7 +206,8 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
     return float(value)
 
 
-def _check_range(value: Any, key: str, knob: Knob) -> None:
+def check_range(value: Any, key: str, knob: Knob) -> None:
+    """Raise ConfigError for a value outside of what a knob takes."""
     if knob.choices and value not in knob.choices:
         near = nearest(str(value), knob.choices)
         raise refuse(key, value, f"must be one of {', '.join(knob.choices)}.{near}")

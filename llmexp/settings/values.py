@@ -5,17 +5,55 @@ Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
-    """What the user asked for is refused before training starts; the text is for the user."""
+    """What the user asked for is refused before training starts; the text is for the user.
+
+    `key` is the knob that is refused, where it is one. `code` is for programs: the file and the
+    function that refuse, however they word it (docs/codes.txt lists all).
+    """
+
+    def __init__(self, text: str, key: str | None = None, code: str = "") -> None:
+        super().__init__(text)
+        frame = sys._getframe(1)
+        while frame.f_back and (frame.f_code.co_name[0] == "<" or frame.f_code is refuse.__code__):
+            frame = frame.f_back
+        self.key = key
+        self.code = code or code_of(frame.f_globals["__name__"], frame.f_code.co_name)
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuse a command line as everything else is refused, in place of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def code_of(module: str, function: str) -> str:
+    """Return the code of a refusal, such as E-BATCH-SOLVE_BATCH for run.batch.solve_batch."""
+    return f"E-{module.rpartition('.')[2].strip('_')}-{function.strip('_')}".upper()
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Return an error as `--json` prints it; one that is no refusal has the code of its kind."""
+    if isinstance(error, ConfigError):
+        return {"code": error.code, "message": str(error), "key": error.key}
+    return {"code": f"E-{type(error).__name__.upper()}", "message": str(error), "key": None}
+
+
+def refusal(described: Mapping[str, Any]) -> ConfigError:
+    """Return the refusal that another process has described."""
+    return ConfigError(described["message"], described["key"], described["code"])
 
 
 def nearest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
@@ -83,7 +121,7 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
         tail = f"; for example {text if ' ' in text else pasteable(text)}"
     elif example is not None:
         tail = f"; for example {typed(key, example)}"
-    return ConfigError(f"{key}={shown(value)}: {why}{tail}")
+    return ConfigError(f"{key}={shown(value)}: {why}{tail}", key)
 
 
 AUTO = "auto"  # of a knob that takes the word

@@ -1,7 +1,8 @@
 """Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
-step           one optimizer step, and the live parts it works on
+step           one optimizer step, and what it works on
+set_up         builds that from the parts of a run
 ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on

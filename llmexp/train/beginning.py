@@ -28,8 +28,9 @@ from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts
+from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Measured, Outputs, Progress
-from llmexp.train.step import Setup, set_up
+from llmexp.train.step import Setup
 from llmexp.update import precision
 
 
@@ -99,22 +100,24 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     return checkpoint_at(root, joined, console)
 
 
-def measuring(setup: Setup) -> Measured:
+def measuring(parts: Parts) -> Measured:
     """Return what a run that starts has measured: nothing yet."""
-    config = setup.parts.config
+    config = parts.config
     return Measured(
-        Norms(config.clip.kind, config.clip.max_norm), NoiseScale(setup.parts.run.sequence_length)
+        Norms(config.clip.kind, config.clip.max_norm), NoiseScale(parts.run.sequence_length)
     )
 
 
-def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress, Meter, Measured]:
+def resume(
+    parts: Parts, setup: Setup, loaded: loading.Loaded, forked: bool
+) -> tuple[Progress, Meter, Measured]:
     """Restore a checkpoint, whatever the layout that saved it.
 
     That is parameters, optimizer state, scaler, counters and measurements; the RNG and the data
     position follow from the step number. A run that is `forked` keeps its own settings of the
     optimizer, may drop the optimizer state, resets best_val_loss, and takes its perturbation as a
     twin. Raises CheckpointError."""
-    measured, config = measuring(setup), setup.parts.config
+    measured, config = measuring(parts), parts.config
     try:
         loading.restore_model(loaded, setup.model)
         if forked:
@@ -162,8 +165,8 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
     setup = set_up(parts, joined, fresh=loaded is None)
-    fresh = Progress(), Meter(joined.device, 0), measuring(setup)
-    progress, meter, measured = resume(setup, loaded, forked) if loaded else fresh
+    fresh = Progress(), Meter(joined.device, 0), measuring(parts)
+    progress, meter, measured = resume(parts, setup, loaded, forked) if loaded else fresh
     if loaded:
         source = loaded.path if forked else loaded.path.name
         console.line(
@@ -176,6 +179,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     accepted()
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
+        parts=parts,
         setup=setup,
         out=Outputs(path, main, console, tracker, rows),
         progress=progress,

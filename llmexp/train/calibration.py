@@ -62,7 +62,7 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     loop.setup.model.train()
     first = loop.progress.step  # not 0 in a fork
     end = min(loop.run.max_steps, first + MOST)
-    windows, at = read_ahead(loop.setup, first), [time.perf_counter()]
+    windows, at = read_ahead(loop.parts, loop.mesh, first), [time.perf_counter()]
     while True:
         window, step = take_step(loop, windows, NOTHING)
         at.append(time.perf_counter())
@@ -81,10 +81,10 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     config = loop.config
     actions: dict[str, Callable[[], Any]] = {
         "row_s": write_row,
-        "evaluation_s": lambda: evaluate(loop.setup, loop.text_bytes),
+        "evaluation_s": lambda: evaluate(loop.parts, loop.setup, loop.text_bytes),
     }
-    if loop.setup.parts.tasks:
-        actions["tasks_s"] = lambda: score_tasks(loop.setup)
+    if loop.parts.tasks:
+        actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)
     if config.train.sample_every is not None and (loop.out.main or loop.mesh.sharded):
         actions["sample_s"] = lambda: print_sample(loop)
     actions["save_s"] = lambda: save(loop, wait=not config.checkpoint.async_)

@@ -63,7 +63,7 @@ def refuse_changed_data(loop: Loop) -> None:
     """Raise TrainingFailed where a data file was written to under the run.
 
     What is saved must be of one corpus."""
-    corpus, joined = loop.setup.parts.corpus, loop.mesh
+    corpus, joined = loop.parts.corpus, loop.mesh
     text = next(corpus.differences(harmful=True), None)
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""

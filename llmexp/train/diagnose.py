@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.data.reader import Window
-from llmexp.train.step import Setup, seed_step, weigh
+from llmexp.data.window import Window
+from llmexp.train.step import Setup, weigh
 from llmexp.update import precision
 
 NOTHING = (
@@ -61,13 +61,11 @@ def first_bad(setup: Setup, window: Window) -> str:
 def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Forward and backward of the step, as train_step has them: ranks must meet in the same
     places."""
-    kind, device = setup.parts.precision, setup.mesh.device
+    kind, device = setup.arithmetic, setup.mesh.device
     _, weight = weigh(setup, window)
     for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()
-    seed = setup.parts.config.train.seed
-    seed_step(seed, window.step, setup.mesh.dp_rank, device, setup.parts.foreign_code)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):

@@ -13,36 +13,37 @@ from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.tasks import scoring
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, TrainingFailed
 from llmexp.update import precision
 
 
-def evaluate(setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
+def evaluate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
     """Token-weighted validation losses over all ranks, summed in float64: of the main set, of each
     named one, and of the average of the weights. The training RNG is not touched."""
-    run, corpus = setup.parts.run, setup.parts.corpus
+    run, corpus = parts.run, parts.corpus
     if corpus.val is None or not run.eval_sequences:
         return {}
-    found = evaluate_stream(setup, corpus.val, run.eval_sequences, text_bytes, "val")
-    most, sets = setup.parts.config.train.eval_tokens, dict[str, float]()
+    found = evaluate_stream(parts, setup, corpus.val, run.eval_sequences, text_bytes, "val")
+    most, sets = parts.config.train.eval_tokens, dict[str, float]()
     for name, stream in corpus.val_sets.items():
         if stream is corpus.val:
             given = {f"val/{name}/{key[4:]}": value for key, value in found.items()}
         else:
             there = stream.n_sequences(run.sequence_length)
             sequences = min(there, -(-most // run.sequence_length)) if most else there
-            given = evaluate_stream(setup, stream, sequences, text_bytes, f"val/{name}")
+            given = evaluate_stream(parts, setup, stream, sequences, text_bytes, f"val/{name}")
         sets |= given
     if setup.ema is not None:
         with setup.ema.in_place():
-            sets |= evaluate_stream(setup, corpus.val, run.eval_sequences, text_bytes, EMA)
+            sets |= evaluate_stream(parts, setup, corpus.val, run.eval_sequences, text_bytes, EMA)
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
-def score_tasks(setup: Setup) -> dict[str, float]:
+def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
     """Return the scores of the run's tasks by the keys of a row, task/NAME/acc; all ranks share the
     items. The training RNG is not touched."""
-    parts, row = setup.parts, dict[str, float]()
+    row = dict[str, float]()
     tokens = parts.run.micro_batch_size * parts.run.sequence_length
     was_training = setup.model.training
     setup.model.eval()
@@ -57,21 +58,26 @@ def score_tasks(setup: Setup) -> dict[str, float]:
 
 
 def evaluate_stream(
-    setup: Setup, stream: TokenStream, sequences: int, text_bytes: TextBytes, name: str
+    parts: Parts,
+    setup: Setup,
+    stream: TokenStream,
+    sequences: int,
+    text_bytes: TextBytes,
+    name: str,
 ) -> dict[str, float]:
     """Return loss, perplexity and bits per byte over so many sequences, which are spread evenly."""
-    run = setup.parts.run
+    run = parts.run
     sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
     batches = eval_batches(
         stream,
         Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=sequences,
-        hidden=setup.parts.hidden,
+        hidden=parts.hidden,
     )
     with setup.loss.evaluating():
         for starts_b, tokens_bt, targets_bt in batches:
-            with precision.autocast(setup.parts.precision, setup.mesh.device):
+            with precision.autocast(parts.precision, setup.mesh.device):
                 sums[0] += setup.loss(
                     tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device)
                 )

@@ -81,12 +81,17 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
         path = wanted
     else:
         path = rundir.claim(wanted, request["fixed"])
-    if "report_fd" in request:
-        with os.fdopen(
-            request["report_fd"], "w", encoding="utf-8", errors="surrogateescape"
-        ) as report:
-            report.write(str(path))
+    report(request, path=str(path))
     return path, not there
+
+
+def report(request: dict[str, Any], **found: Any) -> bool:
+    """Answer the command that waits, once; return whether there is one."""
+    if "report_fd" not in request:
+        return False
+    with os.fdopen(request.pop("report_fd"), "w", encoding="utf-8") as answer:
+        json.dump(found, answer)
+    return True
 
 
 def refuse_other_run(path: Path, parts: Parts) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.run import Run
 from llmexp.train.assembly.targets import own_line, place
 from llmexp.train.state import Loop
@@ -44,7 +44,7 @@ def call_hooks(
 ) -> None:
     """Call the user's functions, here and nowhere else. Finite figures that they return are kept
     for the row of this step where there will be one (`wanted`)."""
-    parts = loop.setup.parts
+    parts = loop.parts
     batches = None if window is None else window.micro_batches
     for name, hook in parts.hooks:
         so_far = None if row is None else dict(row)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.run import Run
@@ -81,7 +81,7 @@ def train(loop: Loop) -> str:
         save(loop)
     loop.setup.model.train()
     first = progress.step
-    windows = read_ahead(loop.setup, first)
+    windows = read_ahead(loop.parts, loop.mesh, first)
     profiler = start_profiler(loop)
     while progress.step < max_steps:
         stop, writing, by_time = mesh.any_rank(
@@ -144,7 +144,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         with meter.waiting_for_data():
             window = next(windows)
         hook("backward_start", window=window)  # before the seed: it may draw random numbers
-        seed, foreign = loop.config.train.seed, loop.setup.parts.foreign_code
+        seed, foreign = loop.config.train.seed, loop.parts.foreign_code
         seed_step(seed, progress.step, loop.mesh.dp_rank, loop.mesh.device, foreign)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
         step = train_step(loop.setup, window, lambda: settle(loop), gradients_ready)
@@ -164,9 +164,9 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long
     if due.tasks:
-        row |= score_tasks(loop.setup)
+        row |= score_tasks(loop.parts, loop.setup)
     if due.evaluation:
-        row |= evaluate(loop.setup, loop.text_bytes)
+        row |= evaluate(loop.parts, loop.setup, loop.text_bytes)
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss
             progress.best_val_loss = min(row["val/loss"], best)

@@ -82,7 +82,7 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = 
 def sample_text(loop: Loop) -> str:
     """Return a sampled text from the start of a document, or from the first words of the validation
     text, on one line."""
-    parts, tokens = loop.setup.parts, loop.config.train.sample_tokens
+    parts, tokens = loop.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
     with one_thread(small=loop.run.parameters < SMALL):

@@ -20,6 +20,7 @@ from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
 from llmexp.tracker.opening import Trackers
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, Step
 
 
@@ -73,6 +74,7 @@ class Saving:
 class Loop:
     """The state of the loop on this rank."""
 
+    parts: Parts
     setup: Setup
     out: Outputs
     progress: Progress
@@ -95,11 +97,11 @@ class Loop:
 
     @property
     def config(self) -> Config:
-        return self.setup.parts.config
+        return self.parts.config
 
     @property
     def run(self) -> Run:
-        return self.setup.parts.run
+        return self.parts.run
 
     @property
     def mesh(self) -> Mesh:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.settings.config import Clip
-from llmexp.train.assembly.assemble import Parts
 from llmexp.train.ema import Ema
 from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
@@ -35,9 +34,8 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Setup:
-    """The live parts of a worker."""
+    """What a rank trains with: its model, optimizers and mesh, and the settings of a step."""
 
-    parts: Parts
     mesh: mesh.Mesh
     model: nn.Module
     loss: WindowLoss  # model + loss, unwrapped: evaluation and compile
@@ -49,6 +47,9 @@ class Setup:
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None
+    arithmetic: str  # fp32, bf16, ...: the kind of precision
+    rate_factor: Callable[[int], float]  # on the learning rate, after so many updates
+    skip_outliers: bool
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ def train_step(
         setup.mesh, clip.kind, gradients, norm, clip.max_norm, clip.max_value, by_update
     )
 
-    lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
+    lr = optim.set_rate(setup.optimizers, setup.rate_factor(settle_last()))
     limits = setup.outliers.limits  # by the settled steps: all before this one
-    if limits is not None and setup.parts.config.metrics.skip_outliers:
+    if limits is not None and setup.skip_outliers:
         skip = skip_outliers(setup.mesh, skip, loss, norm, limits)
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
@@ -161,7 +162,7 @@ def at_least_one(count: Any) -> Any:
 def weigh(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the number of valid targets of a window on all ranks, and the factor on the loss of
     each micro-batch: 0-dim, on the device."""
-    device, dtype = setup.mesh.device, precision.parameter_dtype(setup.parts.precision)
+    device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
         own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
@@ -175,7 +176,7 @@ def weigh(setup: Setup, window: Window) -> tuple[Any, Tensor]:
 def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
     """Add up the gradients of the micro-batches, times `weight`, over the ranks too; return the
     summed loss of this rank's targets."""
-    device, kind, nll = setup.mesh.device, setup.parts.precision, torch.zeros_like(weight)
+    device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(weight)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
@@ -235,51 +236,3 @@ def seed_step(
         return
     random.seed(number)
     np.random.seed(number % 2**32)
-
-
-def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
-    """Model, loss, wrapping, optimizers and scaler on this rank's device. `fresh` false: a
-    checkpoint follows."""
-    config = parts.config
-    if config.train.deterministic:  # before the device computes anything
-        precision.make_deterministic()
-    precision.apply(parts.precision)
-    # on the CPU, the same on each rank: what is split is split from whole tensors
-    model = parts.build_model(fresh=fresh)
-    if not joined.sharded:
-        model.to(joined.device)
-    loss = WindowLoss(model)
-    module = mesh.wrap(
-        joined,
-        loss,
-        activation_checkpointing=config.parallelism.activation_checkpointing,
-        compiled=config.train.compile is True,
-        gathered=torch.bfloat16 if parts.precision == "bf16" else None,
-    )
-    model.to(joined.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if module is loss:  # DDP has buckets
-        # Gradients live as long as the run: born between activations in each step they would
-        # fragment the heap, and accumulation would cost memory. A parameter that a window does not
-        # touch has gradient 0, not none.
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-    return Setup(
-        parts=parts,
-        mesh=joined,
-        model=model,
-        loss=loss,
-        module=module,
-        parameters=parameters,
-        optimizers=parts.build_optimizers(model),
-        scaler=precision.Scaler(
-            parts.precision,
-            joined.device,
-            config.precision.init_scale,
-            config.precision.growth_interval,
-        ),
-        clip=config.clip,
-        small=SmallGradient(joined, config.metrics.noise_scale_every),
-        outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
-        ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
-    )

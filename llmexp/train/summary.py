@@ -87,7 +87,7 @@ def details(loop: Loop) -> dict[str, Any]:
 def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
     """Show the end of a run to its reader: figures, a sample, a picture, the folder, the next
     command."""
-    console, path, parts = loop.out.console, loop.out.path, loop.setup.parts
+    console, path, parts = loop.out.console, loop.out.path, loop.parts
     reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
     by_plan = loop.progress.step == parts.config.train.stop_step
     cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"

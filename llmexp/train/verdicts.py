@@ -21,6 +21,7 @@ from llmexp.train.step import (
     Seen,
     Step,
     TrainingFailed,
+    seed_step,
 )
 from llmexp.train.windows import read_ahead
 
@@ -124,7 +125,10 @@ def grew(loop: Loop) -> str:
 def diagnosed(loop: Loop) -> str:
     """Return where the last step went wrong, from a second pass over it; for a run that ends."""
     try:
-        window = next(read_ahead(loop.setup, loop.progress.step - 1))
+        step = loop.progress.step - 1
+        window = next(read_ahead(loop.parts, loop.mesh, step))
+        seed, foreign = loop.config.train.seed, loop.parts.foreign_code
+        seed_step(seed, step, loop.mesh.dp_rank, loop.mesh.device, foreign)
         return first_bad(loop.setup, window)
     except Exception as error:  # it only explains
         return f"where is not known: {error!r}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmexp.data.reader import Cut, Order, Window, read_windows
+from llmexp.data.reader import Cut, Order, read_windows
+from llmexp.data.window import Window
+from llmexp.mesh import Mesh
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.step import Setup
 
 
 def order_of(parts: Parts) -> Order:
@@ -25,14 +26,14 @@ def order_of(parts: Parts) -> Order:
     )
 
 
-def read_ahead(setup: Setup, start_step: int) -> Iterator[Window]:
+def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
-    run, joined = setup.parts.run, setup.mesh
+    run = parts.run
     return read_windows(
-        order_of(setup.parts),
+        order_of(parts),
         Cut(run.micro_batch_size, joined.dp_rank, joined.dp_size),
         start_step,
         run.max_steps,
-        digest=setup.parts.config.train.data_digest,
+        digest=parts.config.train.data_digest,
         pin_memory=joined.device.type == "cuda",
     )

@@ -15,6 +15,7 @@ from llmexp import mesh
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
+from llmexp.settings.values import described
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
 from llmexp.train.assembly.assemble import Parts, assemble
@@ -34,6 +35,7 @@ def main(argument: str) -> int:
     `argument` is a run folder, or - for a request on standard input."""
     STOP.importing = False
     path = None if argument == "-" else Path(argument)
+    request: dict[str, Any] = {}
     try:
         if path is not None:
             return go_on(path)
@@ -52,7 +54,11 @@ def main(argument: str) -> int:
         return start(path, parts, request, accept_first=not fresh)
     # a function of the user's, such as that of the data, may raise anything
     except BaseException as error:
-        return failing.record_unbegun(path, failing.meaning(error))
+        failure = failing.meaning(error)
+        refused = failure.exit_code == REFUSED
+        if refused and folder.report(request, error=described(error)):
+            return REFUSED
+        return failing.record_unbegun(path, failure)
 
 
 def go_on(path: Path) -> int:
@@ -198,7 +204,7 @@ def end_sample(loop: Loop) -> str | None:
 
     None where none is wanted or this rank has no part in it. The run is over and recorded: an error
     is only printed."""
-    parts = loop.setup.parts
+    parts = loop.parts
     # a split model needs all its ranks for that; rank 0 prints the text
     if not parts.config.train.sample_tokens or not (loop.out.main or loop.mesh.sharded):
         return None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.compare.comparing import compare, compare_records
+from llmexp.compare.comparing import answered, compare, findings
 from llmexp.compare.plot_training import others
 from llmexp.compare.records import Comparison, Record
 from llmexp.compare.table import columns_in_full, show, to_json
@@ -539,7 +539,7 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty(draws):
         noise = rng.standard_normal(3 * count)[seeds] + scatter * rng.standard_normal((count, 3))
         places = np.ndindex(count, 3)
         records = [trained(i, int(seeds[i, k]), 3 + 0.01 * noise[i, k]) for i, k in places]
-        alarms += any(e.standing.mark == "worse" for e in compare_records(records).entries)
+        alarms += any(e.standing.mark == "worse" for e in answered(findings(records)).entries)
     assert 0 < alarms <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)  # nor is it blind
 
 

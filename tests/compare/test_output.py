@@ -24,6 +24,7 @@ from llmexp.compare.table import show, to_json, to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from tests.compare.synthetic import make_run, make_sweep
+from tests.tools import printed
 
 
 @pytest.fixture
@@ -73,15 +74,15 @@ def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_f
 ):
     comparison = compare([sweep])
     assert llmexp(["compare", str(sweep), "--json"]) == 0
-    printed = capsys.readouterr().out
-    whole = json.loads(printed)
+    text = capsys.readouterr().out
+    whole = printed("compare", text)
     assert [r["name"] for r in whole["runs"]] == [e.name for e in comparison.entries]
     assert whole["sentences"] == list(comparison.sentences)
     files = [tmp_path / f"t.{form}" for form in ("json", "csv", "md")]
     assert llmexp(["compare", str(sweep), *(f"--out={path}" for path in files)]) == 0
     assert "val loss" in capsys.readouterr().out
     as_json, as_csv, as_markdown = (path.read_text() for path in files)
-    assert as_json == printed
+    assert as_json == text
     rows = list(csv.DictReader(io.StringIO(as_csv)))
     for given, row, entry in zip(whole["runs"], rows, comparison.entries, strict=True):
         for column in comparison.columns:
@@ -117,7 +118,7 @@ def test_a_full_disk_under_the_page_is_named(sweep, capsys, monkeypatch):
 def test_what_cannot_be_done_is_one_line_with_an_example(sweep, capsys, arguments, said):
     assert llmexp(["compare", str(sweep), *arguments]) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert (captured.out == "") == ("--json" not in arguments)
     assert len(captured.err.splitlines()) == 1
     assert said in captured.err
 

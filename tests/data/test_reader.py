@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from llmexp.data import reader
 from llmexp.data.order import sequence_index
-from llmexp.data.reader import MASKED, Cut, Order, Window, eval_batches, read_windows
+from llmexp.data.reader import MASKED, Cut, Order, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
+from llmexp.data.window import Window
 
 LENGTH = 5
 

@@ -257,7 +257,7 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(PYTHONPATH=PATHS), input="y\n", text=True,
         capture_output=True,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, list(json.loads(done.stdout))) == (2, ["error"])  # no prompt beside it
     assert "code in the folder (auto_map: {'AutoConfig': 'modeling_own.Config'})" in done.stderr
     assert not mark.exists()
 

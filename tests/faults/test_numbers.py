@@ -15,7 +15,7 @@ from llmexp import mesh
 from llmexp.compose import app
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.diagnose import NOTHING, first_bad
-from llmexp.train.step import set_up
+from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
 from tests.conftest import TINY, llmexp
 from tests.faults import bombs
@@ -45,7 +45,7 @@ def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
     bombs.lay(kind, s.model.get_submodule(LAYER), after_call)
-    return first_bad(s, next(read_ahead(s, 0)))
+    return first_bad(s, next(read_ahead(parts, s.mesh, 0)))
 
 
 @pytest.mark.parametrize(

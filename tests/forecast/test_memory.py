@@ -12,14 +12,15 @@ import torch
 from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.compose import app
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.forecast import memory
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.metrics.devices import device_named
 from llmexp.settings.config import Config
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.step import set_up, train_step
+from llmexp.train.set_up import set_up
+from llmexp.train.step import train_step
 from tests.conftest import TINY
 
 SMALL = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -24,6 +23,7 @@ from llmexp.train import calibration
 from llmexp.train.assembly import solving
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
+from tests.tools import printed
 
 EVERY = st.none() | st.integers(1, 9)
 DATA = ["data=synthetic", "data.n_tokens=5000"]
@@ -124,7 +124,7 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     )
     points = ["train.seed=1,2", "batch.micro_batch_size=2", "train.max_steps=70"]
     assert run(["plan", "-m", "--measure", "--json", *TINY, *DATA, *points]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed("plan", capsys.readouterr().out)
     one, other = (point["time"] for point in found["points"])
     assert one == other  # of one kind, and measured once
     assert 3 <= one["timed_steps"] <= 48
@@ -143,7 +143,7 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
 
 def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
     began, signalled = [], []
-    monkeypatch.setattr(calibration, "read_ahead", lambda setup, first: began.append(first))
+    monkeypatch.setattr(calibration, "read_ahead", lambda parts, joined, first: began.append(first))
     monkeypatch.setattr(calibration, "settle", lambda loop: None)
     monkeypatch.setattr(calibration, "ENOUGH_S", 1e9)
     monkeypatch.setattr(calibration.mesh, "any_rank", lambda mesh, *own: [bool(signalled), own[1]])
@@ -155,7 +155,7 @@ def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
     monkeypatch.setattr(calibration, "take_step", take_step)
     for last, taken in ((63, 3), (1000, calibration.MOST)):
         loop = Namespace(
-            setup=Namespace(model=Namespace(train=lambda: None)), mesh=None,
+            setup=Namespace(model=Namespace(train=lambda: None)), parts=None, mesh=None,
             run=Namespace(max_steps=last), progress=Namespace(step=60),
         )  # fmt: skip
         at, _, stopped = calibration._steps(loop)
@@ -176,7 +176,7 @@ def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
     assert "fits yes" in count
     assert "on 2 slots, " in total
     assert run(["plan", "-m", "--json", *TINY, *DATA, *points]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed("plan", capsys.readouterr().out)
     assert all(point["fits"] for point in found["points"])
     flops = [point["total_flops"] for point in found["points"]]
     assert found["total"]["flops"] == sum(flops)

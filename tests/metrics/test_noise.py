@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmexp import mesh
-from llmexp.data.reader import Window
+from llmexp.data.window import Window
 from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
 from llmexp.metrics.outliers import Outliers
 from llmexp.settings.config import Clip
@@ -57,17 +56,16 @@ def measure(
     model = Gaussian(precision.parameter_dtype(kind))
     model.w.grad = torch.zeros_like(model.w)
     joined = mesh.join("cpu", "single", 1, 1, 1)
-    metrics = SimpleNamespace(skip_outliers=False)
-    parts = SimpleNamespace(precision="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
-                            config=SimpleNamespace(metrics=metrics))  # fmt: skip
     optimizer = torch.optim.SGD([model.w], lr=1.0)
     optimizer.param_groups[0]["initial_lr"] = 1.0
     s = Setup(
-        parts=parts, mesh=joined, model=model, loss=model, module=model, parameters=[model.w],
+        mesh=joined, model=model, loss=model, module=model, parameters=[model.w],
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clip=Clip(kind="none", max_norm=None, max_value=None),
         small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None,
+        arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
+        skip_outliers=False,
     )  # fmt: skip
     noise, rng = NoiseScale(LENGTH), torch.Generator().manual_seed(1)
     for step in range(steps):

@@ -60,10 +60,10 @@ def made(
             mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
             outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
-            parts=SimpleNamespace(
-                config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1)),
-                run=SimpleNamespace(parent=None),
-            ),
+        ),
+        parts=SimpleNamespace(  # type: ignore[arg-type]
+            config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1)),
+            run=SimpleNamespace(parent=None),
         ),
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),

@@ -68,9 +68,10 @@ def looped(
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
-    setup = SimpleNamespace(parts=parts, loss=model, model=model)
+    setup = SimpleNamespace(loss=model, model=model)
     return SimpleNamespace(
-        setup=setup, run=parts.run, config=parts.config, mesh=SimpleNamespace(sharded=sharded),
+        setup=setup, parts=parts, run=parts.run, config=parts.config,
+        mesh=SimpleNamespace(sharded=sharded),
         out=SimpleNamespace(console=SimpleNamespace(line=said.append)),
     )  # fmt: skip
 

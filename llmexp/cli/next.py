@@ -1,0 +1,39 @@
+"""Run `llmexp next PATH...`: print the one command that would tell most about runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmexp.compare.comparing import NO_RUN, investigate
+from llmexp.compare.next_step import Step, next_step
+from llmexp.settings.values import ConfigError, Parser
+from llmexp.system.child import DONE
+
+
+def run(arguments: list[str]) -> int:
+    """Print the step and return exit code 0, also where nothing is left to do; ConfigError: 2."""
+    parser = Parser(
+        prog="llmexp next",
+        description="Propose the one command that would tell most about runs, with its cost.",
+        epilog="Nothing is started. See docs/compare.md.",
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a sweep, runs, folders, globs")
+    parser.add_argument("--negligible", metavar="NATS", help="as for llmexp compare")
+    parser.add_argument("--json", action="store_true", help="the step as JSON")
+    args = parser.parse_args(arguments)
+    step = following(args.paths, args.negligible)
+    print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else step)
+    return DONE
+
+
+def following(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
+    """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
+    found = investigate(paths, negligible=negligible)
+    for problem in found.c.problems:
+        print(f"llmexp: {problem}", file=sys.stderr)
+    if not found.c.entries:
+        raise ConfigError(NO_RUN.replace("compare", "next"))
+    return next_step(found)

@@ -1,0 +1,20 @@
+"""Name what one optimizer step is fed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one optimizer step on one rank."""
+
+    step: int  # 0-based
+    # (tokens_bt, targets_bt) int64; rows that are missing are masked
+    micro_batches: list[tuple[Tensor, Tensor]]
+    target_count: int  # valid targets of this rank
+    # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked
+    # for
+    digest: int

@@ -1,0 +1,63 @@
+"""Build what a rank trains with, from the parts of its run."""
+
+from __future__ import annotations
+
+import torch
+
+from llmexp import mesh
+from llmexp.metrics.noise import SmallGradient
+from llmexp.metrics.outliers import Outliers
+from llmexp.models.loss import WindowLoss
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.ema import Ema
+from llmexp.train.step import Setup
+from llmexp.update import precision
+
+
+def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
+    """Build what this rank trains with, on its device. `fresh` false: a checkpoint follows."""
+    config = parts.config
+    if config.train.deterministic:  # before the device computes anything
+        precision.make_deterministic()
+    precision.apply(parts.precision)
+    # on the CPU, the same on each rank: what is split is split from whole tensors
+    model = parts.build_model(fresh=fresh)
+    if not joined.sharded:
+        model.to(joined.device)
+    loss = WindowLoss(model)
+    module = mesh.wrap(
+        joined,
+        loss,
+        activation_checkpointing=config.parallelism.activation_checkpointing,
+        compiled=config.train.compile is True,
+        gathered=torch.bfloat16 if parts.precision == "bf16" else None,
+    )
+    model.to(joined.device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if module is loss:  # DDP has buckets
+        # Gradients live as long as the run: born between activations in each step they would
+        # fragment the heap, and accumulation would cost memory. A parameter that a window does not
+        # touch has gradient 0, not none.
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+    return Setup(
+        mesh=joined,
+        model=model,
+        loss=loss,
+        module=module,
+        parameters=parameters,
+        optimizers=parts.build_optimizers(model),
+        scaler=precision.Scaler(
+            parts.precision,
+            joined.device,
+            config.precision.init_scale,
+            config.precision.growth_interval,
+        ),
+        clip=config.clip,
+        small=SmallGradient(joined, config.metrics.noise_scale_every),
+        outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
+        ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
+        arithmetic=parts.precision,
+        rate_factor=parts.rate_factor,
+        skip_outliers=config.metrics.skip_outliers,
+    )

@@ -1,0 +1,209 @@
+"""What `llmexp next` proposes for run folders whose losses are planted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from llmexp.__main__ import run as llmexp
+from llmexp.compare.comparing import investigate
+from llmexp.compare.next_step import RULES, Step, compared, next_step
+from tests.compare.synthetic import make_run, make_sweep
+from tests.conftest import ROOT, TINY
+from tests.conftest import llmexp as run_llmexp
+from tests.tools import printed
+
+NOISE = {1: 0.0, 2: 0.02, 3: -0.01, 4: 0.013, 5: -0.02}
+PARSER = OverridesParser.create()
+
+
+def planted(path: Path, losses: dict[object, float], seeds=(1, 2, 3), *, wobble=0.001,
+            key="optimizer.lr", sweep=True, fixed=(), **more) -> Path:  # fmt: skip
+    """Runs of settings that differ in one number, over seeds that they share."""
+    points = {}
+    for i, (value, loss) in enumerate(losses.items()):
+        for seed in seeds:
+            text = "null" if value is None else value
+            overrides = ["train.max_steps=400", *fixed, f"{key}={text}", f"train.seed={seed}"]
+            own = wobble * np.random.default_rng([i, seed]).normal()
+            points[f"v{value}+seed_{seed}"] = dict(
+                offset=loss + NOISE[seed] + own, seed=seed, facts={"overrides": overrides},
+                point={"overrides": overrides}, **{key.replace(".", "__"): value}, **more,
+            )  # fmt: skip
+    if sweep:
+        return make_sweep(path, points, [key, "train.seed"])
+    for label, settings in points.items():
+        settings.pop("point")
+        make_run(path / label, **settings)
+    return path
+
+
+def step_of(*paths: Path) -> Step:
+    step = next_step(investigate(paths))
+    for word in shlex.split(step.command)[2:]:  # what is pasted is what Hydra reads
+        if ("=" in word and step.words[0] == "train") or word.startswith("optimizer."):
+            assert PARSER.parse_override(word)
+    assert tuple(shlex.split(step.command)[1:]) == step.words
+    printed("next", json.dumps(step.data, allow_nan=False))
+    return step
+
+
+def test_a_decided_sweep_has_nothing_left_to_do(tmp_path):
+    step = step_of(planted(tmp_path / "s", {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.5}))
+    assert (step.rule, step.words) == ("nothing", ())
+    assert "lr=0.003 is best" in step.why
+
+
+def test_settings_that_are_not_told_apart_get_seeds_and_others_do_not(tmp_path):
+    losses = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02, 3e-2: 0.5}
+    path = planted(tmp_path / "s", losses, wobble=0.03)
+    step = step_of(path)
+    assert step.rule == "seeds"
+    command, folder, grid, seeds = step.words
+    assert (command, folder, grid) == ("resume", str(path), "optimizer.lr=0.003,0.01")
+    given = seeds.removeprefix("train.seed=").split(",")
+    assert given[:3] == ["1", "2", "3"]
+    assert step.runs == 2 * (len(given) - 3) > 0
+    assert step.tokens == step.runs * 400 * 8 * 128
+    assert step.hours == pytest.approx(step.runs * 400 * 0.5 / 3600)
+
+
+def test_single_runs_get_three_seeds_of_the_nearest_settings(tmp_path):
+    losses = {round(1e-3 * 1.5**i, 6): 0.01 * (i - 5) ** 2 for i in range(11)}
+    step = step_of(planted(tmp_path / "s", losses, seeds=(1,)))
+    assert step.rule == "seeds"
+    assert step.words[-1] == "train.seed=1,2,3"
+    assert step.runs == 8 * 2  # of eight settings
+
+
+@pytest.mark.parametrize(
+    ("losses", "proposed"),
+    [
+        ({1e-3: 0.9, 2e-3: 0.5, 4e-3: 0.0}, "optimizer.lr=0.008"),
+        ({1e-3: 0.0, 2e-3: 0.5, 4e-3: 0.9}, "optimizer.lr=0.0005"),
+    ],
+)
+@pytest.mark.parametrize("seeds", [(1, 2, 3), (1,)])
+def test_a_best_value_at_an_edge_widens_the_range(tmp_path, losses, proposed, seeds):
+    step = step_of(planted(tmp_path / "s", losses, seeds))
+    assert step.rule == "wider"
+    assert step.words[2:] == (proposed, f"train.seed={','.join(map(str, seeds))}")
+    assert step.runs == len(seeds)
+
+
+def test_no_range_is_widened_past_what_a_knob_takes_no_limit_or_a_failure(tmp_path):
+    falls = {0.5: 0.9, 1.0: 0.5, 2.0: 0.0}
+    clip = planted(tmp_path / "c", falls | {None: 0.3}, key="clip.max_norm")
+    assert step_of(clip).rule == "nothing"
+    beta = planted(tmp_path / "b", {0.5: 0.9, 0.7: 0.5, 0.99: 0.0}, key="optimizer.beta2")
+    assert step_of(beta).rule == "nothing"
+    failed = planted(tmp_path / "f", falls | {4.0: 0.3}, key="clip.max_norm")
+    for status in failed.glob("*v4.0*/status.json"):
+        status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "failed"}))
+    ledger = json.loads((failed / "sweep.json").read_text())
+    for point in ledger["points"]:
+        point["attempts"] = 2
+    (failed / "sweep.json").write_text(json.dumps(ledger))
+    assert step_of(failed).rule == "nothing"
+
+
+def test_a_bend_between_two_values_is_looked_into(tmp_path):
+    step = step_of(planted(tmp_path / "s", {1e-3: 0.31, 1e-2: 0.0, 1e-1: 1.0}))
+    assert step.rule == "finer"
+    (value,) = (w.partition("=")[2] for w in step.words if w.startswith("optimizer.lr="))
+    assert 3e-3 < float(value) < 8e-3  # the lowest point of the parabola
+    assert step.runs == 3
+
+
+def test_what_is_left_or_failed_once_goes_first(tmp_path):
+    path = planted(tmp_path / "s", {1e-3: 0.9, 3e-3: 0.5, 1e-2: 0.0})
+    status = next(path.glob("0-*")) / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "failed"}))
+    step = step_of(path)
+    assert (step.rule, step.words, step.runs) == ("rest", ("resume", str(path)), 1)
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "preempted"}))
+    assert step_of(path).words == ("resume", str(path))
+    alone = make_run(tmp_path / "alone", state="preempted")
+    assert step_of(alone).words == ("resume", str(alone))
+
+
+def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):
+    losses = {0.0012: 0.3, 0.0031: 0.0, 0.0042: 0.1, 0.0077: 0.2}
+    path = planted(tmp_path / "s", losses, seeds=(1,), fixed=["model=gpt_tiny"])
+    ledger = json.loads((path / "sweep.json").read_text())
+    (path / "sweep.json").write_text(json.dumps(ledger | {"grid": False}))
+    step = step_of(path)
+    grid = ("optimizer.lr=0.0031,0.0042,0.0077", "train.seed=2,3,4")
+    assert step.rule == "confirm"
+    fixed = ("train.max_steps=400", "model=gpt_tiny", "tracker=none")
+    assert step.words == ("train", "-m", *fixed, *grid)
+    assert step.runs == 9
+
+
+def test_unequal_budgets_are_made_equal(tmp_path):
+    for steps, lr in ((400, 1e-3), (200, 3e-3)):
+        facts = {"overrides": [f"train.max_steps={steps}", "model=gpt_tiny", f"optimizer.lr={lr}"]}
+        make_run(tmp_path / str(steps), steps=steps, optimizer__lr=lr, facts=facts)
+    step = step_of(tmp_path)
+    assert step.rule == "budget"
+    grid = ("model=gpt_tiny", "tracker=none", "optimizer.lr=0.003,0.001", "train.seed=1")
+    assert step.words == ("train", "-m", *grid, f"train.max_tokens={200 * 8 * 128}")
+
+
+def test_runs_without_a_sweep_get_a_sweep_of_their_own(tmp_path):
+    words = ("model.x='a b'",)
+    losses = {1e-3: 0.0, 3e-3: 0.01}
+    step = step_of(planted(tmp_path, losses, (1,), sweep=False, fixed=words))
+    assert step.words[:3] == ("train", "-m", "train.max_steps=400")
+    assert step.words[3:] == (
+        *words, "tracker=none", "optimizer.lr=0.001,0.003", "train.seed=2,3"
+    )  # fmt: skip
+    assert step.runs == 4
+
+
+def test_the_command_prints_what_python_returns(tmp_path, capsys):
+    import llmexp as program
+
+    path = planted(tmp_path / "s", {1e-3: 0.9, 3e-3: 0.5, 1e-2: 0.0})
+    assert llmexp(["next", str(path), "--json"]) == 0
+    assert printed("next", capsys.readouterr().out) == program.next_step(path).data
+    assert llmexp(["next", str(path)]) == 0
+    first, cost, why = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"llmexp resume {path} optimizer.lr=")
+    assert cost.startswith("3 runs, 1,228,800 tokens, about ")
+    assert why.startswith("wider: the best lr, 0.01, is the highest")
+    assert llmexp(["next", str(tmp_path / "none")]) == 2
+    assert "for example llmexp next" in capsys.readouterr().err
+    schema = json.loads((ROOT / "llmexp/schema-1.json").read_text())["$defs"]["next"]
+    names = {rule.__name__ for rule in RULES if rule is not compared} | {"nothing", "wait"}
+    assert set(schema["properties"]["rule"]["enum"]) == names
+    page = (ROOT / "docs/compare.md").read_text()
+    assert all(f"| `{name}` |" in page for name in names)
+
+
+def test_what_is_proposed_can_be_pasted_and_run(tmp_path):
+    quick = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=2", "train.eval_tokens=64"]
+    grid = ["optimizer.lr=1e-3,3e-3", "hydra.sweep.dir=my sweep", "checkpoint.last=false"]
+    assert run_llmexp("train", "-m", *TINY, *quick, *grid, cwd=tmp_path).code == 0
+    proposed = run_llmexp("next", "my sweep", cwd=tmp_path).out.splitlines()
+    words = shlex.split(proposed[0])
+    assert words[:3] == ["llmexp", "resume", "my sweep"]
+    assert proposed[1].startswith("4 runs, ")
+    done = run_llmexp(*words[1:], cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 6
+
+
+def test_numbers_that_are_written_in_two_ways_and_seeds_that_are_lost_are_no_error(tmp_path):
+    for name, lr in (("a", "1e-2"), ("b", "0.01"), ("c", "1e-3")):
+        facts = {"overrides": [f"optimizer.lr={lr}"]}
+        make_run(tmp_path / name, optimizer__lr=float(lr), facts=facts, wobble=0.1 * ord(name[0]))
+    assert step_of(tmp_path).rule in {rule.__name__ for rule in RULES} | {"nothing"}
+    config = tmp_path / "a/config.yaml"
+    config.write_text(config.read_text().replace("seed: 1\n", ""))
+    assert step_of(tmp_path)
