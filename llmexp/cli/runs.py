@@ -23,7 +23,7 @@ from llmexp.runs.find import Sweep, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
 from llmexp.runs.ledger import figure
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import clean
@@ -280,9 +280,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="llmexp runs", description="List runs and sweeps; clear up."
-    )
+    parser = Parser(prog="llmexp runs", description="List runs and sweeps; clear up.")
     parser.add_argument(
         "folders",
         nargs="*",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def runs_under(path: Path, depth: int = DEPTH) -> list[Path]:
         return [path]
     found: list[Path] = []
     with contextlib.suppress(OSError):
-        for inner in sorted(path.iterdir() if depth else (), key=by_number):
+        for inner in sorted(path.iterdir() if depth else (), key=rundir.by_number):
             hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
             followed = depth == DEPTH or not inner.is_symlink()
             if inner.is_dir() and followed and not hidden:
@@ -121,12 +120,6 @@ def looks_like_run(path: Path) -> bool:
     if rundir.CONFIG in there:
         return bool(there & {*beside, rundir.METRICS})
     return rundir.METRICS in there and bool(there & beside)
-
-
-def by_number(path: Path) -> list[tuple[str, int]]:
-    """Return a key that orders folders by the numbers in their names: 10 after 9."""
-    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
-    return [(text, int(number or 0)) for text, number in parts]
 
 
 def _folder(path: Path) -> Path:

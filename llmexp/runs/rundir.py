@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import socket
 import time
@@ -78,11 +79,18 @@ def is_run(path: Path) -> bool:
 def no_run(path: Path) -> str:
     """Return why a folder is no run, with the runs that it holds, as that of a sweep does."""
     text = f"is no run folder (it has no {CONFIG})"
-    inner = sorted(p for p in path.iterdir() if is_run(p)) if path.is_dir() else []
+    inner = [p for p in path.iterdir() if is_run(p)] if path.is_dir() else []
     if not inner:
         return f"{text}; a run folder looks like outputs/default/..."
     more = f" and {len(inner) - 4} more" if len(inner) > 4 else ""
-    return f"{text}; name a run in it: {', '.join(map(str, inner[:4]))}{more}"
+    named = (shlex.quote(str(p)) for p in sorted(inner, key=by_number)[:4])
+    return f"{text}; name a run in it: {', '.join(named)}{more}"
+
+
+def by_number(path: Path) -> list[tuple[str, int]]:
+    """Return a key that orders folders by the numbers in their names: 10 after 9."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
+    return [(text, int(number or 0)) for text, number in parts]
 
 
 def read_config(path: Path) -> dict[str, Any]:

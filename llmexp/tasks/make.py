@@ -6,7 +6,6 @@ examples before the question. Needs the extra `data`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.places import need
+from llmexp.settings.values import Parser
 
 Row = Mapping[str, Any]
 
@@ -99,15 +99,15 @@ def lines(source: Source, rows: Iterable[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m llmexp.tasks.make",
         description="Make request files for --tasks and train.tasks from sets of the hub.",
         epilog=f"Known: {', '.join(SOURCES)}.",
     )
     parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME")
     parser.add_argument("--to", type=Path, required=True, help="folder of the files")
-    args = parser.parse_args(arguments)
     try:
+        args = parser.parse_args(arguments)
         datasets = need("datasets", args.names[0], "making request files")
     except ValueError as error:
         print(f"llmexp: {error}", file=sys.stderr)

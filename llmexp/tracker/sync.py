@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -16,7 +15,7 @@ from llmexp.metrics.keys import figures_in
 from llmexp.runs import rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
@@ -37,7 +36,7 @@ COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 def sync(arguments: list[str]) -> int:
     """Upload what the tracker's server does not have yet; exit code 1 when something stayed
     behind."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmexp sync",
         description="Upload runs and sweeps to a tracker from their own records. What is there is "
         "not sent again.",

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.__main__ import run
+from llmexp.__main__ import COMMANDS, run
 from llmexp.data import train_tokenizer
 from llmexp.sweep.points import as_given
 from llmexp.system.child import start_worker
+from llmexp.tasks import make
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 from tests.tools import all_gone, session, wait_for
 
@@ -99,6 +100,17 @@ def test_help_of_every_command(capsys, command):
     out = capsys.readouterr().out
     assert f"llmexp {command}".strip() in out
     assert len(out.splitlines()) > 5
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "verify data", "tasks.make"])
+def test_a_wrong_flag_is_refused_in_one_line(capsys, command):
+    main = make.main if command == "tasks.make" else run
+    words = [] if command == "tasks.make" else command.split()
+    assert main([*words, "--no-such-flag", "a", "b"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("llmexp: ")
+    assert "--help" in err or "--no-such-flag" in err
 
 
 def test_a_command_that_there_is_not(capsys):

@@ -339,6 +339,18 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
         assert text in str(refused.value)
 
 
+def test_runs_that_a_folder_holds_are_named_in_their_order_and_quoted(tmp_path, capsys):
+    for number in (10, 9, 0, 1, 2, 11):
+        inner = tmp_path / "my sweep" / f"{number}-lr"
+        inner.mkdir(parents=True)
+        (inner / "config.yaml").write_text("")
+    folder = tmp_path / "my sweep"
+    for command in (["train", f"fork.run={folder}"], ["average", str(folder)]):
+        assert run(command) == 2
+        first = ", ".join(f"'{folder}/{number}-lr'" for number in (0, 1, 2, 9))
+        assert f"name a run in it: {first} and 2 more" in capsys.readouterr().err
+
+
 def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, monkeypatch):
     monkeypatch.chdir(trunk.folder.parent)
     fork = ["fork.run=trunk", "fork.step=8", "train.max_steps=20"]
