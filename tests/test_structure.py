@@ -168,7 +168,7 @@ def test_distributed_and_wandb_stay_in_their_files():
         if name.split(".")[1:2] != ["mesh"]:
             assert uses(name, "torch.distributed") == set(), name
             assert "torch.distributed" not in text, name
-        if name != "llmexp.tracker.calls":
+        if name != "llmexp.tracker.wandb":
             assert uses(name, "wandb") == set(), name
 
 

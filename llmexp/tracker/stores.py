@@ -1,5 +1,7 @@
-"""Trackers besides wandb. Each is a class with four calls: start, position, row, finish; no other
-file imports their packages."""
+"""Keep the rows of a run in a tracker, by four calls: start, position, rows, finish.
+
+The trackers here are those besides wandb; no other file imports their packages.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,48 @@ import shlex
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmexp.settings.values import ConfigError, flatten, hint
 from llmexp.system.child import DONE, PREEMPTED
 from llmexp.tracker.fields import Fields
 
 
-class Store(Protocol):
-    """A place that keeps rows. Any call may raise; what was given before `finish` is then there."""
+@dataclass(frozen=True)
+class End:
+    """The end of a run."""
+
+    summary: dict[str, Any]
+    exit_code: int
+    complete: bool = True  # whether metrics.jsonl has all its rows
+    rows: int = 0  # in metrics.jsonl
+    last_step: int = -1
+
+
+class Store:
+    """Keep the rows of a run. Any call may raise; what was given before `finish` is then there."""
 
     def start(self, fields: Fields, run_dir: Path) -> str:
         """Open the run, new or as it is there; return where its reader finds it."""
+        raise NotImplementedError
 
     def position(self) -> int:
         """Return the step of the last row that it has, -1 where it has none."""
+        return -1
 
-    def row(self, row: dict[str, Any]) -> None:
-        """Keep a row of metrics.jsonl."""
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep rows of metrics.jsonl."""
+        raise NotImplementedError
 
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Keep the figures of the end, and close the run."""
+    def finish(self, end: End) -> int | None:
+        """Keep the figures of the end, and close the run; return how many rows are there, None
+        where they are not counted."""
+        raise NotImplementedError
+
+    def give_up(self, *, kill: bool) -> None:
+        """Leave a call that failed or hangs; `kill` what it has started."""
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -43,7 +65,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in given.items() if math.isfinite(value)}
 
 
-class TensorBoard:
+class TensorBoard(Store):
     """Event files in RUN_DIR/tensorboard. They are written anew at each start, so they hold what
     metrics.jsonl holds, also after a resume from an earlier step."""
 
@@ -60,19 +82,19 @@ class TensorBoard:
         lines = (f"| {key} | {value} |" for key, value in values.items())
         self._writer.add_text(title, "\n".join((f"| {head} | value |", "|---|---|", *lines)))
 
-    def position(self) -> int:
-        return -1
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            for key, value in numbers(row).items():  # float64, as in the row
+                self._writer.add_scalar(
+                    key, value, row["step"], new_style=True, double_precision=True
+                )
 
-    def row(self, row: dict[str, Any]) -> None:
-        for key, value in numbers(row).items():  # float64, as in the row
-            self._writer.add_scalar(key, value, row["step"], new_style=True, double_precision=True)
-
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        self._write_table("summary", "figure", summary)
+    def finish(self, end: End) -> None:
+        self._write_table("summary", "figure", end.summary)
         self._writer.close()
 
 
-class MLflow:
+class MLflow(Store):
     """A run of the experiment that tracker.project names, at MLFLOW_TRACKING_URI."""
 
     KEY = "llmexp.run_id"  # the tag by which a run is found again
@@ -105,22 +127,23 @@ class MLflow:
         history = self._client.get_metric_history(self._run, self.POSITION)
         return max((metric.step for metric in history), default=-1)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        # In one call: a row is there as a whole or not at all.
-        metrics = [Metric(key, value, now, row["step"]) for key, value in numbers(row).items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        for row in rows:
+            now = int(time.time() * 1000)
+            # In one call: a row is there as a whole or not at all.
+            metrics = [Metric(key, value, now, row["step"]) for key, value in numbers(row).items()]
+            self._client.log_batch(self._run, metrics=metrics)
 
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        for key, value in numbers(summary).items():
+    def finish(self, end: End) -> None:
+        for key, value in numbers(end.summary).items():
             self._client.set_tag(self._run, f"summary.{key}", repr(value))
-        state = {DONE: "FINISHED", PREEMPTED: "KILLED"}.get(exit_code, "FAILED")
+        state = {DONE: "FINISHED", PREEMPTED: "KILLED"}.get(end.exit_code, "FAILED")
         self._client.set_terminated(self._run, state)
 
 
-class Trackio:
+class Trackio(Store):
     """A run of the project that tracker.project names, in Trackio's folder (TRACKIO_DIR)."""
 
     def start(self, fields: Fields, run_dir: Path) -> str:
@@ -146,20 +169,17 @@ class Trackio:
         found = SQLiteStorage.get_max_step_for_run(self._project, self._name)
         return -1 if found is None else int(found)
 
-    def row(self, row: dict[str, Any]) -> None:
-        given = {key: value for key, value in numbers(row).items() if key != "step"}
-        self._run.log(given, step=row["step"])
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            given = {key: value for key, value in numbers(row).items() if key != "step"}
+            self._run.log(given, step=row["step"])
 
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+    def finish(self, end: End) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
 
 
-STORES: dict[str, type[TensorBoard] | type[MLflow] | type[Trackio]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+STORES: dict[str, type[Store]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
 
 
 def check_chosen(kind: str, also: Sequence[str]) -> None:
@@ -183,3 +203,8 @@ def check(kinds: Sequence[str], key: str = "tracker.also") -> None:
                 f"{key}={kind}: the package {kind} is not installed; to install it: "
                 f"pip install 'llmexp[{kind}]'"
             )
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's class and text in at most 200 characters of one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

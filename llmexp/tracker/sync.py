@@ -26,9 +26,9 @@ from llmexp.tracker.fields import (
     run_fields,
     upload_is_pending,
 )
-from llmexp.tracker.mirror import End, TrackerError, check_login, upload
-from llmexp.tracker.opening import copy
-from llmexp.tracker.stores import STORES, check
+from llmexp.tracker.mirror import TrackerError, upload
+from llmexp.tracker.stores import STORES, End, check
+from llmexp.tracker.wandb import check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 
@@ -67,12 +67,7 @@ def sync(arguments: list[str]) -> int:
     if unused := [name for name in OF_ONE_RUN if os.environ.pop(name, None)]:
         names = ", ".join(unused)
         print(f"{names}: not used here; names and ids are those of the runs' own records")
-    try:
-        check_login()
-    except TrackerError as error:
-        raise ConfigError(
-            f"nothing could be uploaded: {error}; then the same command again"
-        ) from None
+    check_login()
     return upload_all(runs, args.anew)
 
 
@@ -152,12 +147,10 @@ def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
         # so that no training starts in the folder meanwhile
         with contextlib.nullcontext() if dry else rundir.locked(run):
             records = read_records(run, anew)
-            if to in STORES:
-                line, complete = send_copy(run, records, to)
-            elif settled := records.settled():
+            if to == "wandb" and (settled := records.settled()):
                 line, complete = f"nothing to send, {settled}", not records.lost
             else:
-                line, complete = plan(records) if dry else send(run, records)
+                line, complete = plan(records) if dry else send(run, records, to)
             code = COMPLETE if complete else INCOMPLETE
     except LeftOut as reason:
         line, code = f"left out: {reason}", COMPLETE
@@ -184,26 +177,18 @@ def plan(records: Records) -> tuple[str, bool]:
     return _with_loss(line, records)
 
 
-def send(run: Path, records: Records) -> tuple[str, bool]:
-    """Upload one run: (its line, whether all of it is there). Raises TrackerError,
+def send(run: Path, records: Records, to: str) -> tuple[str, bool]:
+    """Upload one run, and return its line and whether all of it is there. Raises TrackerError,
     OSError."""
-    feed, there = upload(run, records.fields, records.end)
-    line = f"{feed.sent:,} of {feed.rows:,} rows sent, {records.state}: {feed.url}"
-    more = there - feed.rows
+    done = upload(to, run, records.fields, records.end)
+    line = f"{done.sent:,} of {done.rows:,} rows sent, {records.state}: {done.where}"
+    more = 0 if done.there is None else done.there - done.rows
     if more < 0:
         text = "earlier rows are missing there and wandb takes none in between: --anew"
         return f"{line}; {-more:,} {text}", False
     if more > 0 and not records.lost:
         text = "rows that the run does not have (--anew makes an exact copy)"
         line += f"; the tracker has {more:,} {text}"
-    return _with_loss(line, records)
-
-
-def send_copy(run: Path, records: Records, to: str) -> tuple[str, bool]:
-    """Send one run to another tracker: (its line, whether all of it is there). Raises
-    TrackerError."""
-    sent, where = copy(to, run, records.fields, records.end)
-    line = f"{sent:,} of {records.rows:,} rows sent, {records.state}: {where}"
     return _with_loss(line, records)
 
 

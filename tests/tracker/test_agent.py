@@ -155,3 +155,11 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_written(
     assert result.code == 2
     assert expected in result.err
     assert not (tmp_path / "outputs").exists()
+
+
+def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
+    done = llmexp("train", *QUICK, cwd=tmp_path, WANDB_MODE="disabled", WANDB_API_KEY=KEY)
+    assert (done.code, "wandb" in done.out + done.err) == (0, False)
+    (run,) = (tmp_path / "outputs" / "default").iterdir()
+    assert {"config.yaml", "metrics.jsonl"} < {path.name for path in run.iterdir()}
+    assert not {"wandb", "tracker.json", ".wandb-temporary"} & {path.name for path in run.iterdir()}

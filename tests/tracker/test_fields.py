@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.tracker.calls import has_login
 from llmexp.tracker.fields import (
     SAFE_ID,
     Position,
@@ -26,6 +25,7 @@ from llmexp.tracker.fields import (
     with_environment,
     write_position,
 )
+from llmexp.tracker.wandb import has_login
 from tests.tools import option
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

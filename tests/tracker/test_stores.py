@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from llmexp.runs.rundir import read_rows
 from llmexp.settings import config
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
-from llmexp.tracker.opening import Copy, Trackers
+from llmexp.tracker.mirror import Mirror
+from llmexp.tracker.opening import Trackers
 from tests.conftest import ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
@@ -40,18 +42,18 @@ import json, os, sys, time
 from pathlib import Path
 from llmexp.settings.execution import Tracker
 from llmexp.runs.rows import Rows
-from llmexp.tracker.opening import Copy
+from llmexp.tracker.mirror import Mirror
 from llmexp.tracker.stores import STORES
 from tests.tracker.test_stores import FIELDS, SETTINGS
 kind, folder, rows, die = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 arrived, Store = [], STORES[kind]
 class Counted(Store):
-    def row(self, row):
-        super().row(row)
-        arrived.append(row)
+    def rows(self, rows):
+        super().rows(rows)
+        arrived.extend(rows)
 STORES[kind] = Counted
 out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
-copy = Copy(kind, SETTINGS, folder, FIELDS, print)
+mirror = Mirror(kind, SETTINGS, folder, FIELDS, print)
 for row in rows:
     out.add(row)
     out.flush()
@@ -60,11 +62,11 @@ if die == "die":
         time.sleep(0.05)
     time.sleep(1)
     os._exit(9)
-copy.finish({"final val/loss": 1.25}, 0)
+mirror.finish({"final val/loss": 1.25}, 0)
 """
 
 
-class Kept:
+class Kept(stores.Store):
     """A store in memory. `there`: its rows; `fails`: the call that raises."""
 
     there: list[dict[str, Any]]
@@ -82,12 +84,12 @@ class Kept:
     def position(self) -> int:
         return self.there[-1]["step"] if self.there else -1
 
-    def row(self, row: dict[str, Any]) -> None:
-        self.call("row")
-        self.there.append(row)
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.call("rows")
+        self.there.extend(rows)
 
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        self.ends.append((summary, exit_code))
+    def finish(self, end: stores.End) -> None:
+        self.ends.append((end.summary, end.exit_code))
 
 
 @pytest.fixture
@@ -101,11 +103,11 @@ def kept(monkeypatch) -> type[Kept]:
 def follow(folder: Path, rows: list[dict[str, Any]], code: int = 0) -> list[str]:
     said: list[str] = []
     out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
-    copy = Copy("tensorboard", SETTINGS, folder, FIELDS, said.append)
+    mirror = Mirror("tensorboard", SETTINGS, folder, FIELDS, said.append)
     for row in rows:
         out.add(row)
     out.flush()
-    copy.finish({"steps": rows[-1]["step"]}, code)
+    mirror.finish({"steps": rows[-1]["step"]}, code)
     return said
 
 
@@ -116,7 +118,7 @@ def test_rows_arrive_once_over_a_resume_from_an_earlier_step(tmp_path, kept):
     assert kept.ends == [({"steps": 5}, 75), ({"steps": 9}, 0)]
 
 
-@pytest.mark.parametrize("fails", ["start", "row"])
+@pytest.mark.parametrize("fails", ["start", "rows"])
 def test_a_dead_server_costs_a_line_and_sync_completes_it(tmp_path, kept, capsys, fails):
     run = make_run(tmp_path / "a", 4)
     kept.fails = fails

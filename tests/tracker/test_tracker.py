@@ -43,7 +43,7 @@ rows = Rows(run_dir / "metrics.jsonl", spec["rows"][0]["step"] - 1)
 names = ("project", "entity", "name", "group", "tags", "notes")
 fields = Fields(**{key: spec["tracker"][key] for key in names}, config=spec["config"], run_id="run-1")
 start = time.perf_counter()
-mirror = Mirror(Tracker(**spec["tracker"]), run_dir, fields, say)
+mirror = Mirror("wandb", Tracker(**spec["tracker"]), run_dir, fields, say)
 opened = time.perf_counter() - start
 for number, row in enumerate(spec["rows"]):
     if number in (spec["kill_core_at"], spec["die_at"]):
@@ -391,15 +391,6 @@ def test_without_a_login_it_is_offline_and_never_asks(tmp_path: Path) -> None:
     (said,) = outcome.said
     assert "WANDB_API_KEY" in said
     assert history(tmp_path / "run") == rows
-
-
-def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
-    outcome = run_worker(
-        tmp_path / "run", make_rows(1, 3), env={"WANDB_MODE": "disabled", "WANDB_API_KEY": FAKE_KEY}
-    )
-    assert_cost_nothing(outcome)
-    assert outcome.said == []
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(

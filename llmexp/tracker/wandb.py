@@ -1,0 +1,251 @@
+"""Call wandb. No other file imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from llmexp.settings import config
+from llmexp.settings.values import ConfigError
+from llmexp.system.child import PREEMPTED
+from llmexp.system.redact import netrc_passwords
+from llmexp.tracker.fields import SWEEP_ID, Fields, owe, write_position
+from llmexp.tracker.stores import End, Store, one_line
+
+ARRIVAL_S = 5.0  # for the server to count what it was sent
+UPLOAD_START_S, UPLOAD_FINISH_S = 30.0, 120.0  # of a run that is over
+
+
+class Wandb(Store):
+    """A run on wandb's server.
+
+    With `settings`, of a run in training, the rows go to files where no server can be reached, and
+    `warn` gets a line about it.
+    """
+
+    _temporary: Path | None = None  # the folder for files that wandb leaves behind
+
+    def __init__(self, settings: config.Tracker | None, warn: Callable[[str], None]) -> None:
+        self._settings, self._warn = settings, warn
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        """Open the run, new or as its server knows it, with tokens_seen below every curve."""
+        self._fields, self._run_dir = fields, run_dir
+        self._temporary = temporary = run_dir / ".wandb-temporary"
+        position = owe(run_dir, fields.run_id)
+        self._run = run = self._open(set_up(temporary), temporary)
+        run.define_metric("tokens_seen")
+        run.define_metric("*", step_metric="tokens_seen")
+        # Online the server knows best: what was handed to a process that died may never have
+        # arrived.
+        self._after = run.starting_step - 1 if self._online else position.step
+        self._position = replace(position, run_id=run.id, entity=run.entity or position.entity)
+        # Its agent has chosen id and project, whatever was asked for.
+        if sweep := os.environ.get(SWEEP_ID):
+            self._position = replace(self._position, sweep=sweep, project=run.project)
+        write_position(run_dir, self._position)
+        return str(run.url)
+
+    def _open(self, server: Any, temporary: Path) -> Any:
+        """Return the run in wandb: one in training goes on offline where online does not work."""
+        chosen = self._settings
+        if chosen is None:
+            self._online = True
+            temporary.mkdir(exist_ok=True)
+            return self._init("online", temporary, UPLOAD_START_S, UPLOAD_FINISH_S)
+        mode = os.environ.get("WANDB_MODE", "auto") if chosen.mode == "auto" else chosen.mode
+        files, limits = own_files(self._run_dir), (chosen.start_timeout_s, chosen.finish_timeout_s)
+        # Asked here, because wandb would prompt for a key on a terminal.
+        self._online = mode in ("auto", "online") and has_login(server)
+        if mode == "online" and not self._online:
+            self._warn("no login (WANDB_API_KEY, or `wandb login`), going on offline")
+        if self._online:
+            try:
+                return self._init("online", files, *limits)
+            except Exception as error:
+                problem = f"{server.base_url} does not work ({one_line(error)})"
+                self._warn(f"{problem}, going on offline")
+                forget_wandb(kill=True)
+                self._online = False
+        return self._init("offline", files, *limits)
+
+    def _init(
+        self, mode: Literal["online", "offline"], root: Path, start_s: float, finish_s: float
+    ) -> Any:
+        """Return the run; wandb's own files go to `root`."""
+        import wandb
+
+        wanted: dict[str, Any] = {
+            "root_dir": str(root),
+            "use_dot_wandb": False,
+            "silent": True,
+            "console": "off",
+            "save_code": False,
+            "disable_code": True,
+            "disable_git": True,
+            "disable_job_creation": True,
+            # run.json has versions, host and commit; a command line may have a secret in it.
+            "x_disable_meta": True,
+            "x_disable_machine_info": True,
+            "x_save_requirements": False,
+            "init_timeout": start_s,
+            # Shorter than our own wait, so that what is left of it closes the files.
+            "finish_timeout": max(finish_s - 3, 1),
+            "finish_timeout_raises": True,
+            "x_transaction_log_flush_interval": 0.1,  # seconds of rows that a kill can lose
+        }
+        known = wandb.Settings.model_fields  # the x_ ones come and go between versions
+        fields = self._fields
+        return wandb.init(
+            project=fields.project,
+            entity=fields.entity,
+            name=fields.name,
+            group=fields.group,
+            job_type=os.environ.get("WANDB_JOB_TYPE") or "train",
+            tags=fields.tags,
+            notes=fields.notes,
+            config=fields.config,
+            id=fields.run_id,
+            mode=mode,
+            resume="allow",
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                **{key: value for key, value in wanted.items() if key in known}
+            ),
+        )
+
+    def position(self) -> int:
+        return int(self._after)
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            # With its step, what is sent later lines up; and without `commit` a row with a step
+            # would wait for the next one.
+            self._run.log(row, step=row["step"], commit=True)
+        step, tokens_seen = rows[-1]["step"], int(rows[-1].get("tokens_seen", -1))
+        self._position = replace(self._position, tokens_seen=tokens_seen, step=step)
+        write_position(self._run_dir, self._position)
+
+    def finish(self, end: End) -> int | None:
+        """Return how many rows the server has: wandb is silent about those that it has refused.
+
+        Raises TimeoutError when the upload does not end in time.
+        """
+        path, url = self._run.path, self._run.url
+        self._run.summary.update(end.summary)
+        if end.exit_code == PREEMPTED:
+            self._run.mark_preempting()  # else wandb calls it failed
+        self._run.finish(exit_code=end.exit_code)
+        there = rows_there(path, end.rows, ARRIVAL_S) if self._online else None
+        if there is not None and there >= end.rows > 0 and end.complete:
+            uploaded = {
+                "project": self._position.project or self._fields.project,
+                "step": end.last_step,
+                "exit_code": end.exit_code,
+                "url": url,
+            }
+            write_position(self._run_dir, replace(self._position, uploaded=uploaded))
+        if self._settings:  # the process ends next; an exit hook of wandb would do it too
+            import wandb
+
+            wandb.teardown(exit_code=end.exit_code)
+        self._remove_temporary()
+        return there
+
+    def give_up(self, *, kill: bool) -> None:
+        forget_wandb(kill=kill)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def own_files(run_dir: Path) -> Path:
+    """Return the folder for wandb's own files. An agent sets WANDB_DIR to the current one, which
+    nobody asked for."""
+    given = os.environ.get("WANDB_DIR")
+    if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
+        return run_dir
+    return Path(given)
+
+
+def set_up(temporary: Path | None = None) -> Any:
+    """Return wandb's settings. The folders for temporary files that wandb makes when it is imported
+    go into `temporary`, which is made anew. Raises ImportError."""
+    # wandb reports its errors to its server, and at exit waits up to 20 s for a silent one.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    with contextlib.ExitStack() as stack:
+        if temporary is not None and "wandb" not in sys.modules:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
+            tempfile.tempdir = str(temporary)
+        import wandb
+
+    return wandb.setup(wandb.Settings(silent=True)).settings
+
+
+def rows_there(path: str, wanted: int, wait_s: float) -> int:
+    """Return how many rows the server has of a run; wait until they are `wanted`, about `wait_s`
+    at most."""
+    import wandb
+
+    deadline = time.monotonic() + wait_s
+    api = wandb.Api(timeout=10)
+    while True:
+        there = int(api.run(path).historyLineCount or 0)
+        if there >= wanted or time.monotonic() >= deadline:
+            return there
+        time.sleep(0.5)
+        api.flush()
+
+
+def has_login(settings: Any) -> bool:
+    """Return whether wandb would find credentials for its server without asking for them."""
+    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    if settings.api_key or any(os.environ.get(name) for name in variables):
+        return True
+    passwords = netrc_passwords()
+    return urlsplit(settings.base_url).netloc in passwords or "default" in passwords
+
+
+def check_login() -> None:
+    """Raise ConfigError when nothing can be uploaded from here, with the way to change that."""
+    problem = ""
+    try:
+        settings = set_up()
+        if not has_login(settings):
+            problem = f"no login for {settings.base_url}; to log in: wandb login, or set "
+            problem += "WANDB_API_KEY"
+    except ImportError as error:
+        problem = f"wandb cannot be imported ({one_line(error)}); to install it: pip install wandb"
+    if problem:
+        raise ConfigError(f"nothing could be uploaded: {problem}; then the same command again")
+
+
+def forget_wandb(*, kill: bool) -> None:
+    """Drop wandb's exit hook, which would wait again for what has already been given up; `kill` its
+    process.
+
+    There is no public way while a call hangs, and after a failed start the process keeps the run id
+    taken. A process that is left alive ends by itself after this one.
+    """
+    with contextlib.suppress(Exception):
+        setup = sys.modules["wandb.sdk.wandb_setup"]
+        connection, setup._singleton = setup._singleton._connection, None  # type: ignore[attr-defined]
+        connection._cleanup()
+        if connection.owns_service:
+            os.environ.pop("WANDB_SERVICE", None)
+            if kill:
+                connection._proc._process.kill()
+                connection._proc.join()
