@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmexp.data import shards
 from llmexp.data.corpus import corpus
 from llmexp.data.files import cpu_count
-from llmexp.data.reader import Cut, Order, read_windows
+from llmexp.data.reader import RankSlice, Sampler, read_windows
 from llmexp.data.readers import documents
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus
@@ -81,10 +81,10 @@ def read(path: Path) -> int:
 
 
 def windows(found: Corpus, count: int) -> Callable[[], None]:
-    order = Order(found.train, LENGTH, 32, 32 * count, 0, mixed=found.mixed)
+    order = Sampler(found.train, LENGTH, 32, 32 * count, 0, mixed=found.mixed)
 
     def walk() -> None:
-        for _ in read_windows(order, Cut(8), 0, count):
+        for _ in read_windows(order, RankSlice(8), 0, count):
             pass
 
     return walk

@@ -131,10 +131,10 @@ def report(error: Exception, code: int, as_json: bool) -> int:
     """Print what went wrong, without the values of secrets, on standard error; return `code`."""
     import json
 
-    from llmexp.settings.values import described
+    from llmexp.settings.values import error_record
     from llmexp.system.redact import redacted
 
-    found = described(error)
+    found = error_record(error)
     found["message"] = redacted(found["message"])
     print(f"llmexp: {found['message']}", file=sys.stderr)
     if as_json:

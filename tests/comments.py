@@ -10,7 +10,7 @@ from llmexp.cli.preparing import Prepare
 from llmexp.forecast.settings import Plan
 from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
-from llmexp.settings.values import Knob, knobs_of
+from llmexp.settings.values import Knob, section_knobs
 from llmexp.sweep.settings import Sweep
 from llmexp.train.assembly.targets import arguments_of, locate
 from tests.tools import option
@@ -18,7 +18,7 @@ from tests.tools import option
 KNOBS = fields() | {
     f"{section}.{name}": knob
     for section, kind in (("sweep", Sweep), ("prepare", Prepare), ("plan", Plan))
-    for name, knob in knobs_of(kind).items()
+    for name, knob in section_knobs(kind).items()
 }
 LINE = re.compile(
     r"(?P<setting>(?P<indent> *)[\"]?(?P<name>\w+)[\"]?: *(?P<value>[^#]*?)) *(#.*)?$"

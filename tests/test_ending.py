@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from llmexp.runs import ending, rundir
-from llmexp.runs.ending import RULES, Left, conclude, decide, how_it_left, state_now
+from llmexp.runs.ending import RULES, Left, conclude_run, decide, how_it_left, state_now
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED
 
 STATES = ("", "queued", "running", "finished", "failed", "preempted")
@@ -91,7 +91,7 @@ def test_an_end_that_a_run_could_not_record_is_recorded(
 ):
     rundir.write_status(tmp_path, state, error="its own" if state == "failed" else None)
     before = rundir.read_status(tmp_path)
-    end = conclude(tmp_path, how_it_left(code), code=code, **more)
+    end = conclude_run(tmp_path, how_it_left(code), code=code, **more)
     assert (end.state, end.exit_code) == expected
     assert (end.error is None) == (error is None)
     assert error is None or error in str(end.error)
@@ -111,11 +111,11 @@ def test_a_run_that_another_process_is_at_work_in_is_left_alone(tmp_path, lock):
     before = rundir.read_status(tmp_path)
     with rundir.locked(tmp_path, lock):
         for left in (Left.REFUSED, Left.GONE):
-            assert not conclude(tmp_path, left).found
+            assert not conclude_run(tmp_path, left).found
         assert state_now(tmp_path, before) == "running"
     assert rundir.read_status(tmp_path) == before
     assert state_now(tmp_path, before) == "cut"
-    assert conclude(tmp_path, Left.GONE, cause="the job is gone").error == "the job is gone"
+    assert conclude_run(tmp_path, Left.GONE, cause="the job is gone").error == "the job is gone"
 
 
 @pytest.mark.parametrize("state", [None, 3, "odd", "queued", "finished"])
@@ -126,6 +126,6 @@ def test_a_state_that_is_not_running_is_as_it_was_written(tmp_path, state):
 def test_a_full_disk_hides_no_end(tmp_path, monkeypatch):
     rundir.write_status(tmp_path, "running")
     monkeypatch.setattr(rundir, "write_json", lambda *_: (_ for _ in ()).throw(OSError("no room")))
-    assert conclude(tmp_path, Left.KILLED, code=-11).state == "failed"
+    assert conclude_run(tmp_path, Left.KILLED, code=-11).state == "failed"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert ending.what_is_left(tmp_path, "") == "no checkpoint yet; to go on: the same command"

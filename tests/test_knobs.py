@@ -20,13 +20,13 @@ import yaml
 
 from llmexp import mesh
 from llmexp.data.text_bytes import TextBytes
-from llmexp.runs.ledger import identity
+from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import build, converted
 from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.settings.parts import COMMON, arguments
-from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, flatten, key_of, knobs_of
-from llmexp.settings.values import shown as written
+from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, field_key, flatten, section_knobs
+from llmexp.settings.values import as_yaml as written
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.targets import arguments_of, locate, resolve
@@ -332,7 +332,7 @@ def declared_knobs() -> Iterator[tuple[str, str, dict[str, tuple[Any, Knob]]]]:
     for section, kind in hints.items():
         if dataclasses.is_dataclass(kind):
             types_of = typing.get_type_hints(kind)
-            both = {f.name: (types_of[f.name], knobs_of(kind)[key_of(f)]) for f in
+            both = {f.name: (types_of[f.name], section_knobs(kind)[field_key(f)]) for f in
                     dataclasses.fields(kind)}  # fmt: skip
             yield section, "", {name.removesuffix("_"): one for name, one in both.items()}
             continue
@@ -404,9 +404,9 @@ def test_a_config_of_before_still_builds_and_dead_knobs_tell_no_runs_apart():
     assert old["clip.max_norm"] == 0.1
     assert new["clip.max_norm"] is None
     assert old.keys() == new.keys()
-    assert identity(plain(made({"clip": "none"}, {"clip.max_norm": 0.1}))) == identity(
-        plain(made({"clip": "none"}, {}))
-    )
+    assert config_identity(
+        plain(made({"clip": "none"}, {"clip.max_norm": 0.1}))
+    ) == config_identity(plain(made({"clip": "none"}, {})))
     assert all(
         key.partition(".")[0] in OPEN_SECTIONS or fields()[key].default is not NO_DEFAULT
         for key in dead(new)

@@ -96,7 +96,7 @@ def test_the_diff_on_the_commit_gives_the_tree(tmp_path, monkeypatch):
     monkeypatch.chdir(work)
     monkeypatch.setattr(provenance, "SEARCH", [])
     (tmp_path / "run").mkdir()
-    provenance.write(tmp_path / "run", {}, resumed=False)
+    provenance.write_provenance(tmp_path / "run", {}, resumed=False)
     told = about(tmp_path / "run")
     (one,) = told["repositories"]
     assert (one["commit"], one["branch"]) == (git(work, "rev-parse", "HEAD"), "trunk")
@@ -268,13 +268,13 @@ def test_a_run_folder_that_cannot_be_written_only_says_so(
     tmp_path, monkeypatch, capsys, in_repository
 ):
     monkeypatch.setattr(provenance, "SEARCH", [])
-    provenance.write(tmp_path / "gone", {}, resumed=False)
+    provenance.write_provenance(tmp_path / "gone", {}, resumed=False)
     assert (
         "could not be written: No such file or directory; the run goes on"
         in capsys.readouterr().err
     )
     monkeypatch.setattr(provenance, "installed", lambda: 1 / 0)
-    provenance.write(tmp_path / "gone", {}, resumed=False)
+    provenance.write_provenance(tmp_path / "gone", {}, resumed=False)
     assert "ZeroDivisionError: division by zero; the run goes on" in capsys.readouterr().err
 
 

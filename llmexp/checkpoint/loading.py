@@ -35,7 +35,8 @@ from llmexp.checkpoint.hashes import (
     refuse_damaged,
     state_of,
 )
-from llmexp.checkpoint.pieces import Stored, named_tensors, names_by_id, piece_of
+from llmexp.checkpoint.pieces import StoredPiece, named_tensors, names_by_id, piece_of
+from llmexp.checkpoint.tensor_files import TYPES
 from llmexp.system.fileio import sha256
 
 FORMAT_VERSION = 2
@@ -46,14 +47,7 @@ FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 
 
 @dataclass(frozen=True)
@@ -64,9 +58,9 @@ class Loaded:
     step: int
     manifest: dict[str, Any]
     state: dict[str, Any]
-    model: dict[str, list[Stored]]
-    optimizer: dict[str, list[Stored]]
-    ema: dict[str, list[Stored]]
+    model: dict[str, list[StoredPiece]]
+    optimizer: dict[str, list[StoredPiece]]
+    ema: dict[str, list[StoredPiece]]
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
 
     @property
@@ -113,7 +107,7 @@ def latest(
     for path in reversed(found):
         loaded = None
         try:
-            loaded = load(path, part, kinds)
+            loaded = read_checkpoint(path, part, kinds)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -137,7 +131,9 @@ def unhashed(root: Path) -> Loaded | None:
     return latest(root, lambda text: None, part=NONE, kinds=())
 
 
-def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS) -> Loaded:
+def read_checkpoint(
+    path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
+) -> Loaded:
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
     This rank checks every part[1]-th hash. With `kinds` ("model",) the optimizer's files are not
@@ -165,7 +161,7 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{STATE} holds no section of values")
-        pieces: dict[str, dict[str, list[Stored]]] = {}
+        pieces: dict[str, dict[str, list[StoredPiece]]] = {}
         for kind in KINDS:
             held = [path / name for name, _ in files if name.startswith(kind)]
             wanted = kind in kinds and (held or kind != "ema")
@@ -197,9 +193,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
+def _read_headers(files: list[Path], step: int) -> dict[str, list[StoredPiece]]:
     """Return the pieces of each tensor. Raises ValueError where they do not make up the tensor."""
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[StoredPiece]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
@@ -207,7 +203,7 @@ def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
                 raise ValueError(f"{file.name} is of step {metadata['step']}")
             for name, at in json.loads(metadata["pieces"]).items():
                 size, dtype = tuple(opened.get_slice(name).get_shape()), DTYPES[at["dtype"]]
-                piece = Stored(file, tuple(at["shape"]), tuple(at["offset"]), size, dtype)
+                piece = StoredPiece(file, tuple(at["shape"]), tuple(at["offset"]), size, dtype)
                 found.setdefault(name, []).append(piece)
     if not files:
         raise ValueError("the manifest names no file with tensors")
@@ -229,7 +225,7 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
 
 
 def fill_all(
-    loaded: Loaded, tensors: Mapping[str, Tensor], pieces: dict[str, list[Stored]]
+    loaded: Loaded, tensors: Mapping[str, Tensor], pieces: dict[str, list[StoredPiece]]
 ) -> None:
     """Fill tensors from the pieces of the same names. Raises CheckpointError."""
     opened: dict[Path, Any] = {}
@@ -300,7 +296,7 @@ def restore_optimizers(
     refuse_changed(opened, loaded.seen)
 
 
-def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
+def _empty_state(parameter: Tensor, key: str, piece: StoredPiece, group: dict[str, Any]) -> Tensor:
     """Return room for an optimizer's tensor.
 
     It is laid out as the parameter if it has its shape, else whole on every rank."""
@@ -325,7 +321,7 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
         )
 
 
-def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
+def _fill(target: Tensor, name: str, pieces: list[StoredPiece], opened: dict[Path, Any]) -> None:
     """Fill this rank's part of a tensor from the pieces that overlap it.
 
     `opened` keeps the files open."""

@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPiece:
     """A piece in a file: the box of `size` at `offset` of a full tensor of `shape`."""
 
     file: Path

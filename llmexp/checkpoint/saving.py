@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank writes a snapshot of its part, then rank 0 commits them as one.
 
-The format is in loading.py. Nothing here waits for another rank: `commit` is called once all have
-written.
+The format is in loading.py. Nothing here waits for another rank: `commit_checkpoint` is called once
+all have written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
 )
 from llmexp.checkpoint.tensor_files import write_tensors
-from llmexp.system.fileio import sync
+from llmexp.system.fileio import flush_to_disk
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def _to_host(local: Tensor) -> Tensor:
     return local.to("cpu", non_blocking=True, copy=True, memory_format=torch.contiguous_format)
 
 
-def write(root: Path, step: int, pieces: Pieces) -> None:
+def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
     """Write and flush this rank's files, then a note with their hashes.
 
-    Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other
-    ranks may be at it.
+    Raises OSError; this rank's files are then gone again. The folder is left for
+    `remove_leftovers`: other ranks may be at it.
     """
     temporary = _temporary(root, step)
 
@@ -135,7 +135,7 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
         _write_json(temporary / _note(pieces.rank), written)
 
 
-def commit(
+def commit_checkpoint(
     root: Path,
     step: int,
     pieces: Pieces,
@@ -147,7 +147,7 @@ def commit(
 ) -> Path:
     """Make what all ranks have written checkpoint `step`, then remove older checkpoints.
 
-    For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain
+    For rank 0, with its pieces, after `write_pieces` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
     into the manifest. The newest `keep` of `step` and `whole` stay, and multiples of `keep_every`;
     `whole` are the steps that this process loaded or committed, as others may be damaged. Raises
@@ -160,16 +160,16 @@ def commit(
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
-        sync(temporary / STATE)
+        flush_to_disk(temporary / STATE)
         about = {"format_version": FORMAT_VERSION, "step": step, **meta}
         _write_json(temporary / MANIFEST, about | {"files": files})
-        sync(temporary)
+        flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
             shutil.rmtree(old, ignore_errors=True)
             os.rename(final, old)
         os.rename(temporary, final)
-        sync(root)
+        flush_to_disk(root)
     shutil.rmtree(old, ignore_errors=True)
     known = sorted({*whole, step})
     if keep is not None and len(known) >= keep:
@@ -200,7 +200,7 @@ def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
                 shutil.rmtree(found)
 
 
-def clean(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove what killed or failed saves have left.
 
     For rank 0, under the run's lock, while no rank saves."""
@@ -230,4 +230,4 @@ def _note(rank: int) -> str:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False), encoding="utf-8")
-    sync(path)
+    flush_to_disk(path)

@@ -41,12 +41,12 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     names = _tasks(args)
     found: dict[str, Any] = {"run": str(path), "weights": args.weights}
     if args.lm_eval:
-        from llmexp.evaluate.harness import evaluate_by_harness, figures
+        from llmexp.evaluate.harness import evaluate_by_harness, harness_figures
 
         checkpoint = (path, step, args.weights)
         scored = evaluate_by_harness(checkpoint, names, args.tasks_folder, _warn)
         found |= {key: scored[key] for key in ("step", "device", "precision")}
-        found["tasks"] = figures(scored)
+        found["tasks"] = harness_figures(scored)
     else:
         found |= _own(args, path, step, config, tokens, names)
     return found
@@ -150,9 +150,9 @@ def _judged(
     names: Sequence[str],
 ) -> dict[str, Any]:
     """Return the figures of an opened model on tasks, or without names on the data of `config`."""
-    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
 
-    judge = place(opened)
+    judge = placed_model(opened)
     if judge.note:
         _warn(judge.note)
     if names:

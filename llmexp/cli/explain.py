@@ -24,7 +24,7 @@ from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, shown
-from llmexp.settings.values import ConfigError, flatten, knobs_of
+from llmexp.settings.values import ConfigError, flatten, section_knobs
 from llmexp.sweep.settings import Sweep
 
 WIDTH = 80
@@ -234,7 +234,7 @@ def meaning(key: str, every: list[Layer]) -> str:
     """Return the documentation of a knob with its range: that of the typed section, else the
     comment in its YAML."""
     section, _, name = key.partition(".")
-    known = knobs_of(OF_COMMANDS[section][0]) if section in OF_COMMANDS else fields()
+    known = section_knobs(OF_COMMANDS[section][0]) if section in OF_COMMANDS else fields()
     if (found := known.get(name if section in OF_COMMANDS else key)) is not None:
         return found.meaning
     texts = (comment(layer, key) for layer in reversed(every) if key in layer.values)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.prepared import prepare_part
-from llmexp.data.progress import Progress
+from llmexp.data.progress import ProgressBar
 from llmexp.data.work import Part, Work
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster
@@ -71,7 +71,7 @@ def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
     Raises ValueError.
     """
     total = sum(sum(work.unit_bytes()) for work in works)
-    progress = Progress(f"{len(handles)} parts on Ray", total)
+    progress = ProgressBar(f"{len(handles)} parts on Ray", total)
     left, seen = list(handles), set[Path]()
     _new_text(works, seen)
     while left:

@@ -19,9 +19,9 @@ from typing import Any
 
 from llmexp.compare.table import columns
 from llmexp.runs import rundir
-from llmexp.runs.find import Sweep, find
+from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
-from llmexp.runs.ledger import figure
+from llmexp.runs.ledger import finite
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
@@ -79,10 +79,10 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
-def _line(path: Path, sweep: Sweep) -> Line:
+def _line(path: Path, sweep: SweepFolder) -> Line:
     run = RunFolder(path, strict=False)
     row, (key, loss) = run.last_row(), _loss(run)
-    times = [figure(run.status.get("updated"))]
+    times = [finite(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
@@ -106,10 +106,10 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
     key = "val/loss"
     summary = run.summary
     measured = run.last_row(key).get(key), summary.get(f"final {key}"), summary.get(f"latest {key}")
-    for loss in map(figure, measured):
+    for loss in map(finite, measured):
         if loss is not None:
             return key, loss
-    loss = figure(run.last_row().get("train/loss"))
+    loss = finite(run.last_row().get("train/loss"))
     return (None, None) if loss is None else ("train/loss", loss)
 
 
@@ -122,7 +122,7 @@ def described(folder: Path) -> list[dict[str, Any]]:
 
 
 def _whole(value: Any) -> int | None:
-    return None if figure(value) is None else int(value)
+    return None if finite(value) is None else int(value)
 
 
 def disk_size(path: Path) -> int:

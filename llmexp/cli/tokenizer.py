@@ -64,7 +64,7 @@ def trained(args: Any) -> TrainedTokenizer:
             "llmexp train -m tokenizer=file tokenizer.path=a,b"
         )
     from llmexp.data.tokenizer_files import PATTERNS
-    from llmexp.data.train_tokenizer import SMALLEST, train
+    from llmexp.data.train_tokenizer import SMALLEST, train_bpe
     from llmexp.train.assembly.inputs import filled
 
     if args.vocab_size is None or args.vocab_size < SMALLEST:
@@ -82,7 +82,7 @@ def trained(args: Any) -> TrainedTokenizer:
     from llmexp.train.assembly.inputs import training_documents
 
     try:
-        found = train(training_documents(config), args.vocab_size, args.pattern)
+        found = train_bpe(training_documents(config), args.vocab_size, args.pattern)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)

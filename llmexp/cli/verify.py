@@ -148,7 +148,7 @@ def record(
 ) -> None:
     """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
     because of `error`."""
-    from llmexp.runs.provenance import commit, versions
+    from llmexp.runs.provenance import source_commit, versions
 
     found = {
         "format": 1,
@@ -160,7 +160,7 @@ def record(
         "config": plain(proof.config),
         "llmexp": __version__,
         "versions": versions(),
-        "commit": commit(),
+        "commit": source_commit(),
         "checks": [_strict(dataclasses.asdict(c)) for c in checks],
     }
     fileio.write_json(proof.path / RECORD, concealed(found))

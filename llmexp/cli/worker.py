@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.runs.ending import conclude, how_it_left, what_is_left
+from llmexp.runs.ending import conclude_run, how_it_left, what_is_left
 from llmexp.settings.values import AUTO, ConfigError, refusal
 from llmexp.system.child import (
     DONE,
@@ -101,7 +101,7 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     running = path is not None and rundir.read_status(path).get("state") == "running"
     if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
         return code
-    end = conclude(path, how_it_left(code), code=code, stopped=stopped)
+    end = conclude_run(path, how_it_left(code), code=code, stopped=stopped)
     if end.found:
         what = "training failed: " if end.state == "failed" else ""
         print(f"llmexp: {what}{end.error}; {what_is_left(path, end.error or '')}", file=sys.stderr)

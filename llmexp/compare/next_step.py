@@ -26,7 +26,7 @@ from llmexp.runs.rundir import allowed_again
 from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import fields
 from llmexp.settings.labels import plural, short_keys
-from llmexp.settings.values import ConfigError, pasteable, written
+from llmexp.settings.values import ConfigError, override_value, pasteable
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 MOST_SETTINGS = 8  # that get further seeds, the best ones
@@ -111,7 +111,7 @@ class Known:
             given, config = self.overrides[e.runs[0].path], e.runs[0].config
             if all(key in given or key.lstrip("+") in config for key in self.keys):
                 own = ((key, given.get(key)) for key in self.keys)
-                found[e] = {k: v or written(config.get(k.lstrip("+"))) for k, v in own}
+                found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
         different = {tuple(own.values()) for own in found.values()}
         return found if len(different) == len(found) else {}
 

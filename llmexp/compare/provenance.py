@@ -27,7 +27,7 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
     found = {r.name: folders for r in records if (folders := provenance.folders(r.path))}
-    known = {name: provenance.read(folders[-1]) for name, folders in found.items()}
+    known = {name: provenance.read_provenance(folders[-1]) for name, folders in found.items()}
     lines = _code(known)
     if len({about.get("packages_sha256") for about in known.values()}) > 1:
         lists = [provenance.read_packages(folders[-1]) for folders in found.values()]

@@ -10,14 +10,14 @@ from pathlib import Path
 from llmexp.compare.records import Record, as_dict
 from llmexp.compare.rows import Columns
 from llmexp.runs import rundir
-from llmexp.runs.find import Sweep, setting_of
+from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.naming import LINEAGE
 from llmexp.settings.knobs import default_of
 from llmexp.system.redact import clean
 
 
-def read(found: Sequence[tuple[Path, Sweep]]) -> list[Record]:
+def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
     """Return the runs as records, with names that are unique."""
     records = [_record(path, sweep) for path, sweep in found]
     for levels in (1, 2, 20):  # of parent folders in front
@@ -31,7 +31,7 @@ def _named(record: Record, levels: int) -> Record:
     return dataclasses.replace(record, name=clean("/".join(parts)))
 
 
-def _record(path: Path, sweep: Sweep) -> Record:
+def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
     folder, columns = RunFolder(path, strict=False), Columns(path / rundir.METRICS)
     config = folder.flat_config

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.metrics.keys import is_of_named_set
-from llmexp.runs.folder import row_of
+from llmexp.runs.folder import parse_row
 
 # A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else
 # is parsed as JSON.
@@ -129,7 +129,7 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, .
     """Return all columns, and what could not be read, in words."""
     problems = []
     lines = text.split(b"\n")[:-1]
-    rows = [row for row in map(row_of, lines) if row]
+    rows = [row for row in map(parse_row, lines) if row]
     if lost := len(lines) - len(rows):
         problems.append(
             f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over"

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from llmexp.settings.config import OPEN_SECTIONS
-from llmexp.settings.values import ConfigError, children
+from llmexp.settings.values import ConfigError, nested
 from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
@@ -106,6 +106,6 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, node
         return
     yield key, None
-    for name, child in children(node):
+    for name, child in nested(node):
         name = name if isinstance(node, Mapping) else ""
         yield from _leaves(child, ".".join(filter(None, (key, str(name)))))

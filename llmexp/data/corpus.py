@@ -15,13 +15,13 @@ from llmexp.data.files import cache_folder
 from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
 from llmexp.data.places import Answers, Unreachable
-from llmexp.data.prepared import Forgotten, Prepared, prepare
+from llmexp.data.prepared import Forgotten, Prepared, prepare_source
 from llmexp.data.records import Counts
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
 from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.tokenizers import Tokenizer, end_of_text_id, identity
-from llmexp.data.work import Work, refuse_shared, with_kinds, work_of
+from llmexp.data.tokenizers import Tokenizer, end_of_text_id, tokenizer_identity
+from llmexp.data.work import Work, refuse_shared_files, with_kinds, work_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import knob
 
@@ -118,11 +118,12 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
     main = main_set(data["val_main"], names)
     chosen, held_out = corpus_sources(answers, **data)
     works, works_val = works_of((chosen, held_out), tokenizer, answers)
-    refuse_shared([*works.values(), *works_val.values()])
+    refuse_shared_files([*works.values(), *works_val.values()])
     mixed = read_stages(data["stages"], list(works), length)
     weights = {name: s.weight for name, s in chosen.items() if s.weight is not None}
     ready, ready_val = (
-        {name: prepare(one, answers) for name, one in some.items()} for some in (works, works_val)
+        {name: prepare_source(one, answers) for name, one in some.items()}
+        for some in (works, works_val)
     )
     texts = {name: _texts(name, ready, ready_val) for name in names}
     stages = ([weights] if weights else []) + list(mixed.values())
@@ -151,7 +152,7 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
         description=_description(ready, list(trained), answers),
         fingerprint={
             "tokenizer": tokenizer.name,
-            "tokenizer_sha256": identity(tokenizer),
+            "tokenizer_sha256": tokenizer_identity(tokenizer),
             "sources": {name: one.content for name, one in ready.items()},
             "val_sets": {name: one.content for name, one in ready_val.items()},
             "val_files": texts[main] if main else {},

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from llmexp.data.files import cpu_count
-from llmexp.data.tokenizer_files import PATTERNS, HuggingFace
-from llmexp.data.tokenizers import Own, Tokenizer, is_byte_level
+from llmexp.data.tokenizer_files import PATTERNS, HuggingFaceTokenizer
+from llmexp.data.tokenizers import CustomTokenizer, Tokenizer, is_byte_level
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
@@ -47,8 +47,11 @@ R = TypeVar("R")
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
     """Return whether BOUNDARY holds for the tokenizer, by the pattern that it splits text with."""
-    if isinstance(tokenizer, Own):
-        return isinstance(tokenizer.given, HuggingFace) and tokenizer.given.pattern is not None
+    if isinstance(tokenizer, CustomTokenizer):
+        return (
+            isinstance(tokenizer.given, HuggingFaceTokenizer)
+            and tokenizer.given.pattern is not None
+        )
     return tokenizer.name in CUTTABLE or tokenizer._pat_str in PATTERNS.values()
 
 
@@ -56,7 +59,7 @@ def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
     """Return the function that cuts the blocks of a text into pieces to encode one by one."""
     if is_byte_level(tokenizer):
         return iter
-    return cut if is_cuttable(tokenizer) else lambda texts: iter(("".join(texts),))
+    return split_text if is_cuttable(tokenizer) else lambda texts: iter(("".join(texts),))
 
 
 def ahead(
@@ -82,7 +85,7 @@ def ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def cut(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
+def split_text(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
     """Yield the same text in pieces of about `size` characters that can be encoded one by one.
 
     They end at a BOUNDARY. Where there is none the piece grows until there is one.

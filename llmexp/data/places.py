@@ -32,7 +32,7 @@ ASKED = 16  # files asked about at once
 MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
-def need(package: str, key: str, what: str, extra: str = "data") -> Any:
+def need_package(package: str, key: str, what: str, extra: str = "data") -> Any:
     """Import an optional package. Raise ConfigError with the command that installs it."""
     try:
         return importlib.import_module(package)
@@ -85,10 +85,10 @@ def is_remote(place: str) -> bool:
 
 def _remote(key: str, address: str) -> tuple[Any, str]:
     """Return (file system, path in it) of an address. Raises ValueError."""
-    fsspec = need("fsspec", key, f"reading {address}")
+    fsspec = need_package("fsspec", key, f"reading {address}")
     knobs = {}
     if address.startswith(WEB):
-        limits = need("aiohttp", key, f"reading {address}").ClientTimeout(
+        limits = need_package("aiohttp", key, f"reading {address}").ClientTimeout(
             total=None, sock_connect=ANSWER_S, sock_read=ANSWER_S
         )  # a total would end a stream after five minutes
         knobs = {"client_kwargs": {"timeout": limits}}

@@ -19,12 +19,12 @@ from llmexp.data import shards
 from llmexp.data.cache import building, id_type
 from llmexp.data.files import allow_open_files
 from llmexp.data.places import Answers, is_remote
-from llmexp.data.progress import Progress
+from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer, identified, identity
-from llmexp.data.work import FORMAT, Key, Part, Work, work_of
+from llmexp.data.tokenizers import Tokenizer, identified, tokenizer_identity
+from llmexp.data.work import FORMAT, Part, SourceKey, Work, work_of
 
 MANIFEST = "manifest.json"
 
@@ -38,7 +38,7 @@ class Prepared:
     counts: Counts
     documents: dict[str, int]  # by split
     text_bytes: dict[str, int]
-    key: Key
+    key: SourceKey
 
     @property
     def content(self) -> str:
@@ -51,7 +51,7 @@ class Forgotten(Exception):
     """The shards that remembered answers of a bucket or the hub describe are missing: ask again."""
 
 
-def prepare(work: Work, answers: Answers) -> Prepared:
+def prepare_source(work: Work, answers: Answers) -> Prepared:
     """Return the shards of a source, from the cache where they are there.
 
     Raises ValueError, and Forgotten.
@@ -86,7 +86,7 @@ def prepare_part(
 ) -> None:
     """Write what is missing of one part of the shards of several sources.
 
-    Other processes may write other parts meanwhile; `prepare` joins them. Raises ValueError.
+    Other processes may write other parts meanwhile; `prepare_source` joins them. Raises ValueError.
     """
     start, total = 0, sum(sum(work.unit_bytes()) for work in works)
     for work in works:
@@ -115,7 +115,7 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     sizes = work.unit_bytes()
     starts = list(accumulate(sizes, initial=start))
     mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
-    progress = Progress(work.text, sum(sizes[n] for n in mine))
+    progress = ProgressBar(work.text, sum(sizes[n] for n in mine))
     done = 0
     for number in mine:
         files = work.units[number]
@@ -127,7 +127,7 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     progress.end()
 
 
-def _say(progress: Progress, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
+def _say(progress: ProgressBar, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
     """Report that so much text is done; `starts`: the bytes to read before each file."""
     progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
 
@@ -239,12 +239,13 @@ def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise ValueError if the shards in a folder of the cache were made by another tokenizer."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())["tokenizer"]
-        other = noted["sha256"] != identity(tokenizer)
+        mine = tokenizer_identity(tokenizer)
+        other = noted["sha256"] != mine
     except (OSError, ValueError, KeyError, TypeError):
         return
     if other:
         raise ValueError(
             f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
-            f"({noted['sha256'][:8]}), and {tokenizer.name} ({identity(tokenizer)[:8]}) is another "
-            "one; give the tokenizer that made them, for example tokenizer=gpt2"
+            f"({noted['sha256'][:8]}), and {tokenizer.name} ({mine[:8]}) is another one; "
+            "give the tokenizer that made them, for example tokenizer=gpt2"
         )

@@ -12,7 +12,7 @@ QUIET_S = 2.0  # shorter preparations print nothing
 OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states of a bar; the most between two lines
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal, else lines on stderr, of a preparation that takes longer than QUIET_S.
 
     `what` is prepared. `total`: bytes to read, 0 where it is not known. The rate is in bytes of

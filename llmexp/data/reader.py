@@ -34,7 +34,7 @@ _STARTS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Hidden:
+class TargetMask:
     """The targets that do not count: those with an id, and those that follow a document's end."""
 
     ignore_id: int | None = None
@@ -56,7 +56,7 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Order:
+class Sampler:
     """The sequences of a run.
 
     Step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as there are `total_sequences`;
@@ -69,7 +69,7 @@ class Order:
     total_sequences: int
     seed: int
     shuffle: bool = True
-    hidden: Hidden = Hidden()
+    hidden: TargetMask = TargetMask()
     mixed: Mixture | None = None  # where the stream holds several sources
     skipped: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
 
@@ -92,7 +92,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankSlice:
     """The micro-batches of a window on one rank: its rows [rank*R/dp_size, (rank+1)*R/dp_size)."""
 
     micro_batch_size: int
@@ -101,8 +101,8 @@ class Cut:
 
 
 def read_windows(
-    order: Order,
-    cut: Cut,
+    order: Sampler,
+    cut: RankSlice,
     start_step: int,
     max_steps: int,
     *,
@@ -130,7 +130,7 @@ def read_windows(
 
 
 def _windows(
-    order: Order, cut: Cut, steps: range, digest: bool, pin_memory: bool
+    order: Sampler, cut: RankSlice, steps: range, digest: bool, pin_memory: bool
 ) -> Iterator[Window]:
     real, per_rank = order.real_batch_size, order.real_batch_size // cut.dp_size
     first_row = cut.rank * per_rank
@@ -161,7 +161,12 @@ def _windows(
 
 
 def eval_batches(
-    stream: TokenStream, cut: Cut, *, sequence_length: int, max_sequences: int, hidden: Hidden
+    stream: TokenStream,
+    cut: RankSlice,
+    *,
+    sequence_length: int,
+    max_sequences: int,
+    hidden: TargetMask,
 ) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
     """Yield (starts_b, tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences.
 

@@ -21,8 +21,16 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from llmexp.data.places import is_remote, need, open_file, reading
-from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
+from llmexp.data.places import is_remote, need_package, open_file, reading
+from llmexp.data.records import (
+    BadRecord,
+    Counts,
+    Document,
+    Found,
+    as_text,
+    count_records,
+    record_text,
+)
 from llmexp.data.sniffing import HEAD, sniffed
 from llmexp.data.tables import arrow, parquet
 from llmexp.settings.values import refuse
@@ -76,13 +84,13 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
         case "bzip2":
             return io.BufferedReader(bz2.BZ2File(file), BLOCK)
         case "zstd":
-            zstandard = need("zstandard", key, f"reading {place}")
+            zstandard = need_package("zstandard", key, f"reading {place}")
             packed = zstandard.ZstdDecompressor(max_window_size=2**31)
             return io.BufferedReader(Zstd(file, packed), BLOCK)
     return file
 
 
-def kind_of(key: str, place: str) -> str:
+def kind_of_file(key: str, place: str) -> str:
     """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty".
 
     Raises ValueError for what holds no documents.
@@ -148,11 +156,11 @@ def documents(
     A record that cannot be read is counted and left out with `skip_bad`, else refused. Raises
     ValueError that names the file and the place in it.
     """
-    kind = kind_of(key, place)
+    kind = kind_of_file(key, place)
     read = READERS[kind]
     counts.place, counts.file = place, None
     with _damage_named(key, place):
-        yield from counted(read(key, place, text_key, counts), skip_bad, counts)
+        yield from count_records(read(key, place, text_key, counts), skip_bad, counts)
 
 
 def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:

@@ -56,7 +56,7 @@ class Document:
 Found = Document | BadRecord | None  # None: an empty document
 
 
-def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
+def count_records(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
     """Yield the documents among the records, and count all."""
     for found in records:
         if isinstance(found, BadRecord):
@@ -71,7 +71,9 @@ def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterato
             yield found
 
 
-def cut(document: Document, splits: list[str], shares: list[float]) -> Iterator[Document]:
+def split_document(
+    document: Document, splits: list[str], shares: list[float]
+) -> Iterator[Document]:
     """Yield a text file as one document per split, the training part first.
 
     With one share it is text[:int(n * (1 - share))] and the rest, for n characters.
@@ -97,7 +99,7 @@ def cut(document: Document, splits: list[str], shares: list[float]) -> Iterator[
         start = max(start, stop)
 
 
-def whole(text: str, where: str) -> Found:
+def whole_document(text: str, where: str) -> Found:
     """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
     if not text:
         return None
@@ -131,7 +133,7 @@ def as_text(where: str, text: Any, text_key: str) -> Found:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if isinstance(text, str):
-            return whole(text, where)
+            return whole_document(text, where)
     except UnicodeDecodeError as error:
         return BadRecord(f"{where}: {text_key!r} is not UTF-8 ({error.reason})")
     except UnicodeEncodeError:

@@ -26,9 +26,9 @@ import numpy as np
 from llmexp.data.cache import id_type
 from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.records import Counts, Document
-from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.tokenizers import CustomTokenizer, Tokenizer, end_of_text_id, is_byte_level
 from llmexp.data.work import Work
-from llmexp.system.fileio import sync, write_whole
+from llmexp.system.fileio import flush_to_disk, write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
@@ -99,7 +99,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A piece of a document's text; `ends` the document or not."""
 
     text: str
@@ -117,7 +117,7 @@ class Job:
     """
 
     chunk: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextPiece] = field(default_factory=list)
     counts: dict[str, Any] | None = None
     last: bool = False
 
@@ -153,7 +153,7 @@ def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
     end, pieces = end_of_text_id(tokenizer), job.pieces
     if not pieces:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    if isinstance(tokenizer, Own):
+    if isinstance(tokenizer, CustomTokenizer):
         found = tokenizer.encode_all([piece.text for piece in pieces])
     elif is_byte_level(tokenizer):
         found = [np.frombuffer(piece.text.encode(), np.uint8) for piece in pieces]
@@ -191,7 +191,7 @@ def _jobs(
         if not write:
             in_chunk += sum(map(_size, document.pieces))
         for text, ends in _with_end(cut(document.pieces)) if write else ():
-            job.pieces.append(Piece(text, document.digest, ends, _size(text), document.split))
+            job.pieces.append(TextPiece(text, document.digest, ends, _size(text), document.split))
             size += job.pieces[-1].n_bytes
             in_chunk += job.pieces[-1].n_bytes
             if not ends:
@@ -232,7 +232,7 @@ class _Writer:
         stem, dtype = work.folder / name, id_type(work.tokenizer)
         self._shards = {split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits}
 
-    def add(self, pieces: list[Piece], ids: np.ndarray, stops: list[int]) -> None:
+    def add(self, pieces: list[TextPiece], ids: np.ndarray, stops: list[int]) -> None:
         """Write the ids of each piece to the shard of its split, as many at a time as follow."""
         first = 0
         pairs = zip(pieces, stops, strict=True)
@@ -246,7 +246,7 @@ class _Writer:
     def commit(self, counts: dict[str, Any], last: bool) -> None:
         """Make the chunk count: its shards are on the disk before its .json is."""
         shards = {split: shard.close() for split, shard in self._shards.items()}
-        sync(self._path.parent)
+        flush_to_disk(self._path.parent)
         write_json(self._path, {"counts": counts, "last": last, "shards": shards})
 
     def remove(self) -> None:
@@ -269,7 +269,7 @@ class _Shard:
         self._digests = bytearray()
         self._tokens = self._bytes = self._before = 0  # bytes: of all documents; of those before
 
-    def note(self, piece: Piece, count: int) -> None:
+    def note(self, piece: TextPiece, count: int) -> None:
         """Note a piece that ends `count` ids after those that are written."""
         self._bytes += piece.n_bytes
         if piece.ends:
@@ -309,4 +309,4 @@ class _Shard:
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
     write_whole(path, json.dumps(value))
-    sync(path.parent)
+    flush_to_disk(path.parent)

@@ -13,9 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.places import Answers, need, reading
+from llmexp.data.places import Answers, need_package, reading
 from llmexp.data.readers import documents
-from llmexp.data.records import Counts, Document, Found, counted, cut, record_text
+from llmexp.data.records import Counts, Document, Found, count_records, record_text, split_document
 from llmexp.settings.values import refuse
 
 TRAIN = "train"
@@ -52,20 +52,22 @@ class Source:
         """Yield the documents of some files, or of all, each with its split. Raises ValueError."""
         for document in self._whole(counts, self.files if files is None else files):
             if self.cuts_texts and document.characters:
-                yield from cut(document, self.splits, [share for _, share in self.shares])
+                yield from split_document(
+                    document, self.splits, [share for _, share in self.shares]
+                )
             else:
                 document.split = self.split_of(document.digest)
                 yield document
 
     def _whole(self, counts: Counts, files: Sequence[str]) -> Iterator[Document]:
         if self.hf is not None:
-            yield from counted(self._records(self.hf), self.skip_bad, counts)
+            yield from count_records(self._records(self.hf), self.skip_bad, counts)
         for place in files:
             yield from documents(self.key, place, self.text_key, self.skip_bad, counts)
 
     def _records(self, name: str) -> Iterator[Found]:
         """Yield the records of a folder of `save_to_disk`, or of a name on the hub."""
-        datasets = need("datasets", self.key, f"reading {name}")
+        datasets = need_package("datasets", self.key, f"reading {name}")
         if Path(name).is_dir():
             records = _of_folder(datasets, self.key, name, self.split)
         else:
@@ -110,7 +112,7 @@ def hub_identity(key: str, name: str, answers: Answers) -> tuple[str, str | None
         return json.dumps([names, answers.digests(paths)]), None
 
     def ask() -> str:
-        hub = need("huggingface_hub", key, f"reading {name}")
+        hub = need_package("huggingface_hub", key, f"reading {name}")
         with reading(key, name):
             return str(hub.HfApi().dataset_info(name).sha)
 

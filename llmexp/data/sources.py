@@ -28,11 +28,11 @@ from llmexp.data.labels import add_labels
 from llmexp.data.order import sequence_index
 from llmexp.data.overlap import warnings_of
 from llmexp.data.places import Answers
-from llmexp.data.prepared import prepare, refuse_tokenizer
+from llmexp.data.prepared import prepare_source, refuse_tokenizer
 from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
-from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.data.tokenizers import Tokenizer, tokenizer_identity
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 
@@ -128,7 +128,7 @@ def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
 def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: Answers) -> Corpus:
     """Return the corpus of one source, with its share or another source for validation."""
     works, works_val = works_of(some, tokenizer, answers)
-    ready = [prepare(work, answers) for work in (*works.values(), *works_val.values())]
+    ready = [prepare_source(work, answers) for work in (*works.values(), *works_val.values())]
     if works_val:
         most: tuple[int | None, int | None] = (amount.max_tokens, None)
         val = ready[1].streams[TRAIN]
@@ -151,7 +151,7 @@ def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: A
     ]
     fingerprint: dict[str, Any] = {
         "tokenizer": tokenizer.name,
-        "tokenizer_sha256": identity(tokenizer),
+        "tokenizer_sha256": tokenizer_identity(tokenizer),
         "train_files": marks[0],
         "val_files": marks[1] if works_val else {},
         "max_tokens": amount.max_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.data.places import need, open_file
+from llmexp.data.places import need_package, open_file
 from llmexp.data.records import BadRecord, Counts, Found, as_text
 from llmexp.settings.values import refuse
 
@@ -14,7 +14,7 @@ TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "bin
 
 
 def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
-    library = need("pyarrow.parquet", key, f"reading {place}")
+    library = need_package("pyarrow.parquet", key, f"reading {place}")
     with open_file(key, place, seeks=True) as file:
         counts.file = file
         table = library.ParquetFile(file)
@@ -24,7 +24,7 @@ def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fou
 
 
 def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
-    library = need("pyarrow", key, f"reading {place}")
+    library = need_package("pyarrow", key, f"reading {place}")
     with open_file(key, place, seeks=True) as file:
         counts.file = file
         if file.peek(6).startswith(b"ARROW1"):

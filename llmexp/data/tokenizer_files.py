@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import tiktoken
 
-from llmexp.data.places import need
+from llmexp.data.places import need_package
 from llmexp.data.tokenizers import PROBE
 from llmexp.settings.values import knob, refuse
 
@@ -76,8 +76,8 @@ def from_file(
         text = f"belongs to a .tiktoken file; {file.name} says itself how text is split"
         raise refuse("tokenizer.pattern", pattern, text)
     if content.lstrip()[:1] == b"{":
-        return HuggingFace(path, file, end_of_text)
-    return SentencePiece(path, content, end_of_text)
+        return HuggingFaceTokenizer(path, file, end_of_text)
+    return SentencePieceTokenizer(path, content, end_of_text)
 
 
 def _tiktoken(
@@ -120,11 +120,11 @@ def _end(path: str, given: str | None, known: Sequence[str], ids: Any) -> int | 
     return None if name is None else int(ids(name))
 
 
-class HuggingFace:
+class HuggingFaceTokenizer:
     """A tokenizer.json, read by the library tokenizers."""
 
     def __init__(self, path: str, file: Path, end_of_text: str | None) -> None:
-        library = need("tokenizers", "tokenizer", f"reading {path}")
+        library = need_package("tokenizers", "tokenizer", f"reading {path}")
         try:
             self._tokenizer = library.Tokenizer.from_file(str(file))
             self.content = file.read_text(encoding="utf-8")  # for an export
@@ -203,11 +203,11 @@ def _piece_bytes(token: str) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
-class SentencePiece:
+class SentencePieceTokenizer:
     """A sentencepiece model."""
 
     def __init__(self, path: str, content: bytes, end_of_text: str | None) -> None:
-        library = need("sentencepiece", "tokenizer", f"reading {path}")
+        library = need_package("sentencepiece", "tokenizer", f"reading {path}")
         self._model, self.content = library.SentencePieceProcessor(), content
         try:
             self._model.LoadFromSerializedProto(content)

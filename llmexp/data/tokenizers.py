@@ -1,6 +1,7 @@
 """Make text into ids: tiktoken's encodings, bytes, and tokenizers of the user's own.
 
-A tokenizer is a `tiktoken.Encoding`, or an object with the parts in `PARTS`, as an `Own`.
+A tokenizer is a `tiktoken.Encoding`, or an object with the parts in `PARTS`, as a
+`CustomTokenizer`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPEATS = 40
 MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
-class Own:
+class CustomTokenizer:
     """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here.
 
     All others are the user's object's. Raises ValueError, naming the part, for an object that lacks
@@ -73,7 +74,7 @@ class Own:
         return getattr(self.given, name)
 
     def __reduce__(self) -> tuple[Any, ...]:  # the lock stays here
-        return Own, (self.given,)
+        return CustomTokenizer, (self.given,)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, all in one call where that changes no ids.
@@ -147,7 +148,7 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Tokenizer = tiktoken.Encoding | Own
+Tokenizer = tiktoken.Encoding | CustomTokenizer
 
 
 def as_tokenizer(found: Any) -> Tokenizer:
@@ -155,7 +156,9 @@ def as_tokenizer(found: Any) -> Tokenizer:
 
     Raises ValueError for what is no tokenizer.
     """
-    return found if isinstance(found, tiktoken.Encoding | Own) else Own(found)
+    return (
+        found if isinstance(found, tiktoken.Encoding | CustomTokenizer) else CustomTokenizer(found)
+    )
 
 
 def byte_level() -> tiktoken.Encoding:
@@ -208,7 +211,7 @@ def pretrained(
 
 def is_byte_level(encoding: Tokenizer) -> bool:
     """Return whether text becomes its UTF-8 bytes, one id per byte and equal to it."""
-    if isinstance(encoding, Own):
+    if isinstance(encoding, CustomTokenizer):
         return False
     ranks = encoding._mergeable_ranks
     return len(ranks) == 256 and all(ranks.get(bytes([b])) == b for b in range(256))
@@ -216,7 +219,7 @@ def is_byte_level(encoding: Tokenizer) -> bool:
 
 def end_of_text(encoding: Tokenizer) -> int | None:
     """Return the id between documents; None where there is no such token."""
-    if isinstance(encoding, Own):
+    if isinstance(encoding, CustomTokenizer):
         return encoding.eot_token
     special = encoding._special_tokens
     if len(special) == 1:  # of a file, whatever it is called
@@ -241,7 +244,7 @@ def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
 
     They are 0 for special tokens and ids without a meaning.
     """
-    if isinstance(encoding, Own):
+    if isinstance(encoding, CustomTokenizer):
         return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     ranks = encoding._mergeable_ranks
@@ -256,7 +259,7 @@ def has_meaning(encoding: Tokenizer) -> np.ndarray:
     No text can be made of another.
     """
     found: np.ndarray = token_byte_lengths(encoding) > 0
-    if not isinstance(encoding, Own):
+    if not isinstance(encoding, CustomTokenizer):
         found[[*encoding._special_tokens.values()]] = True
     elif encoding.eot_token is not None:
         found[encoding.eot_token] = True
@@ -265,13 +268,13 @@ def has_meaning(encoding: Tokenizer) -> np.ndarray:
 
 def identified(tokenizer: Tokenizer) -> dict[str, str]:
     """Return what shards note of the tokenizer that made them."""
-    return {"name": tokenizer.name, "sha256": identity(tokenizer)}
+    return {"name": tokenizer.name, "sha256": tokenizer_identity(tokenizer)}
 
 
 @functools.lru_cache(maxsize=4)  # a tenth of a second for 100,000 ids, and asked for several times
-def identity(encoding: Tokenizer) -> str:
+def tokenizer_identity(encoding: Tokenizer) -> str:
     """Return a digest of all that decides how text becomes ids: the name alone does not."""
-    if isinstance(encoding, Own):
+    if isinstance(encoding, CustomTokenizer):
         return encoding.identity()
     ranks = encoding._mergeable_ranks
     known = encoding._pat_str, sorted(encoding._special_tokens.items())

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llmexp.data.encode import cut
-from llmexp.data.places import need
+from llmexp.data.encode import split_text
+from llmexp.data.places import need_package
 from llmexp.data.tokenizer_files import PATTERNS
 from llmexp.settings.values import ConfigError
 
@@ -28,13 +28,13 @@ class Trained:
     bytes_per_token: float  # of a sample of them
 
 
-def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> Trained:
+def train_bpe(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> Trained:
     """Return a tokenizer of `vocab_size` ids: bytes, merges, and the token between documents.
 
     Fewer come out where the text has no more pairs to merge. A document comes in pieces, so that
     memory does not grow with it. `pattern`: a name in PATTERNS. Raises ConfigError.
     """
-    library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
+    library = need_package("tokenizers", "llmexp tokenizer", "training a tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
     split = library.Regex(PATTERNS[pattern])
     before = library.pre_tokenizers
@@ -56,7 +56,7 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
         for document in documents:
             counted += 1
             # Both patterns allow these cuts: no match of theirs crosses one.
-            for number, piece in enumerate(cut(document)):
+            for number, piece in enumerate(split_text(document)):
                 if number == 0 and counted % 100 == 1 and len(sample) < 100:
                     sample.append(piece)
                 batch.append(piece)

@@ -12,10 +12,10 @@ from typing import Any
 
 from llmexp.data.files import state_of
 from llmexp.data.places import Answers, contents_of, is_remote
-from llmexp.data.readers import kind_of
+from llmexp.data.readers import kind_of_file
 from llmexp.data.source import FEW_FILES, Source, hub_identity
 from llmexp.data.stream import DataChanged
-from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.data.tokenizers import Tokenizer, tokenizer_identity
 
 FORMAT = 1  # of the shards; part of their key
 UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
@@ -23,7 +23,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio
 
 
 @dataclass(frozen=True)
-class Key:
+class SourceKey:
     """The identity of a source."""
 
     text: str  # its documents, whatever the tokenizer
@@ -39,7 +39,7 @@ class Work:
 
     source: Source
     folder: Path
-    key: Key
+    key: SourceKey
     contents: dict[str, str]  # what identifies the content of each file, or of the dataset
     units: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]  # bytes of each file
@@ -105,8 +105,8 @@ def work_of(source: Source, tokenizer: Tokenizer, answers: Answers) -> Work:
         contents, source = [content], replace(source, revision=commit)
     places = source.files or (f"{source.hf}, split {source.split}",)
     text = _digest([contents, source.text_key, source.split if source.hf else None])
-    recipe = [FORMAT, identity(tokenizer), text, source.shares]
-    key = Key(text, _digest([*recipe, "cut"] if source.cuts_texts else recipe))
+    recipe = [FORMAT, tokenizer_identity(tokenizer), text, source.shares]
+    key = SourceKey(text, _digest([*recipe, "cut"] if source.cuts_texts else recipe))
     name = f"{key.shards}-skipped" if source.skip_bad else key.shards
     folder = answers.cache / "corpus" / name
     of_files = dict(zip(source.files, sizes, strict=True))
@@ -123,15 +123,15 @@ def with_kinds(source: Source, answers: Answers) -> Source:
     if not source.shares or len(source.files) >= FEW_FILES:
         return source
     kinds = (
-        answers.get(source.key, f"kind {name}", partial(kind_of, source.key, name))
+        answers.get(source.key, f"kind {name}", partial(kind_of_file, source.key, name))
         if is_remote(name)
-        else kind_of(source.key, name)
+        else kind_of_file(source.key, name)
         for name in source.files
     )
     return replace(source, cuts_texts="text" in kinds)
 
 
-def refuse_shared(works: Iterable[Work]) -> None:
+def refuse_shared_files(works: Iterable[Work]) -> None:
     """Refuse a file that two sources read, under whatever name.
 
     It would count twice, or be trained and validated.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmexp.data.places import need
+from llmexp.data.places import need_package
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.opening import export_run
@@ -25,9 +25,9 @@ def evaluate_by_harness(
     `folder` describe; each item under "samples". `checkpoint`: (run, step, weights). Raises
     ConfigError."""
     shown = f"--lm-eval {','.join(names)}"
-    harness = need("lm_eval", shown, "this", "eval")
-    manager = need("lm_eval.tasks", shown, "this", "eval").TaskManager
-    need("accelerate", shown, "lm-eval", "eval")
+    harness = need_package("lm_eval", shown, "this", "eval")
+    manager = need_package("lm_eval.tasks", shown, "this", "eval").TaskManager
+    need_package("accelerate", shown, "lm-eval", "eval")
     config = rundir.built_config(checkpoint[0])
     device = "cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu"
     with tempfile.TemporaryDirectory(prefix="llmexp-") as where:
@@ -56,7 +56,7 @@ def evaluate_by_harness(
     return {**found, "step": exported.step, "device": device, "precision": kind}
 
 
-def figures(found: dict[str, Any]) -> list[dict[str, Any]]:
+def harness_figures(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the figures of each task, as `evaluate_tasks` has them: NAME and NAME_stderr. A filter
     other than none stands behind the name."""
     rows = []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from llmexp import mesh
-from llmexp.data.reader import Cut, Hidden, eval_batches
+from llmexp.data.reader import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers import end_of_text
@@ -96,7 +96,7 @@ class Judge:
     note: str
 
 
-def place(opened: Opened) -> Judge:
+def placed_model(opened: Opened) -> Judge:
     """Put the model where its run computed, or where it can be computed here."""
     config, note = opened.config, ""
     wanted = config.train.device
@@ -150,7 +150,7 @@ def evaluate_tasks(
     alone = mesh.join(judge.device.type, "single", 1, 1, 1)
     tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:
-        figures, samples = scoring.score(task, judge.loss, alone, judge.precision, tokens)
+        figures, samples = scoring.score_task(task, judge.loss, alone, judge.precision, tokens)
         found.append({"task": task.name, "items": len(task.items), **figures})
         if by_item:
             found[-1]["scores"] = samples
@@ -229,10 +229,10 @@ def add_all(
     text_bytes = TextBytes(tokenizer, corpus.is_text, vocab_size)
     for starts_b, tokens_bt, targets_bt in eval_batches(
         stream,
-        Cut(int(batch.micro_batch_size or 8)),
+        RankSlice(int(batch.micro_batch_size or 8)),
         sequence_length=batch.sequence_length,
         max_sequences=sequences,
-        hidden=Hidden(config.data.get("ignore_id"), document_end(config, tokenizer)),
+        hidden=TargetMask(config.data.get("ignore_id"), document_end(config, tokenizer)),
     ):
         with precision.autocast(judge.precision, judge.device):
             nll_bt = judge.loss(tokens_bt.to(judge.device), targets_bt.to(judge.device), each=True)

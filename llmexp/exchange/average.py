@@ -42,8 +42,8 @@ def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
         write_whole(draft / rundir.CONFIG, (runs[-1] / rundir.CONFIG).read_bytes())
         write_json(draft / RECORD, record | {"run": rundir.read_run(runs[-1])})
         held = saving.Pieces(0, 1, {"model.safetensors": pieces}, [])
-        saving.write(draft / root, last.step, held)
-        saving.commit(draft / root, last.step, held, {}, {"average": record}, keep=None)
+        saving.write_pieces(draft / root, last.step, held)
+        saving.commit_checkpoint(draft / root, last.step, held, {}, {"average": record}, keep=None)
 
 
 def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:

@@ -76,7 +76,9 @@ def open_source(given: Any, hashed: bool = True) -> Source:
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
             raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS
-    loaded = loading.load(loading.of_step(root, step), ALL if hashed else NONE, ("model",))
+    loaded = loading.read_checkpoint(
+        loading.of_step(root, step), ALL if hashed else NONE, ("model",)
+    )
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
@@ -90,7 +92,7 @@ def open_checkpoint(
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
     if step is not None:
-        found: Loaded | None = loading.load(loading.of_step(root, step), kinds=kinds)
+        found: Loaded | None = loading.read_checkpoint(loading.of_step(root, step), kinds=kinds)
     else:
         found = loading.latest(root, warn, kinds=kinds)
     if found is None:

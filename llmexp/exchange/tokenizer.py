@@ -12,7 +12,7 @@ from typing import Any
 
 import tiktoken
 
-from llmexp.data.tokenizer_files import HuggingFace, SentencePiece, from_file
+from llmexp.data.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer, from_file
 from llmexp.data.tokenizers import PROBE, Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.train_tokenizer import byte_names
 
@@ -34,11 +34,11 @@ def tokenizer_files(
     how it cuts text. `length`: the tokens that the model can read."""
     if isinstance(tokenizer, tiktoken.Encoding):
         content = json.dumps(_of_tiktoken(tokenizer), ensure_ascii=False, indent=1)
-    elif isinstance(tokenizer.given, HuggingFace):
+    elif isinstance(tokenizer.given, HuggingFaceTokenizer):
         # without what the run does without: a token before each text, cut or filled texts
         without = dict.fromkeys(("post_processor", "truncation", "padding"))
         content = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
-    elif isinstance(tokenizer.given, SentencePiece):
+    elif isinstance(tokenizer.given, SentencePieceTokenizer):
         if (found := converted(tokenizer.given.content)) is None:
             return {SENTENCEPIECE: tokenizer.given.content}
         content = json.dumps(found, ensure_ascii=False)
@@ -71,7 +71,9 @@ def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
             "installed, unless it has symbols of its user"
         ]
     given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
-    if isinstance(given, SentencePiece) and '"Precompiled"' in str(files["tokenizer.json"]):
+    if isinstance(given, SentencePieceTokenizer) and '"Precompiled"' in str(
+        files["tokenizer.json"]
+    ):
         return [
             "the tokenizer normalizes text: of a letter that it replaces and a combining mark "
             "behind it, AutoTokenizer may give other ids"
@@ -100,7 +102,7 @@ def _config(tokenizer: Tokenizer, length: int | None) -> dict[str, Any]:
     }
     if (end := end_of_text(tokenizer)) is not None:
         given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
-        if isinstance(given, SentencePiece):  # it decodes a control piece to nothing
+        if isinstance(given, SentencePieceTokenizer):  # it decodes a control piece to nothing
             text = given.piece(end)
         else:
             text = tokenizer.decode([end])

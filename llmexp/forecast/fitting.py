@@ -21,7 +21,7 @@ from llmexp.metrics.devices import Device, device_called
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
-from llmexp.settings.values import AUTO, ConfigError, described, refuse
+from llmexp.settings.values import AUTO, ConfigError, error_record, refuse
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
@@ -217,7 +217,7 @@ def main() -> None:
             config = fitted(build(request["config"]), request["folder"])
             found: dict[str, Any] = {"micro_batch_size": config.batch.micro_batch_size}
         except ConfigError as error:
-            found = {"error": described(error)}
+            found = {"error": error_record(error)}
     print(json.dumps(found), file=answers, flush=True)
 
 

@@ -64,6 +64,6 @@ def _last_words(path: Path, code: int) -> str:
     error = rundir.read_status(path).get("error")
     if isinstance(error, str) and error:
         return error
-    lines = fileio.tail(path / ERRORS, 2000).decode(errors="replace").split("\n")
+    lines = fileio.last_bytes(path / ERRORS, 2000).decode(errors="replace").split("\n")
     lines = [line.removeprefix("llmexp: ") for line in lines if line.strip()]
     return lines[-1] if lines and code > 0 else how_it_died(code, stopped=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmexp.settings.config import Batch
-from llmexp.settings.convert import checked
+from llmexp.settings.convert import checked_knob
 from llmexp.settings.values import AUTO, ConfigError, refuse
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
@@ -120,8 +120,8 @@ def solve_rates(
     The reference becomes this real batch, so that a solved section is solved again into itself.
     Raises ConfigError.
     """
-    rule = checked("optimizer.lr_rule", optimizer.get("lr_rule", "none"))
-    reference = checked("optimizer.reference_batch", optimizer.get("reference_batch"))
+    rule = checked_knob("optimizer.lr_rule", optimizer.get("lr_rule", "none"))
+    reference = checked_knob("optimizer.reference_batch", optimizer.get("reference_batch"))
     if rule == "none":
         return optimizer, None
     if reference is None:

@@ -50,7 +50,7 @@ def how_it_left(code: int) -> Left:
 
 
 @dataclass(frozen=True)
-class Rule:
+class EndingRule:
     """A line of the table; an empty condition holds always."""
 
     on_disk: tuple[str, ...] = ()  # the state in status.json; "" for none
@@ -74,24 +74,24 @@ SPOKE = (Left.WELL, Left.REFUSED, Left.BAD, Left.STOPPED)  # it could write its 
 EARLY = "the process ended with exit code {code} before its last step"
 # The first rule that holds decides.
 RULES = (
-    Rule(on_disk=("finished",)),
+    EndingRule(on_disk=("finished",)),
     # another command's process trains there
-    Rule(left=(Left.REFUSED,), held=True),
-    Rule(("running",), (Left.WELL, Left.STOPPED), stopped=True, held=False,
+    EndingRule(left=(Left.REFUSED,), held=True),
+    EndingRule(("running",), (Left.WELL, Left.STOPPED), stopped=True, held=False,
          state="preempted", cause="stopped before it could save"),
-    Rule(left=(Left.WELL, Left.STOPPED), stopped=True),
-    Rule(("preempted",), (Left.WELL, Left.STOPPED, Left.GONE)),
-    Rule(("failed",), (*SPOKE, Left.GONE)),
-    Rule(("running",), (Left.GONE,), held=True),
-    Rule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT),
-    Rule(left=(Left.UNKNOWN,)),
-    Rule(left=(Left.WELL,), state="failed", cause=EARLY),
-    Rule(left=(Left.REFUSED,), state="failed", cause="{death}", exit_code=REFUSED),
-    Rule(state="failed", cause="{death}"),
+    EndingRule(left=(Left.WELL, Left.STOPPED), stopped=True),
+    EndingRule(("preempted",), (Left.WELL, Left.STOPPED, Left.GONE)),
+    EndingRule(("failed",), (*SPOKE, Left.GONE)),
+    EndingRule(("running",), (Left.GONE,), held=True),
+    EndingRule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT),
+    EndingRule(left=(Left.UNKNOWN,)),
+    EndingRule(left=(Left.WELL,), state="failed", cause=EARLY),
+    EndingRule(left=(Left.REFUSED,), state="failed", cause="{death}", exit_code=REFUSED),
+    EndingRule(state="failed", cause="{death}"),
 )  # fmt: skip
 
 
-def decide(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> Rule:
+def decide(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> EndingRule:
     """Return the rule for a run: how it ended, why, and with which exit code."""
     return next(rule for rule in RULES if rule.holds(on_disk or "", left, stopped, held))
 
@@ -106,7 +106,7 @@ class Ending:
     found: bool  # by its watcher; else it stood in status.json
 
 
-def conclude(
+def conclude_run(
     path: Path, left: Left, *, code: int = FAILED, stopped: bool = False, cause: str = ""
 ) -> Ending:
     """Return how the run in a folder ended, and record it there if the run could not. `cause`: what

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llmexp.runs import ledger, rundir
-from llmexp.runs.ledger import TO_TRAIN, Entry, Ledger
+from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry
 from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 
@@ -21,14 +21,14 @@ DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepFolder:
     """The sweep that a run belongs to; without a path where there is none."""
 
     path: Path | None = None
     ledger: Ledger | None = None  # None where it cannot be read
 
     @cached_property
-    def points(self) -> dict[str, Entry]:
+    def points(self) -> dict[str, LedgerEntry]:
         """Return the points by the names of their folders."""
         return {point.folder: point for point in self.ledger.points} if self.ledger else {}
 
@@ -39,18 +39,18 @@ class Sweep:
         return Counter(setting_of(point) for point in left)
 
 
-def setting_of(point: Entry) -> frozenset[str]:
+def setting_of(point: LedgerEntry) -> frozenset[str]:
     """Return the overrides of a point without its seed."""
     return frozenset(o for o in point.overrides if not o.startswith("train.seed="))
 
 
-def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[str]]:
+def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], list[str]]:
     """Return the runs under paths and globs, each once and in order, and a line for each problem.
 
     A run whose folder holds links, pipes or devices is left out.
     """
-    found: list[tuple[Path, Sweep]] = []
-    sweeps: dict[Path, Sweep] = {}
+    found: list[tuple[Path, SweepFolder]] = []
+    sweeps: dict[Path, SweepFolder] = {}
     runs, problems = runs_meant(paths)
     for run in runs:
         try:
@@ -65,19 +65,19 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[st
     return found, problems
 
 
-def _sweep(path: Path, problems: list[str]) -> Sweep:
+def _sweep(path: Path, problems: list[str]) -> SweepFolder:
     """Return the sweep of a folder of runs."""
     if not ledger.is_sweep(path):
-        return Sweep(path if (path / "multirun.yaml").is_file() else None)
+        return SweepFolder(path if (path / "multirun.yaml").is_file() else None)
     try:
         found = ledger.read(path)
     except ConfigError as error:
         problems.append(f"{clean(error)}; the runs speak for themselves")
-        return Sweep(path)
+        return SweepFolder(path)
     for point in [p for p in found.points if p.refused is not None][:10]:
         label, why = clean(point.label), clean(point.refused)[:200]
         problems.append(f"{path / ledger.LEDGER}: {label} could not run: {why}")
-    return Sweep(path, found)
+    return SweepFolder(path, found)
 
 
 def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:

@@ -95,7 +95,7 @@ class RunFolder:
         wanted = json.dumps(key).encode()
         with contextlib.suppress(OSError):
             for line in _backwards(self.path / rundir.METRICS):
-                if wanted in line and (row := row_of(line)).get(key) is not None:
+                if wanted in line and (row := parse_row(line)).get(key) is not None:
                     return row
         return {}
 
@@ -182,7 +182,7 @@ def _leaf(value: Any) -> Any:
     return clean(reprlib.repr(value))
 
 
-def row_of(line: bytes) -> dict[str, Any]:
+def parse_row(line: bytes) -> dict[str, Any]:
     """Return the row that a line holds; empty where it is none."""
     try:
         row = json.loads(line)

@@ -48,7 +48,7 @@ def anew(path: Path) -> str:
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     """A point of a sweep. Times are in seconds since 1970."""
 
     number: int
@@ -77,7 +77,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PointFacts:
     """The checker's answer: how a point's run is solved, and what it needs."""
 
     solved: str  # identity of the config as solved; also what was null
@@ -105,14 +105,14 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     grid: bool = True  # false where a sweeper chose the points by their results
-    points: list[Entry] = field(default_factory=list)
+    points: list[LedgerEntry] = field(default_factory=list)
     # when this process wrote it whole; None: not yet, or a line after it may be torn
     since: float | None = field(default=None, compare=False)
 
-    def add(self, label: str, overrides: list[str], folder: str | None = None) -> Entry:
+    def add(self, label: str, overrides: list[str], folder: str | None = None) -> LedgerEntry:
         """Return a new point, in the folder or in one that is named by its number."""
         number = self.next_number()
-        entry = Entry(number, label, folder or f"{number}-{label}", None, overrides)
+        entry = LedgerEntry(number, label, folder or f"{number}-{label}", None, overrides)
         self.points.append(entry)
         return entry
 
@@ -135,7 +135,7 @@ class Ledger:
         with contextlib.suppress(OSError):  # its lines are of the ledger before
             (self.path / CHANGES).unlink(missing_ok=True)
 
-    def update(self, entry: Entry, **changes: Any) -> None:
+    def update(self, entry: LedgerEntry, **changes: Any) -> None:
         """Change what is kept of a point, and append that to the file if it makes a difference."""
         if all(getattr(entry, name) == value for name, value in changes.items()):
             return
@@ -164,7 +164,7 @@ class Ledger:
                 text += f"; its runs are intact; to go on: {rundir.how_to_resume(self.path)}"
             raise OSError(text) from error
 
-    def look(self, entry: Entry, alive: bool = False) -> str:
+    def look(self, entry: LedgerEntry, alive: bool = False) -> str:
         """Return the state of a point after a look at the status of its run.
 
         `alive`: the run is known to be there, such as from a queue.
@@ -180,20 +180,20 @@ class Ledger:
         entry.state = "preempted" if state == "cut" else state if state in STATES else "queued"
         over = entry.state in ("finished", "failed", "preempted")
         error, code = status.get("error"), status.get("exit_code")
-        entry.started = figure(status.get("started")) or entry.started
-        entry.ended = figure(status.get("ended")) if over else None
+        entry.started = finite(status.get("started")) or entry.started
+        entry.ended = finite(status.get("ended")) if over else None
         entry.exit_code = code if type(code) is int else None
         entry.error = one_line(error) if error else None
         return entry.state
 
 
-def identity(config: Mapping[str, Any]) -> str:
+def config_identity(config: Mapping[str, Any]) -> str:
     """Return a hash, in hex digits, of what can change results in a plain config."""
     text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def figure(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """Return a finite number, or None: what is in a run's files may be damaged."""
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     return value if fits else None
@@ -272,7 +272,7 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
             for key in ("overrides", "swept")
         )
         label = str(facts.get("label") or name_of)
-        found.points.append(Entry(int(number), label, run.name, None, overrides))
+        found.points.append(LedgerEntry(int(number), label, run.name, None, overrides))
         found.add_swept(swept)
         found.group = str(facts.get("group") or found.group)
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
@@ -299,11 +299,11 @@ def runs_in(path: Path) -> list[Path]:
     return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and rundir.is_run(p)]
 
 
-def _entry(at: str, given: Any) -> Entry:
+def _entry(at: str, given: Any) -> LedgerEntry:
     """Return a point of a ledger that may have been edited by hand. Raises ConfigError."""
     if isinstance(given, dict) and given.get("state") == "infeasible":  # of an earlier version
         given = {"refused": given.get("error") or "it cannot run", **given}
-    entry = _checked(Entry, given, f"{at}.", keys=KEPT)
+    entry = _checked(LedgerEntry, given, f"{at}.", keys=KEPT)
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in entry.folder:

@@ -15,7 +15,7 @@ WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
 
 
-def lineage(path: Path, step: int) -> list[dict[str, Any]]:
+def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows of a run and of its own parents up to a step, those that can be read."""
     found: list[dict[str, Any]] = []
     for name in (LINEAGE, rundir.METRICS):

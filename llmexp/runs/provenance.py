@@ -88,14 +88,14 @@ class Search:
 SEARCH: list[Search] = []  # one or none: a process that makes many runs looks once
 
 
-def begin() -> Search:
+def start_search() -> Search:
     """Start to look, unless this process has."""
     if not SEARCH:
         SEARCH.append(Search())
     return SEARCH[0]
 
 
-def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
+def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     """Write the folder provenance/ of a run.
 
     A resumed run that finds another state of things gets provenance-2/ and so on. A run that its
@@ -112,7 +112,7 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
-    found = begin().result()
+    found = start_search().result()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
     about: dict[str, Any] = {"platform": platform.platform(), **drivers, **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
@@ -120,7 +120,7 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
         about["container"] = container
     about = as_recorded(about)
     written = folders(run_dir)
-    before = read(written[-1]) if written else {}
+    before = read_provenance(written[-1]) if written else {}
     before.pop("gathered", None)
     if about == before:
         return
@@ -159,7 +159,7 @@ def folders(run_dir: Path) -> list[Path]:
     return found[:-1]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_provenance(path: Path) -> dict[str, Any]:
     """Return provenance.json of one of `folders`; an empty dict where none can be read."""
     try:
         about = fileio.read_json(path / FILE)
@@ -170,7 +170,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_packages(path: Path) -> dict[str, str]:
     """Return the versions in packages.txt of one of `folders`, by name."""
-    lines = fileio.tail(path / PACKAGES, MAX_DIFF).decode(errors="replace").splitlines()
+    lines = fileio.last_bytes(path / PACKAGES, MAX_DIFF).decode(errors="replace").splitlines()
     return {name: version for name, _, version in (line.partition("==") for line in lines)}
 
 
@@ -291,7 +291,7 @@ def image() -> str | None:
     for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if value := os.environ.get(name):
             return value
-    podman = fileio.tail(Path("/run/.containerenv"), 2**16).decode(errors="replace")
+    podman = fileio.last_bytes(Path("/run/.containerenv"), 2**16).decode(errors="replace")
     if found := re.search(r'^image="(.+)"', podman, re.M):
         return found[1]
     build = os.environ.get("NVIDIA_BUILD_ID")
@@ -320,7 +320,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def commit() -> str | None:
+def source_commit() -> str | None:
     """Return the commit that llmexp runs from, with `-dirty` for changes; None where unknown."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

@@ -21,10 +21,10 @@ from llmexp.settings.values import (
     NO_DEFAULT,
     ConfigError,
     Knob,
-    children,
+    field_key,
     hint,
-    key_of,
     nearest,
+    nested,
     refuse,
 )
 from llmexp.settings.variables import VARIABLE, fill
@@ -67,7 +67,7 @@ def build(mapping: Mapping[str, Any]) -> Config:
     return section(Config, mapping, "")
 
 
-def checked(key: str, value: Any) -> Any:
+def checked_knob(key: str, value: Any) -> Any:
     """Return a value of the knob `key` of `parts` as its type. Raises ConfigError."""
     kind, knob = parts.arguments()[key]
     return converted(kind, value, key, knob)
@@ -92,7 +92,7 @@ def section(cls: type[T], mapping: Any, prefix: str) -> T:
     if not isinstance(mapping, Mapping):
         text = "a section of keys is needed here, not a plain value"
         raise refuse(prefix.rstrip("."), mapping, text)
-    fields = {key_of(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
+    fields = {field_key(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
     for key in mapping:
         if key not in fields:
             own = f" A key of your own goes into the section user: +user.{key}=..."
@@ -169,7 +169,7 @@ def _look_through(tree: Any, name: str) -> None:
             raise ConfigError(f"this config {text} ({name})")
         if isinstance(node, float) and not math.isfinite(node):
             raise refuse(key, node, "a finite number is needed")
-        for child_name, child in children(node):
+        for child_name, child in nested(node):
             waiting.append((child, depth + 1, f"{key}.{child_name}"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmexp.settings.values import choice, count, knob, seconds, where
+from llmexp.settings.values import choice, count, knob, time_limit, where
 
 RANKS = where("parallelism.kind", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")  # several
 
@@ -48,10 +48,10 @@ class Parallelism:
         acts=RANKS,
         default=None,
     )
-    start_timeout_s: float = seconds(
+    start_timeout_s: float = time_limit(
         "that the hosts and ranks have to come together", 600.0, affects="nothing", acts=RANKS
     )
-    timeout_s: float = seconds(
+    timeout_s: float = time_limit(
         "that a rank waits for the others in a step before it gives up",
         600.0,
         affects="nothing",
@@ -93,12 +93,12 @@ class Tracker:
         acts=where("tracker.kind", "wandb"),
         default="auto",
     )
-    start_timeout_s: float = seconds(
+    start_timeout_s: float = time_limit(
         "for wandb to start before the run goes on offline",
         10.0,
         acts=where("tracker.kind", "wandb"),
     )
-    finish_timeout_s: float = seconds(
+    finish_timeout_s: float = time_limit(
         "that the end of a run waits for the last upload",
         15.0,
         acts=where("tracker.kind", "wandb", "tensorboard", "trackio", "mlflow"),

@@ -15,17 +15,17 @@ from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config
-from llmexp.settings.values import NO_DEFAULT, Knob, Where, knobs_of
+from llmexp.settings.values import NO_DEFAULT, Knob, Where, section_knobs
 
 
 @functools.cache
 def fields() -> dict[str, Knob]:
     """Return the knobs of the closed sections and those of `parts`, by their dotted keys."""
-    found = dict(knobs_of(Config))
+    found = dict(section_knobs(Config))
     for name, section in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(section):
             usual = getattr(section, "AFFECTS", "")
-            for key, knob in knobs_of(typing.cast(type, section)).items():
+            for key, knob in section_knobs(typing.cast(type, section)).items():
                 found[f"{name}.{key}"] = dataclasses.replace(knob, affects=knob.affects or usual)
     return found | {key: knob for key, (_, knob) in parts.arguments().items()}
 

@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
 
 
-def parsed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return the value that the text of an override stands for: true, a number, the text, ..."""
     words: dict[str, Any] = {"true": True, "false": False, "null": None}
     if text.lower() in words:

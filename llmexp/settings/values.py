@@ -44,7 +44,7 @@ def code_of(module: str, function: str) -> str:
     return f"E-{module.rpartition('.')[2].strip('_')}-{function.strip('_')}".upper()
 
 
-def described(error: BaseException) -> dict[str, Any]:
+def error_record(error: BaseException) -> dict[str, Any]:
     """Return an error as `--json` prints it; one that is no refusal has the code of its kind."""
     if isinstance(error, ConfigError):
         return {"code": error.code, "message": str(error), "key": error.key}
@@ -83,20 +83,20 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def written(value: object) -> str:
+def override_value(value: object) -> str:
     """Return any plain value as an override has it: {factor: 8.0, kind: null}."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {written(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {override_value(one)}' for key, one in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(override_value, value))}]"
     if value is None or isinstance(value, (bool, int, float)):
-        return str(shown(value))
+        return str(as_yaml(value))
     return quoted(str(value))
 
 
 def typed(key: str, value: object) -> str:
     """Return KEY=VALUE as it is pasted into a shell, such as a path with spaces or a mapping."""
-    return pasteable(f"{key}={written(value)}")
+    return pasteable(f"{key}={override_value(value)}")
 
 
 def pasteable(word: str) -> str:
@@ -106,7 +106,7 @@ def pasteable(word: str) -> str:
     return shlex.quote(word)
 
 
-def shown(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
     """Return a value as YAML and a command line write it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -121,7 +121,7 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
         tail = f"; for example {text if ' ' in text else pasteable(text)}"
     elif example is not None:
         tail = f"; for example {typed(key, example)}"
-    return ConfigError(f"{key}={shown(value)}: {why}{tail}", key)
+    return ConfigError(f"{key}={as_yaml(value)}: {why}{tail}", key)
 
 
 AUTO = "auto"  # of a knob that takes the word
@@ -224,12 +224,12 @@ def count(doc: str, example: int, **more: Any) -> Any:
     return knob(doc, example, at_least=1, **more)
 
 
-def seconds(doc: str, example: float, **more: Any) -> Any:
+def time_limit(doc: str, example: float, **more: Any) -> Any:
     """Return the field of a time limit, which is its own default where it is not listed."""
     return knob(f"seconds {doc}", example, above=0, at_most=1_000_000, default=example, **more)
 
 
-def children(node: Any) -> Iterable[tuple[Any, Any]]:
+def nested(node: Any) -> Iterable[tuple[Any, Any]]:
     """Return the (key, value) pairs in a section, (number, value) in a list, none in a value."""
     if isinstance(node, Mapping):
         return node.items()
@@ -247,12 +247,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def key_of(field: dataclasses.Field) -> str:
+def field_key(field: dataclasses.Field) -> str:
     """Return a field's name in files and on the command line."""
     return field.name.removesuffix("_")  # `async` is a word of Python's
 
 
-def knobs_of(section: type) -> dict[str, Knob]:
+def section_knobs(section: type) -> dict[str, Knob]:
     """Return the knobs of a closed section by their keys."""
     fields = [field for field in dataclasses.fields(section) if field.metadata]
-    return {key_of(field): field.metadata["knob"] for field in fields}
+    return {field_key(field): field.metadata["knob"] for field in fields}

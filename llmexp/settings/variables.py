@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmexp.settings.values import children, refuse
+from llmexp.settings.values import nested, refuse
 
 # Names of variables that hold a secret, and names that often do: of these the value decides.
 SECRET = re.compile(
@@ -41,7 +41,7 @@ def remember(node: Any) -> None:
     """Remember the variables that a run of this process names: no message has their values."""
     if isinstance(node, str):
         NAMED.update(VARIABLE.findall(node))
-    for _, child in children(node):
+    for _, child in nested(node):
         remember(child)
 
 

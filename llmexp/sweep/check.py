@@ -13,7 +13,7 @@ import torch
 
 from llmexp.forecast.fitting import fitted
 from llmexp.runs import provenance, rundir
-from llmexp.runs.ledger import Facts, identity
+from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
@@ -50,8 +50,8 @@ def answer(
         folder.refuse_other_run(path, parts)
     run = parts.run
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
-    solved, ranks = identity(plain(parts.config)), run.layout.nproc_per_node
-    return dataclasses.asdict(Facts(solved, run.max_steps, run.max_tokens, ranks, devices))
+    solved, ranks = config_identity(plain(parts.config)), run.layout.nproc_per_node
+    return dataclasses.asdict(PointFacts(solved, run.max_steps, run.max_tokens, ranks, devices))
 
 
 def serve() -> None:
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
     STOP.install()
-    provenance.begin()  # once, for all points
+    provenance.start_search()  # once, for all points
     serve()

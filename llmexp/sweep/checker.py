@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from llmexp.runs.ledger import Facts
+from llmexp.runs.ledger import PointFacts
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
 from llmexp.sweep.points import Point, Refused
@@ -48,7 +48,7 @@ class Checker:
             if "refused" in found:
                 refused.append(point.refused(found["refused"]))
             else:
-                able.append(dataclasses.replace(point, checked=Facts(**found)))
+                able.append(dataclasses.replace(point, checked=PointFacts(**found)))
         return able, refused
 
     def queue(self, points: Sequence[Point]) -> list[str]:

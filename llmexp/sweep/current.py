@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from llmexp.runs.ledger import Entry, Ledger
+from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import PASSED_ON, handling
@@ -54,13 +54,13 @@ class Current:
         with handling(PASSED_ON, note, stay=lambda: self.stopped):
             yield
 
-    def began(self, entry: Entry) -> None:
+    def began(self, entry: LedgerEntry) -> None:
         """Record that a point's run has begun."""
         attempts = entry.attempts + 1
         self.ledger.update(entry, attempts=attempts)
         entry.state, entry.started, entry.ended = "running", time.time(), None
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: LedgerEntry) -> None:
         """Record what became of a point's run, which may halt the sweep."""
         self.ledger.look(entry)
         self.halted |= self.settings.stop_on_failure and entry.state == "failed"

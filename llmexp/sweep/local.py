@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmexp.runs import rundir
-from llmexp.runs.ending import Left, conclude, how_it_left, record_end
+from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
@@ -130,7 +130,9 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> None:
     left = how_it_left(code)
     if cause and left is not Left.WELL:
         left = Left.ENDED
-    end = conclude(path, left, code=code, stopped=stopped, cause=cause or last_words(path, code))
+    end = conclude_run(
+        path, left, code=code, stopped=stopped, cause=cause or last_words(path, code)
+    )
     if end.state == "preempted" and not (stopped or end.error or by_plan(path)):
         text = "a signal that was not for the whole sweep stopped it"
         rundir.write_status(path, "preempted", error=text)

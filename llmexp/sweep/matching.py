@@ -14,7 +14,7 @@ from llmexp.compose.app import typed, visible
 from llmexp.run.budget import BUDGETS, keep_warmup
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
-from llmexp.runs.ledger import Entry, Facts, Ledger, steps_of
+from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts, steps_of
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import essence
@@ -31,14 +31,14 @@ class Task:
     """A point with its place in the ledger."""
 
     point: Point
-    entry: Entry
+    entry: LedgerEntry
 
     @property
     def path(self) -> Path:
         return self.point.path
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> PointFacts:
         return self.point.facts
 
     @property
@@ -46,7 +46,7 @@ class Task:
         return self.facts.devices > 0
 
 
-def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, Entry]:
+def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry]:
     """Return the entries of points that the sweep has, by the identities of the points.
 
     A point is known by its config as composed, or by the solved one in a run's folder.
@@ -116,21 +116,21 @@ def as_begun(point: Point, longer: bool) -> Config:
     return with_knobs(config, schedule=schedule)
 
 
-def by_folder(ledger: Ledger) -> dict[str, Entry]:
+def by_folder(ledger: Ledger) -> dict[str, LedgerEntry]:
     """Return the points by the identity of the config in their runs' folders."""
     found = {}
     for entry in ledger.points:
         with contextlib.suppress(ConfigError):
-            found[ledgers.identity(rundir.read_config(ledger.path / entry.folder))] = entry
+            found[ledgers.config_identity(rundir.read_config(ledger.path / entry.folder))] = entry
     return found
 
 
-def is_left(ledger: Ledger, entry: Entry) -> bool:
+def is_left(ledger: Ledger, entry: LedgerEntry) -> bool:
     """Return whether a point has a run that is not finished."""
     return rundir.is_run(ledger.path / entry.folder) and ledger.look(entry) != "finished"
 
 
-def of_folders(checker: Checker, ledger: Ledger, entries: Sequence[Entry]) -> list[Task]:
+def of_folders(checker: Checker, ledger: Ledger, entries: Sequence[LedgerEntry]) -> list[Task]:
     """Return points of earlier commands, from their runs' folders; those that cannot run failed."""
     points, by_path = [], {ledger.path / entry.folder: entry for entry in entries}
     for path, entry in by_path.items():
@@ -200,7 +200,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
 
 def composed(
     ledger: Ledger, new: Sequence[Point], settings: Sweep
-) -> list[tuple[Entry, dict[str, Any]]]:
+) -> list[tuple[LedgerEntry, dict[str, Any]]]:
     """Return the points of the ledger that still compose, each with its flat config."""
     found = []
     if new and (compose := new[0].composer) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
 from llmexp.metrics.console import format_duration, gib
-from llmexp.runs.ledger import identity
+from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -67,7 +67,7 @@ def plan_points(
         except ConfigError as error:
             refused.append(point.refused(str(error)))
     able = [point for point in points if point.name in found]
-    able, same = split_duplicates(able, lambda p: identity(plain(found[p.name].config)))
+    able, same = split_duplicates(able, lambda p: config_identity(plain(found[p.name].config)))
     refused += same
     plans = [found[point.name] for point in able]
     return PlannedSweep(able, plans, refused, settings, totals(plans, settings))

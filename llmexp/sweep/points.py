@@ -22,7 +22,7 @@ from llmexp.compose.overrides import key_of, parsed
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
-from llmexp.runs.ledger import Facts, identity
+from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, flatten, refuse
@@ -57,14 +57,14 @@ class Point:
     label: str
     path: Path
     group: str = ""  # in the tracker
-    checked: Facts | None = None
+    checked: PointFacts | None = None
 
     @property
     def name(self) -> str:
         return f"{self.number}-{self.label}"
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> PointFacts:
         """Return what the checker knows of the run, once it has been asked."""
         assert self.checked is not None
         return self.checked
@@ -77,7 +77,7 @@ class Point:
 
     @functools.cached_property
     def identity(self) -> str:
-        return identity(plain(self.config))
+        return config_identity(plain(self.config))
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def score(path: Path, step: int) -> float:
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
                 keys = ("val/bits_per_byte", "val/loss", "train/loss")
-                known = (ledgers.figure(row.get(key)) for key in keys)
+                known = (ledgers.finite(row.get(key)) for key in keys)
                 return next((loss for loss in known if loss is not None), math.inf)
     return math.inf
 

@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from llmexp.compose.errors import user_errors
 from llmexp.compose.origin import CONFIG_NAME
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Entry, figure
+from llmexp.runs.ledger import LedgerEntry, finite
 from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Current
@@ -74,7 +74,7 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
     return [result(current, overrides, entries.get(tuple(overrides))) for overrides in asked]
 
 
-def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
+def result(current: Current, overrides: list[str], entry: LedgerEntry | None) -> JobReturn:
     """Return the final loss of a point for the sweeper, or why there is none.
 
     It is in bits per byte where the tokenizer is searched too.
@@ -89,7 +89,7 @@ def result(current: Current, overrides: list[str], entry: Entry | None) -> JobRe
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
     if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
         losses.insert(0, "final val/bits_per_byte")
-    known = [summary[key] for key in losses if figure(summary.get(key)) is not None]
+    known = [summary[key] for key in losses if finite(summary.get(key)) is not None]
     if entry.state == "finished" and known:
         return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])
     return failed(entry.error)

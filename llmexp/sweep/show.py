@@ -17,8 +17,8 @@ from llmexp.compare import budgets
 from llmexp.metrics.console import format_duration
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Entry, Ledger, figure, steps_of
-from llmexp.settings.labels import label, parsed, short_keys, shown
+from llmexp.runs.ledger import Ledger, LedgerEntry, finite, steps_of
+from llmexp.settings.labels import label, parse_value, short_keys, shown
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import say
@@ -79,7 +79,7 @@ class Display:
             shown = Text(self.view(), no_wrap=True, overflow="ellipsis")
             self._live.update(shown, refresh=True)
 
-    def _changed(self, entry: Entry, new: bool) -> None:
+    def _changed(self, entry: LedgerEntry, new: bool) -> None:
         self._waiting.discard(entry.folder)
         if waits(entry, self._ledger.path):
             self._waiting.add(entry.folder)
@@ -95,7 +95,7 @@ class Display:
         for entry in sorted(first, key=lambda e: e.number):
             path = self._ledger.path / entry.folder
             row = RunFolder(path).last_row() if entry.state != "queued" else {}
-            eta = figure(row.get("eta"))
+            eta = finite(row.get("eta"))
             if entry.state == "running" and eta is not None:
                 left[entry.folder] = eta
             cells = (
@@ -127,24 +127,24 @@ class Display:
         return f"; about {format_duration(fmean(left.values()) + queued * fmean(took))} left"
 
 
-def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
+def values_of(entry: LedgerEntry, swept: Sequence[str]) -> dict[str, Any]:
     """Return the swept keys of a point with their values, as its overrides have them."""
     keys = {key.lstrip("+") for key in swept}
     given = (o.lstrip("+").partition("=") for o in entry.overrides)
-    return {key: parsed(text) for key, equals, text in given if equals and key in keys}
+    return {key: parse_value(text) for key, equals, text in given if equals and key in keys}
 
 
-def name_of(entry: Entry, swept: Sequence[str]) -> str:
+def name_of(entry: LedgerEntry, swept: Sequence[str]) -> str:
     """Return the number of a point and the short names of what is swept."""
     return f"{entry.number} {label(values_of(entry, swept)) or entry.label}"
 
 
-def waits(entry: Entry, where: Path) -> bool:
+def waits(entry: LedgerEntry, where: Path) -> bool:
     """Return whether a run has stopped at a rung of successive halving, where it was to stop."""
     return entry.state == "preempted" and not entry.error and by_plan(where / entry.folder)
 
 
-def line_of(entry: Entry, ledger: Ledger) -> str:
+def line_of(entry: LedgerEntry, ledger: Ledger) -> str:
     """Return a line for a point whose state has changed."""
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:
@@ -180,10 +180,10 @@ def unfinished(ledger: Ledger) -> list[str]:
 
 def shown_as(value: Any, form: str) -> str:
     """Return a figure in this form; the empty string where there is none."""
-    return "" if figure(value) is None else format(value, form)
+    return "" if finite(value) is None else format(value, form)
 
 
-def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
+def counts(points: Sequence[LedgerEntry], waiting: Collection[str] = ()) -> str:
     """Return how many points are in which state; `waiting`: folders of those at a rung."""
     states = Counter[str]()
     for entry in points:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.runs.ending import Left, conclude
+from llmexp.runs.ending import Left, conclude_run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
@@ -322,7 +322,7 @@ def look(
     if own == "queued" and cancelled:
         return f"queued; the job {how}", True
     when = "while the run was under way" if own == "running" else "before the run started"
-    end = conclude(path, Left.GONE, cause=f"the Slurm job {job} {how} {when}")
+    end = conclude_run(path, Left.GONE, cause=f"the Slurm job {job} {how} {when}")
     if end.state == "failed":
         return f"failed: {end.error}", True
     texts = {

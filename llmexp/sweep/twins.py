@@ -6,7 +6,7 @@ from statistics import fmean
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import TWIN, Entry, Ledger, figure
+from llmexp.runs.ledger import TWIN, Ledger, LedgerEntry, finite
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.sweep.current import Current
@@ -20,14 +20,14 @@ from llmexp.system.child import say
 LOSSES = ("final val/bits_per_byte", "final val/loss", "final train/loss")
 
 
-def leading(ledger: Ledger) -> Entry | None:
+def leading(ledger: Ledger) -> LedgerEntry | None:
     """Return the finished point with the lowest final loss, by the mean over seeds."""
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not e.is_twin] or finished
     for key in LOSSES:
-        groups: dict[tuple[str, ...], list[tuple[float, Entry]]] = {}
+        groups: dict[tuple[str, ...], list[tuple[float, LedgerEntry]]] = {}
         for entry in finished:
-            loss = figure(RunFolder(ledger.path / entry.folder).summary.get(key))
+            loss = finite(RunFolder(ledger.path / entry.folder).summary.get(key))
             if loss is not None:
                 setting = tuple(o for o in entry.overrides if not o.startswith("train.seed="))
                 groups.setdefault(setting, []).append((loss, entry))
@@ -57,7 +57,7 @@ def run_twins(current: Current) -> None:
     run_points(current, tasks)
 
 
-def twins_of(current: Current, lead: Entry) -> list[Task]:
+def twins_of(current: Current, lead: LedgerEntry) -> list[Task]:
     """Return the twins of a finished point; those that the ledger does not have get new entries."""
     ledger, count = current.ledger, current.settings.twins
     config = rundir.built_config(ledger.path / lead.folder)

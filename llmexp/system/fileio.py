@@ -73,7 +73,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def tail(path: Path, most: int) -> bytes:
+def last_bytes(path: Path, most: int) -> bytes:
     """Return the last bytes of a file, at most so many; none where it is missing."""
     with contextlib.suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - most))
@@ -81,7 +81,7 @@ def tail(path: Path, most: int) -> bytes:
     return b""
 
 
-def sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

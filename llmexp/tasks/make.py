@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.places import need
+from llmexp.data.places import need_package
 from llmexp.settings.values import Parser
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class HubSet:
     """A set of the hub, and how a row of it becomes (context, choices, answer)."""
 
     path: str
@@ -76,19 +76,19 @@ def _lambada(row: Row) -> tuple[str, list[str], int]:
 
 
 SOURCES = {
-    "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
-    "arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test", _arc),
-    "boolq": Source("aps/super_glue", "boolq", "validation", _boolq),
-    "hellaswag": Source("Rowan/hellaswag", None, "validation", _hellaswag),
-    "lambada_openai": Source("EleutherAI/lambada_openai", "default", "test", _lambada),
-    "openbookqa": Source("allenai/openbookqa", "main", "test", _openbookqa),
-    "piqa": Source("baber/piqa", None, "validation", _piqa),
-    "sciq": Source("allenai/sciq", None, "test", _sciq),
-    "winogrande": Source("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
+    "arc_challenge": HubSet("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
+    "arc_easy": HubSet("allenai/ai2_arc", "ARC-Easy", "test", _arc),
+    "boolq": HubSet("aps/super_glue", "boolq", "validation", _boolq),
+    "hellaswag": HubSet("Rowan/hellaswag", None, "validation", _hellaswag),
+    "lambada_openai": HubSet("EleutherAI/lambada_openai", "default", "test", _lambada),
+    "openbookqa": HubSet("allenai/openbookqa", "main", "test", _openbookqa),
+    "piqa": HubSet("baber/piqa", None, "validation", _piqa),
+    "sciq": HubSet("allenai/sciq", None, "test", _sciq),
+    "winogrande": HubSet("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
 }
 
 
-def lines(source: Source, rows: Iterable[Row]) -> str:
+def request_file(source: HubSet, rows: Iterable[Row]) -> str:
     """Return a request file."""
     found = []
     for number, row in enumerate(rows):
@@ -108,14 +108,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, help="folder of the files")
     try:
         args = parser.parse_args(arguments)
-        datasets = need("datasets", args.names[0], "making request files")
+        datasets = need_package("datasets", args.names[0], "making request files")
     except ValueError as error:
         print(f"llmexp: {error}", file=sys.stderr)
         return 2
     for name in args.names:
         source = SOURCES[name]
         try:
-            text = lines(
+            text = request_file(
                 source, datasets.load_dataset(source.path, source.name, split=source.split)
             )
         except Exception as error:  # of the network, or of a set that has changed

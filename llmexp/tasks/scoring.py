@@ -46,7 +46,7 @@ class Task:
     requests: list[Request]
 
 
-def prepare(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:
+def prepare_task(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:
     """Return a task of a tokenizer and the longest input of a model.
 
     Raises ConfigError for a choice that is longer, with file and line.
@@ -151,7 +151,7 @@ def likelihoods(
     return lls_r, hits_r
 
 
-def score(
+def score_task(
     task: Task, loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the figures of a task, and the scores of each item.
@@ -167,7 +167,7 @@ def score(
         own = lls[first : first + len(item.choices)].tolist()
         samples.append(_sample(item, own, bool(hits[first])))
         first += len(item.choices)
-    return figures(samples), samples
+    return task_figures(samples), samples
 
 
 def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
     }
 
 
-def figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+def task_figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return acc, acc_norm and bits per byte of the right choices, each with its standard error.
 
     acc_norm is by likelihoods per byte of the choice; errors are over the items.

@@ -89,7 +89,7 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     Raises ConfigError where ranks see different folders."""
     root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
     if main_rank:
-        saving.clean(root)
+        saving.remove_leftovers(root)
     listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
     # after this no rank can be writing what is cleaned away
     if differing := mesh.differing_ranks(joined, listed):

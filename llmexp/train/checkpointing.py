@@ -53,8 +53,8 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     ranks = loop.mesh.rank, loop.mesh.world_size
     pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy=not wait, ema=average)
     step, kept = progress.step, (chosen.keep, tuple(loop.saved), chosen.keep_every)
-    commit = functools.partial(saving.commit, root, step, pieces, state, meta, *kept)
-    loop.saving = Saving(step, commit, loop.writer.submit(saving.write, root, step, pieces))
+    commit = functools.partial(saving.commit_checkpoint, root, step, pieces, state, meta, *kept)
+    loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, root, step, pieces))
     if wait:
         finish_saving(loop, must)
 
@@ -112,7 +112,7 @@ def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: 
     what = f"the checkpoint of step {step:,} could not be saved"
     loop.failed_saves += 1
     if loop.out.main:  # all ranks have written, or failed to
-        saving.clean(loop.out.path / rundir.CHECKPOINTS)
+        saving.remove_leftovers(loop.out.path / rundir.CHECKPOINTS)
     if must or loop.failed_saves > most:
         if error is None:
             time.sleep(1.0)  # give the rank that knows the cause time to report first

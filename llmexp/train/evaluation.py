@@ -7,7 +7,7 @@ import math
 import torch
 
 from llmexp import mesh
-from llmexp.data.reader import Cut, eval_batches
+from llmexp.data.reader import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA
@@ -49,7 +49,7 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
     setup.model.eval()
     for task in parts.tasks:
         try:
-            found, _ = scoring.score(task, setup.loss, setup.mesh, parts.precision, tokens)
+            found, _ = scoring.score_task(task, setup.loss, setup.mesh, parts.precision, tokens)
         except ValueError as error:
             raise TrainingFailed(str(error)) from None
         row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
@@ -70,7 +70,7 @@ def evaluate_stream(
     sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
     batches = eval_batches(
         stream,
-        Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
+        RankSlice(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=sequences,
         hidden=parts.hidden,

@@ -18,7 +18,7 @@ from llmexp.exchange.average import refuse_average
 from llmexp.metrics import hardware
 from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
-from llmexp.runs.naming import LINEAGE, lineage, refuse_folder
+from llmexp.runs.naming import LINEAGE, refuse_folder, rows_up_to
 from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
@@ -170,10 +170,10 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))
     if (parent := parts.run.parent) is not None and not (path / LINEAGE).exists():
-        rows = lineage(Path(parent.folder), parent.step)
+        rows = rows_up_to(Path(parent.folder), parent.step)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))
-    provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
+    provenance.write_provenance(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
     rundir.write_status(
         path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmexp.data.reader import Cut, Order, read_windows
+from llmexp.data.reader import RankSlice, Sampler, read_windows
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.train.assembly.assemble import Parts
 
 
-def order_of(parts: Parts) -> Order:
+def order_of(parts: Parts) -> Sampler:
     """Return the order in which a run reads its training data."""
     run, config = parts.run, parts.config
-    return Order(
+    return Sampler(
         parts.corpus.train,
         run.sequence_length,
         run.real_batch_size,
@@ -31,7 +31,7 @@ def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
     run = parts.run
     return read_windows(
         order_of(parts),
-        Cut(run.micro_batch_size, joined.dp_rank, joined.dp_size),
+        RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size),
         start_step,
         run.max_steps,
         digest=parts.config.train.data_digest,

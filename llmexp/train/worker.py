@@ -15,7 +15,7 @@ from llmexp import mesh
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
-from llmexp.settings.values import described
+from llmexp.settings.values import error_record
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
 from llmexp.train.assembly.assemble import Parts, assemble
@@ -39,7 +39,7 @@ def main(argument: str) -> int:
     try:
         if path is not None:
             return go_on(path)
-        provenance.begin()
+        provenance.start_search()
         text = sys.stdin.read()
         if not text:  # the parent has gone
             return REFUSED
@@ -56,7 +56,7 @@ def main(argument: str) -> int:
     except BaseException as error:
         failure = failing.meaning(error)
         refused = failure.exit_code == REFUSED
-        if refused and folder.report(request, error=described(error)):
+        if refused and folder.report(request, error=error_record(error)):
             return REFUSED
         return failing.record_unbegun(path, failure)
 

@@ -18,7 +18,7 @@ from llmexp.data.beside import DIGEST, digests_beside, ends_beside
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepared import noted_sha256
-from llmexp.data.reader import MASKED, Cut, Order, read_windows
+from llmexp.data.reader import MASKED, RankSlice, Sampler, read_windows
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
@@ -174,7 +174,7 @@ def check_order(parts: Parts) -> list[Check]:
     differing = []
     for step in sampled:
         for rank in ranks:
-            cut = Cut(run.micro_batch_size, rank, run.dp_size)
+            cut = RankSlice(run.micro_batch_size, rank, run.dp_size)
             if text := other_window(order, cut, step):
                 differing.append(f"step {step + 1:,} on rank {rank}: {text}")
     cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
@@ -207,7 +207,7 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
     return Check(what, visited == n and not outside, visited, n, note)
 
 
-def mixes(order: Order, name: str) -> Check:
+def mixes(order: Sampler, name: str) -> Check:
     """Return whether a source of a mixture has its share of the run, and none of its sequences
     comes again before all have come."""
     assert order.mixed is not None
@@ -229,7 +229,7 @@ def mixes(order: Order, name: str) -> Check:
     return Check(what, passed, total, wanted, f"train.seed={order.seed}; {n:,} in the source")
 
 
-def other_window(order: Order, cut: Cut, step: int) -> str:
+def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     """Return how the window that the rank's reader gives differs from the sequences of its place;
     "" where it does not."""
     (window,) = read_windows(order, cut, step, step + 1)

@@ -227,7 +227,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
     layout saved it."""
     model = parts.build_model()
     try:
-        loaded = loading.load(loading.of_step(path / rundir.CHECKPOINTS, step))
+        loaded = loading.read_checkpoint(loading.of_step(path / rundir.CHECKPOINTS, step))
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -86,7 +86,7 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
     loaded = []
     for run in (unbroken, broken):
         try:
-            loaded.append(loading.load(loading.steps(run / rundir.CHECKPOINTS)[-1]))
+            loaded.append(loading.read_checkpoint(loading.steps(run / rundir.CHECKPOINTS)[-1]))
         except (loading.CheckpointError, IndexError) as error:
             why = "there is none" if isinstance(error, IndexError) else str(error)
             return [Check("both runs have left a checkpoint", False, note=f"{run}: {why}")]

@@ -15,7 +15,7 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
-from llmexp.system.fileio import tail
+from llmexp.system.fileio import last_bytes
 from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
@@ -120,7 +120,7 @@ def last_words(path: Path) -> str:
     """Return why a run ended, from its status or its output."""
     if error := rundir.read_status(path).get("error"):
         return str(error)
-    lines = tail(path.parent / OUTPUT, 1 << 16).decode(errors="replace").splitlines()
+    lines = last_bytes(path.parent / OUTPUT, 1 << 16).decode(errors="replace").splitlines()
     return lines[-1] if lines else "it printed nothing"
 
 

@@ -42,8 +42,8 @@ class Tied(nn.Module):
 def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, whole=()):
     """One process's whole save."""
     held = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
-    saving.write(root, step, held)
-    return saving.commit(
+    saving.write_pieces(root, step, held)
+    return saving.commit_checkpoint(
         root, step, held, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole
     )
 
@@ -59,7 +59,7 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     model = Tied()
     path = save(tmp_path, 3, model=model)
     assert sorted(load_file(path / MODEL)) == ["embed.weight", "scale"]
-    loaded, other = loading.load(path), Tied()
+    loaded, other = loading.read_checkpoint(path), Tied()
     loading.restore_model(loaded, other)
     assert torch.equal(other.head.weight, model.embed.weight)
     assert other.head.weight is other.embed.weight
@@ -119,7 +119,7 @@ def test_an_older_checkpoint_with_digests_of_its_tensors_is_read_and_known_by_th
 
 def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(tmp_path):
     path = save(tmp_path, 1)
-    loaded = loading.load(path)
+    loaded = loading.read_checkpoint(path)
     content = bytearray((path / MODEL).read_bytes())
     content[-1] ^= 1
     time.sleep(0.05)  # a clock of files may have steps of some milliseconds
@@ -160,10 +160,10 @@ def test_a_damaged_older_one_is_not_one_of_the_kept(tmp_path):
 
 def test_leftovers_of_a_killed_save_go_away(tmp_path):
     pieces = saving.snapshot(Tied(), [], 0, 1, False)
-    saving.write(tmp_path, 100, pieces)
+    saving.write_pieces(tmp_path, 100, pieces)
     save(tmp_path, 200)
     assert len(list(tmp_path.iterdir())) == 2
-    saving.clean(tmp_path)
+    saving.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000200"]
 
 
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
     with pytest.raises(OSError, match=r"saving .*step_00000200.* failed"):
         save(tmp_path, 200)
     assert [p for p in tmp_path.rglob("*") if p.is_file() and "200" in str(p)] == []
-    saving.clean(tmp_path)
+    saving.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
     assert loading.latest(tmp_path, print).step == 100
 
@@ -188,9 +188,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
 def test_a_save_that_lacks_a_rank_is_no_checkpoint(tmp_path):
     save(tmp_path, 100)
     pieces = saving.snapshot(Tied(), [], 0, 2, False)
-    saving.write(tmp_path, 200, pieces)
+    saving.write_pieces(tmp_path, 200, pieces)
     with pytest.raises(FileNotFoundError, match="written-00001"):
-        saving.commit(tmp_path, 200, pieces, {}, {}, 2)
+        saving.commit_checkpoint(tmp_path, 200, pieces, {}, {}, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
 
 
@@ -254,7 +254,7 @@ def test_damage_is_named(tmp_path, damage):
         manifest.write_text(json.dumps(content))
         said = "names no file with tensors"
     with pytest.raises(loading.CheckpointError, match=said):
-        loading.load(path)
+        loading.read_checkpoint(path)
     said = (
         "99, this program reads version"
         if damage == "newer version"
@@ -276,14 +276,14 @@ def test_a_pickle_is_not_run(tmp_path):
         torch.save(Bomb(), path / file)
         rewrite(path, file)
         with pytest.raises(loading.CheckpointError, match="cannot be read"):
-            loading.load(path)
+            loading.read_checkpoint(path)
         assert not canary.exists()
 
 
 def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    loaded = loading.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+    loaded = loading.read_checkpoint(save(tmp_path, 1, model=model, optimizers=[optimizer]))
     for other, differing in (
         (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), r"1\.bias"),
         (
@@ -327,7 +327,7 @@ def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
         "step": torch.tensor(7.0),
         "note": [1, None],
     }
-    loaded = loading.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+    loaded = loading.read_checkpoint(save(tmp_path, 1, model=model, optimizers=[optimizer]))
 
     other = nn.Linear(3, 2).double()
     loading.restore_model(loaded, other)
@@ -357,8 +357,8 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
 
     def job(step: int, pieces: saving.Pieces) -> None:
         gate.wait(30)
-        saving.write(tmp_path, step, pieces)
-        saving.commit(tmp_path, step, pieces, {}, {}, None)
+        saving.write_pieces(tmp_path, step, pieces)
+        saving.commit_checkpoint(tmp_path, step, pieces, {}, {}, None)
 
     with ThreadPoolExecutor(1) as writer:
         for step in (1, 2, 3):
@@ -516,10 +516,10 @@ def on_four_ranks(rank: int, folder: str) -> None:
             with CommDebugMode() as counted:
                 pieces = saving.snapshot(model, [optimizer], rank, world, copy=seed % 2 == 0)
             assert counted.get_total_counts() == 0  # nothing is gathered
-            saving.write(root / where, step, pieces)
+            saving.write_pieces(root / where, step, pieces)
         dist.barrier()
         if rank == 0:
-            saving.commit(root / where, step, pieces, {}, {}, None)
+            saving.commit_checkpoint(root / where, step, pieces, {}, {}, None)
         dist.barrier()
 
     for number, layout in enumerate(LAYOUTS):

@@ -624,6 +624,6 @@ def test_a_tokenizer_that_could_not_be_written_is_not_trained(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    monkeypatch.setattr(train_tokenizer, "train", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(train_tokenizer, "train_bpe", lambda *_: pytest.fail("it was trained"))
     assert run(["tokenizer", "--vocab-size=270", "--out", out, "data=stdlib"]) == 2
     assert reason in capsys.readouterr().err

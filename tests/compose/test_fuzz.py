@@ -213,8 +213,8 @@ class Plain(nn.Module):
 def saved(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     pieces = saving.snapshot(Plain(), [], 0, 1, False)
-    saving.write(root, 100, pieces)
-    saving.commit(root, 100, pieces, {"note": [1, "two"]}, {}, 3)
+    saving.write_pieces(root, 100, pieces)
+    saving.commit_checkpoint(root, 100, pieces, {"note": [1, "two"]}, {}, 3)
     return root / "step_00000100"
 
 
@@ -223,7 +223,7 @@ def load(path: Path) -> None:
     CheckpointError."""
     model = Plain()
     with contextlib.suppress(loading.CheckpointError):
-        loading.restore_model(loading.load(path), model)
+        loading.restore_model(loading.read_checkpoint(path), model)
     assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
 
 

@@ -27,7 +27,7 @@ from llmexp.data import encode, shards, sources, work
 from llmexp.data.corpus import corpus, corpus_sources, works_of
 from llmexp.data.places import Answers
 from llmexp.data.prepared import prepare_part
-from llmexp.data.progress import Progress
+from llmexp.data.progress import ProgressBar
 from llmexp.data.source import Source
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
@@ -105,10 +105,12 @@ def test_sources_lie_one_after_the_other_each_document_with_its_end(files):
 def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, texts):
     from llmexp.data.tokenizer_files import from_file
     from llmexp.data.tokenizers import as_tokenizer
-    from llmexp.data.train_tokenizer import train
+    from llmexp.data.train_tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("other")
-    trained = train(["so many words, so little time " * 9, "Grüße, 你好 \U0001f600"], 300, "gpt2")
+    trained = train_bpe(
+        ["so many words, so little time " * 9, "Grüße, 你好 \U0001f600"], 300, "gpt2"
+    )
     (folder / "tokenizer.json").write_text(trained.tokenizer_json)
     path = json_lines(folder / "a.jsonl", [*texts, "the end"])
     other = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -492,14 +494,14 @@ def sum_of_code() -> int:
 
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(files, monkeypatch):
-    write = Progress.add
+    write = ProgressBar.add
 
     def changes(*arguments: Any) -> None:
         write(*arguments)
         json_lines(files / "web.jsonl", texts_of("other", 90))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "add", changes)
+        patch.setattr(ProgressBar, "add", changes)
         with pytest.raises(ValueError, match="this file changed while it was prepared; start agai"):
             made(files)
     assert bytes(ids_of(made(files).train)[:5]) == b"other"

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import encode, readers, shards
-from llmexp.data.encode import BOUNDARY, cut
+from llmexp.data.encode import BOUNDARY, split_text
 from llmexp.data.records import Counts
-from llmexp.data.shards import Job, Piece, encode_job
+from llmexp.data.shards import Job, TextPiece, encode_job
 from llmexp.data.source import Source
 from llmexp.data.tokenizers import Tokenizer, byte_level, end_of_text_id
 from tests.conftest import ROOT
@@ -69,7 +69,7 @@ def test_texts_encoded_at_once_are_each_text_with_its_end(
     bpe: tiktoken.Encoding, some: list[str], end: str
 ) -> None:
     named = ending_in(bpe, end)
-    pieces = [Piece(text, b"", number < 5, 0) for number, text in enumerate(some)]
+    pieces = [TextPiece(text, b"", number < 5, 0) for number, text in enumerate(some)]
     ids, stops = encode_job(Job(0, pieces), named)
     found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
     ends = [named._special_tokens[end]]
@@ -79,7 +79,7 @@ def test_texts_encoded_at_once_are_each_text_with_its_end(
 @settings(max_examples=150)
 @given(blocks=st.lists(texts, max_size=8), size=st.integers(1, 40))
 def test_pieces_are_the_text(blocks: list[str], size: int) -> None:
-    pieces = list(cut(iter(blocks), size))
+    pieces = list(split_text(iter(blocks), size))
     assert "".join(pieces) == "".join(blocks)
     assert all(pieces)
 
@@ -92,8 +92,8 @@ def test_a_text_without_boundaries_is_one_growing_piece() -> None:
             asked.append(i)
             yield "a" * 10
 
-    assert list(cut(blocks(), 10)) == ["a" * 10_000]
-    assert next(cut(iter(["a" * 50, " b" * 50]), 10)) == "a" * 50 + " b" * 49
+    assert list(split_text(blocks(), 10)) == ["a" * 10_000]
+    assert next(split_text(iter(["a" * 50, " b" * 50]), 10)) == "a" * 50 + " b" * 49
 
 
 def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmexp.data import sources
-from llmexp.data.reader import MASKED, Cut, Hidden, Order, eval_batches, read_windows
+from llmexp.data.reader import MASKED, RankSlice, Sampler, TargetMask, eval_batches, read_windows
 from tests.conftest import TINY, llmexp, train
 
 LENGTH, IDS = 6, 50
@@ -48,9 +48,9 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
         np.concatenate([np.load(f"{name}{end}.npy").astype(int) for name in "ab"])
         for end in ("", "-labels")
     )
-    order = Order(found.train, LENGTH, 4, 25, 0, shuffle=False, hidden=Hidden(document_end=3))
+    order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, hidden=TargetMask(document_end=3))
     at = 0
-    for window in read_windows(order, Cut(2), 0, 6):
+    for window in read_windows(order, RankSlice(2), 0, 6):
         count = 0
         for inputs, targets in window.micro_batches:
             for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -68,7 +68,11 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
         seen = [
             (int(start), targets)
             for starts, _, batch in eval_batches(
-                corpus.val, Cut(2), sequence_length=LENGTH, max_sequences=99, hidden=Hidden()
+                corpus.val,
+                RankSlice(2),
+                sequence_length=LENGTH,
+                max_sequences=99,
+                hidden=TargetMask(),
             )
             for start, targets in zip(starts, batch.tolist(), strict=True)
         ]

@@ -220,7 +220,7 @@ def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, mon
         return [{"text": text} for text in texts_of(revision, 30)]
 
     library = SimpleNamespace(HfApi=Api, load_dataset=load_dataset)
-    monkeypatch.setattr(source, "need", lambda *arguments: library)
+    monkeypatch.setattr(source, "need_package", lambda *arguments: library)
     json_lines(tmp_path / "val.jsonl", texts_of("val", 10))
     sources = {"web": {"hf": "someone/corpus"}}
     first = made(tmp_path, sources=sources)

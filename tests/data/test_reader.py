@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from llmexp.data import reader
 from llmexp.data.order import sequence_index
-from llmexp.data.reader import MASKED, Cut, Order, eval_batches, read_windows
+from llmexp.data.reader import MASKED, RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 
@@ -49,10 +49,10 @@ def _windows(
     **changed: Any,
 ) -> Iterator[Window]:
     stream = TokenStream([_ids(n_sequences)])
-    order = replace(Order(stream, LENGTH, micro * accum * dp, 10**6, seed=3), **changed)
+    order = replace(Sampler(stream, LENGTH, micro * accum * dp, 10**6, seed=3), **changed)
     return read_windows(
         order,
-        Cut(micro, rank, dp),
+        RankSlice(micro, rank, dp),
         start_step,
         max_steps,
         digest=digest,
@@ -155,7 +155,7 @@ def test_a_digest_sees_tokens_and_places() -> None:
 def test_ignored_ids_are_masked_as_targets_only() -> None:
     plain, masked = (
         next(_windows(shuffle=False)),
-        next(_windows(shuffle=False, hidden=reader.Hidden(7))),
+        next(_windows(shuffle=False, hidden=reader.TargetMask(7))),
     )
     assert masked.target_count == plain.target_count - 1
     for (tokens, targets), (tokens_m, targets_m) in zip(
@@ -175,10 +175,10 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
         batches = list(
             eval_batches(
                 stream,
-                Cut(2, rank, dp),
+                RankSlice(2, rank, dp),
                 sequence_length=LENGTH,
                 max_sequences=wanted,
-                hidden=reader.Hidden(),
+                hidden=reader.TargetMask(),
             )
         )
         counts.append(len(batches))
@@ -269,10 +269,12 @@ def test_a_process_may_end_in_the_middle() -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import numpy as np
-from llmexp.data.reader import Cut, Order, read_windows
+from llmexp.data.reader import RankSlice, Sampler, read_windows
 from llmexp.data.stream import TokenStream
 stream = TokenStream([np.zeros(1_000_000, np.uint16)])
-windows = read_windows(Order(stream, 64, 512, 10**12, seed=0), Cut(1), 0, 10**6, prefetch=100)
+windows = read_windows(
+    Sampler(stream, 64, 512, 10**12, seed=0), RankSlice(1), 0, 10**6, prefetch=100
+)
 next(windows)
 """
     ended = subprocess.run(

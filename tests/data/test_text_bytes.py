@@ -14,7 +14,7 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data.corpus import corpus
-from llmexp.data.reader import Cut, Hidden, eval_batches
+from llmexp.data.reader import RankSlice, TargetMask, eval_batches
 from llmexp.data.sources import text as text_files
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizer_files import from_file
@@ -129,7 +129,7 @@ def test_the_bytes_of_each_document(made, tmp_path):
     # A stream in windows: each target counts once, and what is no target does not.
     seen = np.zeros(len(stream))
     for starts_b, _, targets_bt in eval_batches(
-        stream, Cut(2), sequence_length=7, max_sequences=10**6, hidden=Hidden()
+        stream, RankSlice(2), sequence_length=7, max_sequences=10**6, hidden=TargetMask()
     ):
         bytes_bt = found.at(stream, starts_b, targets_bt.numpy())
         for start, row, there in zip(starts_b, bytes_bt, targets_bt, strict=True):

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from llmexp.__main__ import run
 from llmexp.data import sources
 from llmexp.data.corpus import documents_to_train
-from llmexp.data.encode import cut, is_cuttable
+from llmexp.data.encode import is_cuttable, split_text
 from llmexp.data.places import Answers
 from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
 from llmexp.data.tokenizers import as_tokenizer, byte_level, end_of_text, token_byte_lengths
-from llmexp.data.train_tokenizer import SMALLEST, train
+from llmexp.data.train_tokenizer import SMALLEST, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -43,7 +43,7 @@ def documents_of(texts: list[str]) -> Iterator[Iterator[str]]:
 @pytest.fixture(scope="module", params=PATTERNS)
 def trained(request, tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bpe")
-    found = train(documents_of(TEXTS), 320, request.param)
+    found = train_bpe(documents_of(TEXTS), 320, request.param)
     (folder / "tokenizer.json").write_text(found.tokenizer_json)
     (folder / "mine.tiktoken").write_bytes(found.tiktoken)
     assert (found.n_vocab, found.documents) == (320, 3)
@@ -74,7 +74,7 @@ def test_a_trained_tokenizer_cuts_long_documents_without_a_change_of_ids(trained
         ours = as_tokenizer(from_file(str(path), None, split))
         assert is_cuttable(ours)
         text = "".join(TEXTS) * 20
-        pieces = list(cut(in_blocks(text), 700))
+        pieces = list(split_text(in_blocks(text), 700))
         assert len(pieces) > 5
         ids = [number for piece in pieces for number in ours.encode_ordinary(piece)]
         assert ids == ours.encode_ordinary(text)
@@ -102,8 +102,8 @@ def test_a_tokenizer_that_does_more_than_split_by_a_known_pattern_is_not_cut(
 
 def test_training_in_pieces_gives_the_tokenizer_of_whole_documents():
     text = "".join(TEXTS) * 30
-    whole = train(documents_of([text]), 400, "gpt2")
-    pieces = train(iter([cut(in_blocks(text), 500)]), 400, "gpt2")
+    whole = train_bpe(documents_of([text]), 400, "gpt2")
+    pieces = train_bpe(iter([split_text(in_blocks(text), 500)]), 400, "gpt2")
     assert json.loads(pieces.tokenizer_json)["model"] == json.loads(whole.tokenizer_json)["model"]
 
 
@@ -132,10 +132,10 @@ def test_text_that_is_held_out_trains_no_tokenizer(tmp_path, files):
 
 
 def test_fewer_ids_than_asked_for_where_nothing_is_left_to_merge():
-    found = train(documents_of(["ab"]), 1000, "gpt2")
+    found = train_bpe(documents_of(["ab"]), 1000, "gpt2")
     assert found.n_vocab == SMALLEST + 1
     with pytest.raises(ValueError, match="no documents"):
-        train([], 1000, "gpt2")
+        train_bpe([], 1000, "gpt2")
 
 
 def test_a_sentencepiece_model(tmp_path):
@@ -186,7 +186,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    found = train(TEXTS, 300, "gpt2")
+    found = train_bpe(TEXTS, 300, "gpt2")
     for folder in ("empty", "good"):
         Path(folder).mkdir()
     Path("good/tokenizer.json").write_text(found.tokenizer_json)

@@ -60,11 +60,11 @@ def test_the_identity_sees_all_that_decides(gpt2: tiktoken.Encoding) -> None:
         {"special_tokens": {"<f>": 2}},
     ]
     seen = {
-        tokenizers.identity(tiktoken.Encoding(**{**base, **c}))
+        tokenizers.tokenizer_identity(tiktoken.Encoding(**{**base, **c}))
         for c in [{}, {"name": "y"}, *changes]
     }
     assert len(seen) == 5  # a new name alone changes nothing
-    assert tokenizers.identity(gpt2) == tokenizers.identity(gpt2)
+    assert tokenizers.tokenizer_identity(gpt2) == tokenizers.tokenizer_identity(gpt2)
 
 
 def test_an_unknown_encoding_is_refused_with_the_nearest() -> None:

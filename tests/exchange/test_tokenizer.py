@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmexp.data.tokenizer_files import from_file
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level, end_of_text
-from llmexp.data.train_tokenizer import train
+from llmexp.data.train_tokenizer import train_bpe
 from llmexp.exchange.check import TEXTS as TEXTS_OF_CHECK
 from llmexp.exchange.families import FAMILIES
 from llmexp.exchange.tokenizer import QWEN2, doubts, is_qwen2, tokenizer_files
@@ -36,7 +36,7 @@ def there(tokenizer: Tokenizer):
 
 def trained(tmp_path: Path, pattern: str = "gpt2") -> Tokenizer:
     texts = ["the cat sat on the mat, the cat's mat 12345", "caf\u00e9 caf\u00e9 aaaa aaaaaaa"] * 30
-    (tmp_path / "own.tiktoken").write_bytes(train(texts, 320, pattern).tiktoken)
+    (tmp_path / "own.tiktoken").write_bytes(train_bpe(texts, 320, pattern).tiktoken)
     return as_tokenizer(from_file(str(tmp_path / "own.tiktoken"), None, pattern))
 
 
@@ -115,7 +115,7 @@ def every_kind(folder: Path) -> dict[str, Tokenizer]:
     found = {"bytes": as_tokenizer(byte_level()), "gpt2": encoding("gpt2", folder / "cache")}
     for pattern in ("gpt2", "cl100k_base"):
         found[f"bpe {pattern}"] = trained(folder, pattern)
-        (folder / "tokenizer.json").write_text(train(texts, 320, pattern).tokenizer_json)
+        (folder / "tokenizer.json").write_text(train_bpe(texts, 320, pattern).tokenizer_json)
         found[f"json {pattern}"] = as_tokenizer(from_file(str(folder), None, None))
     models, trainers, before = library.models, library.trainers, library.pre_tokenizers
     pieces, words = models.Unigram(), models.WordPiece(unk_token="[UNK]")

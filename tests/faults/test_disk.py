@@ -111,7 +111,7 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
             "step_00000020",
             "step_00000022",
         ]
-        assert all(loading.load(path).step for path in loading.steps(disk))
+        assert all(loading.read_checkpoint(path).step for path in loading.steps(disk))
         assert_whole_files(run)
         (disk / "ballast").unlink()
         (run / "train.log").unlink()  # nothing is gone on with in a folder that holds a device
@@ -144,7 +144,7 @@ def test_a_failure_too_many(here, settings, more, step):
         )  # fmt: skip
         assert_status(failed, "failed", 3, f"the checkpoint of step {step} ")
         assert len(failed.rows()) < 20
-        assert loading.load(disk / "step_00000006").step == 6
+        assert loading.read_checkpoint(disk / "step_00000006").step == 6
         assert not list(disk.glob(".step*"))
 
 
@@ -156,7 +156,7 @@ def test_a_save_that_fails_while_steps_overflow_is_not_passed_over(here, setting
         "def write(*arguments):\n"
         "    time.sleep(0.3)\n"
         "    raise OSError('no room')\n"
-        "saving.write = write\n"
+        "saving.write_pieces = write\n"
         "def hook(event, context): pass\n"
     )
     failed = llmexp(

@@ -115,7 +115,7 @@ def kill_in_a_row(
         assert "Traceback" not in err
         wait_free(run.folder)
         for path in loading.steps(run.folder / "checkpoints"):
-            assert loading.load(path).step == int(path.name[5:])
+            assert loading.read_checkpoint(path).step == int(path.name[5:])
         steps = [row["step"] for row in rundir.read_rows(run.folder / "metrics.jsonl")]
         assert steps == list(range(1, len(steps) + 1)), seed
         if process.returncode == 0:
@@ -192,7 +192,7 @@ def test_asked_to_stop_twice_while_it_saves(here, settings, whole):
         assert "llmexp resume run --allow faulty" in out
         assert_status(run, "preempted", 75, None)
         reached = rows_of(run.folder)
-        assert loading.load(run.checkpoint(reached)).step == reached < LAST
+        assert loading.read_checkpoint(run.checkpoint(reached)).step == reached < LAST
         assert not is_saving(run.folder)
     done = llmexp("resume", "run", *HOOKED, cwd=here)
     assert done.code == 0, done.err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp.runs.ledger import Facts, Ledger
+from llmexp.runs.ledger import Ledger, PointFacts
 from llmexp.sweep import local
 from llmexp.sweep.current import Current
 from llmexp.sweep.launchers import drive
@@ -44,7 +44,7 @@ def new_task(
     path.mkdir(exist_ok=True)
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
-    facts = Facts(name, 80, 0, ranks, devices)
+    facts = PointFacts(name, 80, 0, ranks, devices)
     config = SimpleNamespace(fork=SimpleNamespace(step=None))
     return Task(SimpleNamespace(path=path, facts=facts, config=config), entry)
 

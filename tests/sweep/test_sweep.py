@@ -509,8 +509,10 @@ def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, d
 
 def test_a_change_of_a_point_among_1000_is_a_line(tmp_path):
     """Also after a kill at any byte; what was written by another process is never added to."""
-    points = [ledgers.Entry(n, f"seed_{n}", f"{n}-seed_{n}", "ab" * 12, [f"train.seed={n}"] * 8)
-              for n in range(1000)]  # fmt: skip
+    points = [
+        ledgers.LedgerEntry(n, f"seed_{n}", f"{n}-seed_{n}", "ab" * 12, [f"train.seed={n}"] * 8)
+        for n in range(1000)
+    ]
     ledger = ledgers.Ledger(tmp_path, "n", "g", "local", ["-m"], ["train.seed"], points=points)
     ledger.save()
     whole = (tmp_path / "sweep.json").read_bytes()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmexp.runs import rundir
-from llmexp.runs.ledger import Entry, Ledger
+from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.batch import conclude
@@ -104,7 +104,7 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
     """A grid whose points have all finished is done; a search would have asked for more."""
     for grid, state in ((True, "finished"), (False, "preempted")):
         current = current_sweep(tmp_path, grid=grid, signals=[signal.SIGTERM])
-        current.ledger.points = [Entry(0, "a", "0-a", None, [], state="finished")]
+        current.ledger.points = [LedgerEntry(0, "a", "0-a", None, [], state="finished")]
         conclude(current, lambda text: None)
         assert current.ledger.state == state
 
@@ -129,7 +129,7 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
     """Nor does the live table of a terminal, which shows what failed in an earlier command too."""
     states = ("queued", "running", "finished", "failed", "preempted", "infeasible")
     entries = [
-        Entry(n, "x", f"{n}-x", None, [], state=s)
+        LedgerEntry(n, "x", f"{n}-x", None, [], state=s)
         for n, s in enumerate([*states, *states, "finished"])
     ]
     ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=entries)

@@ -167,12 +167,12 @@ def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_p
     (tmp_path / "end.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     several = [item | {"choices": [*item["choices"], "x"]} for item in items]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in several))
-    judge, alone = sets.place(opened), mesh.join("cpu", "single", 1, 1, 1)
+    judge, alone = sets.placed_model(opened), mesh.join("cpu", "single", 1, 1, 1)
     found, lls = {}, {}
     for name in ("end", "two"):
         file = tmp_path / f"{name}.jsonl"
-        task = scoring.prepare(name, read_items(file), opened.tokenizer, LENGTH)
-        found[name], samples = scoring.score(task, judge.loss, alone, "fp64", 50)
+        task = scoring.prepare_task(name, read_items(file), opened.tokenizer, LENGTH)
+        found[name], samples = scoring.score_task(task, judge.loss, alone, "fp64", 50)
         lls[name] = [one["loglikelihoods"][0] for one in samples]
         if name == "end":
             assert [one["acc"] for one in samples] == right
@@ -183,7 +183,7 @@ def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_p
 def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch):
     monkeypatch.chdir(folder)
     opened = open_run(folder / "run", 4, print)
-    task = scoring.prepare("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
+    task = scoring.prepare_task("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
     loss = scoring.WindowLoss(opened.model.eval())
     alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
     found = [
@@ -227,10 +227,12 @@ def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path
         assert row.get("val/loss") == other.get("val/loss")
         assert sum(key.startswith("task/") for key in row) == 6
     opened = open_run(tmp_path / "asked", 4, print)
-    task = scoring.prepare("mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH)
+    task = scoring.prepare_task(
+        "mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH
+    )
     loss = scoring.WindowLoss(opened.model.eval())
     alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
-    figures, _ = scoring.score(task, loss, alone, "fp64", 10**6)
+    figures, _ = scoring.score_task(task, loss, alone, "fp64", 10**6)
     for key, value in figures.items():
         assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
 
@@ -261,12 +263,12 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
         pytest.skip("lm-eval is not installed")
     run = (Path("run"), None, "model")
     found = harness.evaluate_by_harness(run, [*kept], str(tmp_path), print)
-    judge, alone = sets.place(opened), mesh.join("cpu", "single", 1, 1, 1)
-    figures = {one["task"]: one for one in harness.figures(found)}
+    judge, alone = sets.placed_model(opened), mesh.join("cpu", "single", 1, 1, 1)
+    figures = {one["task"]: one for one in harness.harness_figures(found)}
     for name in kept:
         read = read_items(tmp_path / f"{name}.jsonl")
-        task = scoring.prepare(name, read, opened.tokenizer, LENGTH)
-        ours, own = scoring.score(task, judge.loss, alone, "fp64", 96)
+        task = scoring.prepare_task(name, read, opened.tokenizer, LENGTH)
+        ours, own = scoring.score_task(task, judge.loss, alone, "fp64", 96)
         theirs = sorted(found["samples"][name], key=lambda one: one["doc_id"])
         for one, other in zip(own, theirs, strict=True):
             answers = other["filtered_resps"]

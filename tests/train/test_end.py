@@ -248,13 +248,13 @@ LATE = """
 import time
 from llmexp.checkpoint import saving
 
-real = saving.write
+real = saving.write_pieces
 
 def write(*arguments):
     time.sleep(0.5)
     real(*arguments)
 
-saving.write = write
+saving.write_pieces = write
 
 def hook(event, context):
     if (event, context.step) == ("step_start", 4):

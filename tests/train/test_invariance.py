@@ -108,7 +108,7 @@ def test_every_cut_sees_the_same_rows(fp64):
 
 def test_one_state_is_equal_on_every_layout(fp64):
     """The state before the first update, which all layouts share bit for bit."""
-    first, *others = (loading.load(run.checkpoint(0)) for run in fp64.values())
+    first, *others = (loading.read_checkpoint(run.checkpoint(0)) for run in fp64.values())
     for name in first.model:
         value = loading.whole_tensor(first, name)
         assert all(torch.equal(loading.whole_tensor(other, name), value) for other in others)

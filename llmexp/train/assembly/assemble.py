@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp.data.reader import Hidden
+from llmexp.data.reader import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
@@ -89,9 +89,9 @@ class Parts:
         return bool(self.hooks) or foreign
 
     @property
-    def hidden(self) -> Hidden:
+    def hidden(self) -> TargetMask:
         """Return which targets do not count."""
-        return Hidden(self.config.data.get("ignore_id"), self.document_end)
+        return TargetMask(self.config.data.get("ignore_id"), self.document_end)
 
 
 def assemble(

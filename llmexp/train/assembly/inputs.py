@@ -20,7 +20,7 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
-from llmexp.settings.convert import checked
+from llmexp.settings.convert import checked_knob
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill, remember
 from llmexp.train.assembly.targets import bind, described, locate, place, resolve
@@ -173,5 +173,5 @@ def _check_ignored(given: Any, ids: int) -> None:
     if given == -100:
         text += "; labels with -100 are files of their own, data=tokens data.train_labels=FILES"
         raise refuse("data.ignore_id", given, text)
-    if checked("data.ignore_id", given) >= ids:
+    if checked_knob("data.ignore_id", given) >= ids:
         raise refuse("data.ignore_id", given, text, 0)

@@ -45,7 +45,7 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
         raise refuse("fork.step", step, text + _listed(kept), near)
     try:
         folder = loading.of_step(path / rundir.CHECKPOINTS, step)
-        loaded = loading.load(folder, loading.NONE, ("model",))
+        loaded = loading.read_checkpoint(folder, loading.NONE, ("model",))
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)

@@ -20,7 +20,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config, Train
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.tasks.items import read_task
-from llmexp.tasks.scoring import Task, prepare
+from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses_tokenizer
 from llmexp.train.assembly.targets import bind
 from llmexp.update import optim, precision
@@ -30,7 +30,7 @@ def prepare_tasks(
     names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
 ) -> list[Task]:
     """Return the tasks of these names, with their requests. Raises ConfigError."""
-    return [prepare(name, read_task(name, folder), tokenizer, length) for name in names]
+    return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
 def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> list[Task]:

@@ -22,7 +22,7 @@ from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
 from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import checked
+from llmexp.settings.convert import checked_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.parts import COMMON
 from llmexp.settings.values import AUTO, refuse
@@ -152,7 +152,7 @@ def solve_run(
     """Return the config `saved` with every derived value written back, and the run. `config` is the
     same one, filled, with its batch solved; `optimizer`: its section with solved rates. Raises
     ConfigError."""
-    software = once("software", None, lambda: (provenance.versions(), provenance.commit()))
+    software = once("software", None, lambda: (provenance.versions(), provenance.source_commit()))
     warmup = functools.partial(_warmup, config.schedule)
     run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
     solved = _solved(saved, config, optimizer, facts, compiled)
@@ -169,7 +169,7 @@ def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int) -> Cor
 def _warmup(section: dict[str, Any], total: int) -> int:
     """Return the updates of warm-up of a schedule over `total` updates. Raises ConfigError."""
     names = ("warmup_steps", "warmup_ratio")
-    knobs = {name: checked(f"schedule.{name}", section.get(name)) for name in names}
+    knobs = {name: checked_knob(f"schedule.{name}", section.get(name)) for name in names}
     return schedule.warmup_updates(total, **knobs)
 
 

@@ -17,9 +17,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.settings.convert import checked, converted, today
+from llmexp.settings.convert import checked_knob, converted, today
 from llmexp.settings.parts import COMMON, declared
-from llmexp.settings.values import ConfigError, Knob, children, hint, nearest, refuse
+from llmexp.settings.values import ConfigError, Knob, hint, nearest, nested, refuse
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
@@ -164,7 +164,7 @@ def place(found: Any) -> str:
 
 def refuse_calls(key: str, value: Any) -> None:
     """Raise ConfigError for a section inside `value` that would have Hydra call something."""
-    for name, child in children(value):
+    for name, child in nested(value):
         if name in RESERVED:
             way = "give plain values, and call what you need in your own function"
             text = f"nothing is called from inside a section; {way}"
@@ -224,7 +224,7 @@ def resolve(
     common = COMMON.get(section, ())
     for name in common:
         if name in values:
-            checked(f"{section}.{name}", values[name])
+            checked_knob(f"{section}.{name}", values[name])
     knobs = {str(k): v for k, v in values.items() if k != "_target_" and k not in common}
     refuse_calls(section, knobs)
     target = locate(f"{section}._target_", values["_target_"])
