@@ -154,21 +154,13 @@ def of_no_knob(
 def solved(config: Config, key: str) -> dict[str, Any]:
     """Return what the run makes of a number, or of a knob that was left open; nothing where it does
     not follow."""
-    from llmexp.train.assembly.inputs import Shared
-    from llmexp.train.assembly.solving import keep_facts, known_run
+    from llmexp.train.assembly.assemble import assemble
 
-    name, shared = key.rpartition(".")[2], Shared()
     try:
-        if (known := known_run(config, shared)) is None:
-            from llmexp.train.assembly.assemble import assemble
-
-            parts = assemble(config, write=False, shared=shared)
-            keep_facts(config, shared, parts.run)
-            known = parts.config, parts.run
+        parts = assemble(config, write=False)
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
-    config, run = known
-    numbers = run.as_dict()
+    config, numbers, name = parts.config, parts.run.as_dict(), key.rpartition(".")[2]
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
         value, number = numbers.get(name), DERIVED[name]

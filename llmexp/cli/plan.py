@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +15,6 @@ from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import Plan, build_plan
 from llmexp.runs import rundir
 from llmexp.runs.naming import refuse_folder
-from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
@@ -65,32 +63,14 @@ def planned(args: Any) -> Planned | PlannedSweep:
             if there:
                 rundir.check_plain(wanted)
             refuse_folder(wanted, there, config.checkpoint.resume)
-    plan_of = planner(chosen, args.measure)
+    from llmexp.forecast.planning import Planner
+
+    plan_of = Planner(chosen, args.measure).planned
     if multirun:
         from llmexp.sweep.planning import plan_points
 
         return plan_points(points, [*refused, *same], settings, plan_of)
     return plan_of(config, str(wanted))
-
-
-def planner(chosen: Plan, measure: bool) -> Callable[[Config, str], Planned]:
-    """Return the function that plans a run. It imports torch for the first one that is not
-    known."""
-    from llmexp.forecast.planned import described
-    from llmexp.train.assembly.inputs import Shared
-    from llmexp.train.assembly.solving import known_run
-
-    shared = Shared()
-
-    def planned(config: Config, folder: str) -> Planned:
-        known = None if chosen.asks or measure else known_run(config, shared)
-        if known is not None:
-            return described(*known, folder)
-        from llmexp.forecast.planning import Planner
-
-        return Planner(chosen, measure, shared).planned(config, folder)
-
-    return planned
 
 
 def settings_of_plan(cfg: DictConfig) -> Plan:

@@ -26,7 +26,6 @@ from llmexp.settings.values import AUTO, ConfigError, refuse
 from llmexp.train.assembly.assemble import Parts, assemble, kernel_of
 from llmexp.train.assembly.inputs import Shared
 from llmexp.train.assembly.remembered import MEMORY, kind_of, remember
-from llmexp.train.assembly.solving import keep_facts
 from llmexp.train.calibration import MOST
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
@@ -35,10 +34,10 @@ NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 class Planner:
     """Plan runs for one device; what runs of one kind have in common is found out once."""
 
-    def __init__(self, plan: Plan, measure: bool, shared: Shared) -> None:
+    def __init__(self, plan: Plan, measure: bool) -> None:
         self._plan, self._measure = plan, measure
         self._device = None if plan.device is None else device_named(plan.device)
-        self._shared = shared
+        self._shared = Shared()
 
     def planned(self, config: Config, folder: str) -> Planned:
         """Return the plan of a run. Raises ConfigError."""
@@ -48,7 +47,6 @@ class Planner:
         if config.batch.micro_batch_size == AUTO:
             parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
         if not plan.asks and not self._measure:
-            keep_facts(config, self._shared, parts.run)
             return described(parts.config, parts.run, folder)
         if device is not None:  # what was measured here is not of it
             parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, memory=None))

@@ -1,7 +1,7 @@
 """Build the parts of a run from its config, and check them. In reading order:
 
 assemble   config -> `Parts`: every check and every fact
-solving    the solved `Run` from facts; without torch where those are remembered
+solving    the solved `Run` from facts
 placement  device, ranks and arithmetic
 inputs     tokenizer and data, each checked when it is built; without torch
 parts      tasks, model and optimizers, likewise

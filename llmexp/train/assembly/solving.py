@@ -1,131 +1,31 @@
-"""Solve a run from its config, its data and the facts of its model and its device; without torch
-where those facts are remembered."""
+"""Solve a run from its config, its data and the facts of its model and its device."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import os
-import platform
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from llmexp.compare.throughput import single_rank_rate
-from llmexp.data.files import cpu_count
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.run import Facts, Run, SourceShare, solve
-from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.parts import COMMON
-from llmexp.settings.values import AUTO, refuse
+from llmexp.settings.values import refuse
 from llmexp.system.redact import redacted
-from llmexp.tracker import stores
-from llmexp.train.assembly.inputs import (
-    Shared,
-    build_corpus,
-    build_tokenizer,
-    document_end,
-    filled,
-    place_of,
-)
-from llmexp.train.assembly.remembered import OURS, known_memory, remember, remembered
+from llmexp.train.assembly.inputs import build_corpus, place_of
+from llmexp.train.assembly.remembered import known_memory
 from llmexp.train.assembly.targets import bind
 from llmexp.update import schedule
 
-FACTS = "facts"  # of a model on a machine, a folder of the cache
-# Variables that llmexp, torch, its libraries and the loader of those read.
-PROCESSOR = re.compile(r"(?m)^(?:model name|flags|CPU \w+|Features)\s*:.*")
-VARIABLES = re.compile("(LLMEXP|OMP|GOMP|KMP|MKL|ATEN|ONEDNN|DNNL|TORCH|PYTORCH|CUDA|LD)_")
-GPUS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # files of drivers below /dev
-
 Once = Callable[..., Any]
-
-
-def known_run(config: Config, shared: Shared) -> tuple[Config, Run] | None:
-    """Return the config with every derived value written back, and the run, as `assemble` does
-    where nothing is written; None where torch has to be asked. Raises ConfigError."""
-    if not _may_be_known(config):
-        return None
-    saved, once = config, shared.once
-    stores.check_chosen(config.tracker.kind, config.tracker.also)
-    config, tokenizer, kind = _kind(saved, once)
-    found = remembered(FACTS, kind)
-    if found is None or found.keys() != {field.name for field in dataclasses.fields(Facts)}:
-        return None
-    batch = solve_batch(config.batch, 1)
-    optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
-    config = dataclasses.replace(config, batch=batch)
-    ids = found["vocab_size"] or tokenizer.n_vocab
-    corpus = corpus_of(once, config, tokenizer, ids)
-    found |= {"layout": Layout(**found["layout"]), "warnings": (), "rates": rates}
-    facts = Facts(**found | facts_of_data(config, tokenizer, corpus))
-    solved, run = solve_run(saved, config, optimizer, facts, corpus, once, False)
-    rate_factor(config.schedule, run.max_steps)
-    return solved, run
-
-
-def keep_facts(config: Config, shared: Shared, facts: Facts) -> None:
-    """Remember the facts of a run for `known_run`."""
-    if _may_be_known(config) and facts.device == "cpu":
-        own = dataclasses.replace(facts, memory=None, single_rank_rate=None)
-        found = {f.name: dataclasses.asdict(own)[f.name] for f in dataclasses.fields(Facts)}
-        remember(FACTS, found, _kind(config, shared.once)[2])
-
-
-def _may_be_known(config: Config) -> bool:
-    """Return whether the facts of a run can follow from what `_kind` looks at: not from code, files
-    or devices beside it."""
-    dev = Path("/dev")
-    return (
-        (config.train.device == "cpu" or not any(any(dev.glob(name)) for name in GPUS))
-        and all(str(s["_target_"]).startswith(OURS) for s in (config.model, config.optimizer))
-        and config.model.get("init_from") is None
-        and config.fork.run is None
-        and config.parallelism.kind == "single"
-        and config.train.compile is not True
-        and config.batch.micro_batch_size != AUTO
-        and not (config.hooks or config.train.tasks)
-    )
-
-
-def _kind(config: Config, once: Once) -> tuple[Config, Tokenizer, dict[str, Any]]:
-    """Return the config, filled, its tokenizer, and all that the facts depend on but for the
-    data."""
-    config = filled(config)
-    tokenizer, model = once(
-        "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
-    )
-    config = dataclasses.replace(config, model=model)
-    tree = plain(config)
-    kind = {
-        **{name: tree[name] for name in ("model", "optimizer", "precision", "parallelism")},
-        "train": [tree["train"][name] for name in ("device", "compile", "deterministic")],
-        "length": config.batch.sequence_length,
-        "tokenizer": [tokenizer.n_vocab, document_end(config, tokenizer)],
-        "processor": [cpu_count(), _processor()],
-        "variables": {k: v for k, v in os.environ.items() if VARIABLES.match(k)},
-        "llmexp": _source_digest(),
-    }
-    return config, tokenizer, kind
-
-
-_source_digest = functools.cache(provenance.source_digest)
-
-
-@functools.cache
-def _processor() -> list[str]:
-    """Return what decides which kernels run: names and units of the processors."""
-    path = Path("/proc/cpuinfo")
-    about = path.read_text(errors="replace") if path.exists() else platform.machine()
-    return sorted(set(PROCESSOR.findall(about)))
 
 
 def facts_of_data(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
