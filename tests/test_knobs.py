@@ -134,7 +134,7 @@ WITH: dict[str, dict[str, Any]] = {
 # They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a
 # package.
 NOT_HERE = ("model.init_from", "batch.memory_gib", "tracker.also", "train.device", "train.compile",
-"metrics.single_rank_rates", "parallelism.nproc_per_node",
+            "parallelism.nproc_per_node",
             "parallelism.nnodes", "parallelism.tensor_parallel_size",
             "parallelism.replicate_size")  # fmt: skip
 

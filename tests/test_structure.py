@@ -21,7 +21,7 @@ MODULES = {
 # from one below.
 ROOMS = (
     "settings", "run", "system", "models", "mesh", "update", "metrics", "data", "tasks",
-    "checkpoint", "runs", "exchange", "tracker", "compare", "train", "evaluate", "forecast",
+    "checkpoint", "runs", "exchange", "tracker", "train", "evaluate", "forecast", "compare",
     "compose", "sweep", "verify", "cli", "program", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.

@@ -139,9 +139,6 @@ DERIVED = {
         "how the rates follow the real batch",
         "optimizer.lr optimizer.lr_rule optimizer.reference_batch real_batch_size",
     ),
-    "single_rank_rate": _follows(
-        "tokens per second of one rank, as measured", "metrics.single_rank_rates"
-    ),
     "warnings": _follows("what the start warns of"),
     "versions": _follows("versions of Python and packages"),
     "commit": _follows("commit of llmexp"),

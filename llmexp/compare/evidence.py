@@ -252,7 +252,8 @@ def same_rows(runs: Sequence[Record]) -> bool:
     Times, and what is measured on single micro-batches, do not count.
     """
     first, *others = runs
-    apart = {*TIMINGS, "noise_scale", "noise_scale_low", "noise_scale_high"}
+    noise = ("noise_scale", "noise_scale_low", "noise_scale_high")
+    apart = {*TIMINGS, *noise, "scaling_efficiency"}  # the last one in older runs alone
     for other in others:
         x, y = first.columns["step"], other.columns["step"]
         _, at_x, at_y = np.intersect1d(x, y, assume_unique=True, return_indices=True)

@@ -14,10 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare import reading
 from llmexp.compare.records import Record
-from llmexp.runs.find import find
-from llmexp.settings.values import flatten
 from llmexp.system import fileio
 
 # Titles of figures that are facts of a run, and of those that are medians of a column.
@@ -94,50 +91,6 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     if row.get("ranks", 1) == 1 or not alone or not row.get("tokens/s"):
         return None
     return float(row["tokens/s"] / row["ranks"] / np.median(alone))
-
-
-# The settings that decide the rate of a rank besides the device, by config key or section: its
-# work between two communications.
-WORK = (
-    "model.", "optimizer._target_", "clip.kind", "precision.kind", "train.compile",
-    "batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.sequence_length",
-    "parallelism.activation_checkpointing",
-)  # fmt: skip
-
-
-def single_rank_rate(
-    where: str, config: dict[str, Any], facts: dict[str, Any]
-) -> tuple[float | None, str]:
-    """Return (tokens/s of the finished runs of one rank under the path that do the same work on the
-    same device, what is missing in words). Their median where there are several."""
-    wanted = _work(flatten(config), facts)
-    rates, others = [], []
-    for r in reading.read(find([where])[0]):
-        rate = median(r, "tokens_per_sec")
-        if r.facts.get("world_size") != 1 or r.state != "finished" or not rate:
-            continue
-        there = _work(r.config, r.facts)
-        differing = [key for key in there if there[key] != wanted.get(key)]
-        if differing:
-            others.append([f"{k} ({there[k]} there, {wanted.get(k)} here)" for k in differing])
-        else:
-            rates.append(rate)
-    if rates:
-        return float(np.median(rates)), ""
-    if not others:
-        return None, "no finished run of one rank is there"
-    nearest = ", ".join(min(others, key=len)[:3])
-    text = "none of its runs of one rank does the same work; the nearest differs in"
-    return None, f"{text} {nearest}"
-
-
-def _work(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    found = {k: v for k, v in config.items() if k.startswith(WORK)}
-    name = str(facts.get("device_name"))
-    if facts.get("device") == "cpu":  # NAME, N threads
-        found["threads"] = facts.get("threads_per_rank")
-        name = name.rpartition(", ")[0]
-    return found | {"device": name}
 
 
 def verdict(row: Row, rows: Sequence[Row]) -> str | None:

@@ -75,8 +75,6 @@ _ALL = (
         "tokens/s", better="higher", timing=True, plot="Tokens per second, all ranks"),
     Key("tokens_per_sec_per_rank", "tokens_per_sec divided by the ranks",
         better="higher", timing=True),
-    Key("scaling_efficiency", "tokens_per_sec_per_rank over the rate of a single rank",
-        better="higher", timing=True),
     Key("tflops_per_sec_per_rank", "10^12 FLOPs per second and rank", better="higher", timing=True),
     Key("mfu", "model FLOPs utilization: share of the device's peak rate",
         better="higher", timing=True),

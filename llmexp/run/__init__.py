@@ -56,8 +56,6 @@ class Facts:
     precision: str
     precision_reason: str
     rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
-    # tokens/s of the same run on one rank, where it was measured
-    single_rank_rate: float | None = None
     compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
     memory: str | None = None  # of a rank at its peak, where such a run was measured before
     initial: str | None = None  # the weights that the model begins with, where they are given

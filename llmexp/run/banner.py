@@ -94,11 +94,6 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     rows += [
         ("device", f"{run.device_name} ({run.device})"),
         *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
-        *(
-            [("scaling", f"against {run.single_rank_rate:,.0f} tokens/s of one rank")]
-            if run.single_rank_rate
-            else []
-        ),
         (
             "precision",
             f"{run.precision} ({run.precision_reason})" if run.precision_reason else run.precision,

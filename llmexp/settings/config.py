@@ -171,13 +171,6 @@ class Metrics:
     skip_outliers: bool = knob(
         "skip the update of an outlier step", acts=where("metrics.outlier_sigma"), default=False
     )
-    single_rank_rates: str | None = knob(
-        "folder of a throughput_grid with the rate of one rank, for scaling_efficiency in the rows "
-        "of runs with more; null: none",
-        "outputs/throughput_grid/2030-01-01_12-00-00",
-        affects="nothing",
-        default=None,
-    )
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
     )

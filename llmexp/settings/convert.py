@@ -38,15 +38,17 @@ _RENAMED = {
     "llmexp.optim.": "llmexp.update.optim.",
     "llmexp.schedule.": "llmexp.update.schedule.",
 }
+_GONE = ("metrics.single_rank_rates",)  # keys that configs of older runs hold
 
 
-def renamed(tree: Any) -> Any:
-    """Return a saved config, nested or flat, with the names that our functions have today."""
+def renamed(tree: Any, prefix: str = "") -> Any:
+    """Return a saved config, nested or flat, with today's names and without keys that are gone."""
     if not isinstance(tree, dict):
         return tree
     return {
-        key: today(value) if str(key).endswith("_target_") else renamed(value)
+        key: today(value) if str(key).endswith("_target_") else renamed(value, f"{prefix}{key}.")
         for key, value in tree.items()
+        if f"{prefix}{key}" not in _GONE
     }
 
 

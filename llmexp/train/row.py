@@ -49,8 +49,6 @@ def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> d
         row["data_digest"] = f"{measures.data_digest % 2**63:016x}"
     row |= measures.rates
     rate = row["tokens_per_sec_per_rank"]
-    if run.single_rank_rate is not None:
-        row["scaling_efficiency"] = rate / run.single_rank_rate
     if measures.outlier_steps is not None:
         row["outlier_steps"] = measures.outlier_steps
     if run.flops_per_token is not None:

@@ -36,7 +36,7 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
             "log_every": 1, "eval_every": None, "eval_every_tokens": None, "sample_every": None,
             "sample_tokens": 0, "data_digest": True, "profile_start": None,
         },
-        "metrics": {"picture": False, "single_rank_rates": None},
+        "metrics": {"picture": False},
         "tracker": {"kind": "none"},
         "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
     }  # fmt: skip

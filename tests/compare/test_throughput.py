@@ -3,7 +3,6 @@ known limits."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from llmexp.compare.records import Record
 from llmexp.compare.throughput import rows_of
-from tests.conftest import TINY, llmexp
 
 LENGTH, FLOPS, PEAK = 100, 1e6, 1e12
 
@@ -83,54 +81,3 @@ def test_the_scaling_efficiency_is_a_share_of_the_rate_of_one_rank():
         pytest.approx(0.8),
     ]
     assert all("scaling efficiency" not in row for row in rows_of([two, other]))
-
-
-GRID = [*TINY, "train.max_steps=6", "train.log_every=2", "data.n_tokens=20000"]
-
-
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory) -> Path:
-    where = tmp_path_factory.mktemp("scaling")
-    sizes = [
-        "batch.micro_batch_size=1,2",
-        "batch.gradient_accumulation_steps=1",
-        "batch.sequence_length=12",
-    ]
-    small = ["experiment=throughput_grid", *GRID, *sizes, "precision=fp32", "hydra.sweep.dir=grid"]
-    done = llmexp("train", *small, cwd=where)
-    assert done.code == 0, done.err + done.out
-    return where
-
-
-@pytest.mark.slow
-def test_rows_of_two_ranks_carry_the_efficiency_against_the_grid(grid):
-    titles, *rows = csv.reader((grid / "grid" / "throughput.csv").read_text().splitlines())
-    (alone,) = [
-        float(r[titles.index("tokens/s")]) for r in rows if r[titles.index("micro-batch")] == "2"
-    ]
-    settings = ["data=synthetic", "tracker=none", "batch.micro_batch_size=2", "parallelism=ddp",
-                "parallelism.nproc_per_node=2", "train.eval_every=null",
-                "checkpoint.every=null"]  # fmt: skip
-    against = "metrics.single_rank_rates=grid"
-    done = llmexp("train", *GRID, *settings, against, "hydra.run.dir=two", cwd=grid)
-    assert done.code == 0, done.err
-    for row in done.rows():
-        assert row["scaling_efficiency"] == pytest.approx(row["tokens_per_sec"] / 2 / alone)
-    assert f"against {alone:,.0f} tokens/s of one rank" in done.out
-    assert done.json("run.json")["single_rank_rate"] == alone
-    for other, said in (
-        ("batch.micro_batch_size=4", "batch.micro_batch_size (1 there, 4 here)"),
-        ("metrics.single_rank_rates=nowhere", "no finished run of one rank is there"),
-    ):
-        unknown = llmexp(
-            "train", *GRID, *settings, against, other, f"hydra.run.dir={other[:9]}", cwd=grid
-        )
-        assert unknown.code == 0, unknown.err
-        assert said in " ".join(unknown.out.split())
-        assert all("scaling_efficiency" not in row for row in unknown.rows())
-    alone_again = llmexp("train", *GRID, "data=synthetic", against, cwd=grid)
-    assert alone_again.code == 2
-    assert (
-        "metrics.single_rank_rates=grid: a run with parallelism=single is not held against itself"
-        in alone_again.err
-    )

@@ -601,7 +601,6 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
             config["user"],
             config["train"]["twin"],
             config["tracker"]["entity"],
-            config["metrics"]["single_rank_rates"],
         )
         del config["optimizer"]["lr_rule"], config["optimizer"]["reference_batch"]
         path.write_text(yaml.safe_dump(config))

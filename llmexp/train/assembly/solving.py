@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmexp.compare.throughput import single_rank_rate
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
-from llmexp.settings.config import Config, plain
+from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.parts import COMMON
@@ -127,8 +126,9 @@ def _solved(
 
 
 def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
-    """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
-    single rank. Raises ConfigError for a source that is walked too often."""
+    """Return the run with its sources, its warnings and what is known of its memory.
+
+    Raises ConfigError for a source that is read too often."""
     warnings = (*run.warnings, *corpus.warnings, *_too_late(config, run))
     sources = []
     if (mixed := corpus.mixed) is not None:
@@ -139,8 +139,7 @@ def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
                 raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
             sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
     memory = known_memory(config, run.device_name)
-    run = dataclasses.replace(run, warnings=warnings, memory=memory, sources=tuple(sources))
-    return run if config.metrics.single_rank_rates is None else with_single_rank_rate(config, run)
+    return dataclasses.replace(run, warnings=warnings, memory=memory, sources=tuple(sources))
 
 
 def _too_late(config: Config, run: Run) -> Iterator[str]:
@@ -164,20 +163,3 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
                 f"data.stages: that from {first:,} tokens on never begins, as the run ends at "
                 f"{run.max_tokens:,}"
             )
-
-
-def with_single_rank_rate(config: Config, run: Run) -> Run:
-    """Return the run with the rate that one rank had at the same work, or with a warning."""
-    where = config.metrics.single_rank_rates
-    assert where is not None
-    if config.parallelism.kind == "single":
-        text = (
-            "a run with parallelism=single is not held against itself; for several ranks use "
-            "parallelism=ddp"
-        )
-        raise refuse("metrics.single_rank_rates", where, text, "null")
-    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(run))
-    text = f"metrics.single_rank_rates={where}: {why}; the rows have no scaling_efficiency"
-    return dataclasses.replace(
-        run, single_rank_rate=rate, warnings=(*run.warnings, text) if why else run.warnings
-    )
