@@ -128,9 +128,8 @@ def assemble(
     vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
     initial = _initial(once, config, loss.model, tokenizer, tried or parent is not None)
     if _own(config.model) and not tried:
-        meta = shared is not None or not write  # a process that trains nothing
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
-        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place, meta)
+        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place)
         tried_as = [*deciding, _own(optimizer), *sizes, place.deterministic]
         once("trial", tried_as, lambda: try_model(*asked))
     tasks = tasks_of(once, config, tokenizer)

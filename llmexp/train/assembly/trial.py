@@ -1,5 +1,4 @@
-"""One forward pass of a model of one's own before training: without data, and without memory where
-that goes."""
+"""Try a user's own model on one tiny batch, before anything is written."""
 
 from __future__ import annotations
 
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp.metrics import hardware
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.assembly.targets import described, locate
 from llmexp.train.assembly.targets import place as line_of
 from llmexp.update import precision
 
-ROWS, TOKENS = 2, 16  # of the batch of a real pass
+ROWS, TOKENS = 2, 16  # of the batch
 
 
 def try_model(
@@ -27,68 +27,39 @@ def try_model(
     ids: int,
     wanted: int | None,
     place: Placement,
-    meta: bool,
 ) -> None:
-    """Run a model of the user's once, on tokens below `ids`, as the run will compute, and refuse
-    what it must not return.
+    """Build a user's model and run it once on token ids below `ids`, in the run's arithmetic.
 
-    With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in
-    a process that trains nothing, since what the user's code keeps from call to call, such as
-    positions, would stay on that device. Else, and where that fails, `build` one on the device
-    and run it on a tiny batch. Raise ConfigError, with the line of the user's file, for a pass that
-    fails, and for anything but floating-point logits (batch, time, vocabulary), of `wanted` ids or,
-    where it is None, of at least `ids`.
+    `model` is the same one on the meta device: one that this host has no room for is not tried.
+    Raise ConfigError, with the line of the user's file, for a pass that fails, and for anything but
+    floating-point logits (batch, time, vocabulary), of `wanted` ids or, where it is None, of at
+    least `ids`.
     """
-    done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
-    if not done:
-        try:
-            with (
-                precision.deterministic_within(place.deterministic),
-                precision.autocast(place.precision, place.device),
-            ):
-                wrong = _on_device(dotted, build, length, ids, wanted, place.device)
-        finally:
-            # the process may live on beside the runs, as that which checks a sweep does
-            if place.device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
-    if wrong is not None:
-        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}")
-
-
-def _on_meta(
-    model: nn.Module, length: int, ids: int, wanted: int | None
-) -> tuple[bool, str | None]:
-    """Return whether the meta device can run the model, and what is wrong with what it returns."""
-    try:
-        tokens = torch.zeros(ROWS, length, dtype=torch.int64, device="meta")
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return True, _run(model, tokens, ids, wanted)
-    except Exception:
-        return False, None
-
-
-def _on_device(
-    dotted: str,
-    build: Callable[[], nn.Module],
-    length: int,
-    ids: int,
-    wanted: int | None,
-    device: torch.device,
-) -> str | None:
-    """Return what is wrong with what a real model makes of a tiny batch. Raise ConfigError where it
-    fails."""
+    device, room = place.device, hardware.memory_bytes(place.device)
+    if room is not None and sum(p.nbytes for p in model.parameters()) > room / 2:
+        return
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
-        with torch.random.fork_rng(devices=[]):
-            return _run(build().to(device), tokens, ids, wanted)
+        with (
+            torch.random.fork_rng(devices=[]),
+            precision.deterministic_within(place.deterministic),
+            precision.autocast(place.precision, device),
+        ):
+            wrong = _run(build().to(device), tokens, ids, wanted)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
-        return None  # the run itself says what would fit
+        return  # the run itself says what would fit
     except Exception as error:
         text = f"failed on tokens {_shape(tokens)}: {described(error)}"
         raise ConfigError(f"model: {dotted} {text}") from error
+    finally:
+        # the process may live on beside the runs, as that which checks a sweep does
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    if wrong is not None:
+        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}")
 
 
 def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
