@@ -10,7 +10,6 @@ preparing    the section `prepare`: a part of the work, and where
 prepare_on_ray  the parts as tasks of a Ray cluster
 tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
-derived      what `explain` knows about derived numbers
 compare      arguments of the comparison
 next         the one command that would tell most
 runs         list runs and sweeps, remove checkpoints

@@ -14,6 +14,7 @@ from llmexp.compare.records import Comparison
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
+from llmexp.system.text import columns
 
 
 def run(arguments: list[str]) -> int:
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> int:
     if args.json:
         print(table.to_json(comparison), end="")
     else:
-        table.show(comparison, sys.stdout, width=table.columns(), why=args.why)
+        table.show(comparison, sys.stdout, width=columns(), why=args.why)
     return DONE
 
 

@@ -15,8 +15,8 @@ from llmexp.runs import rundir
 from llmexp.runs.naming import add_weights, named_checkpoint
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, typed
-from llmexp.sweep import show
 from llmexp.system.redact import redacted
+from llmexp.system.text import aligned, with_interval
 
 BY = ("set", "document", "item")
 
@@ -93,16 +93,10 @@ def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None
     if "batch.sequence_length" not in keys:
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
-    return dataclasses.replace(_composed([*own, *overrides], config_dir), model=section)
-
-
-def _composed(overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return the config that overrides describe. Raises ConfigError, also for a sweep."""
-    with app.hydra_app(config_dir) as hydra:
-        cfg, multirun = app.compose(hydra, [command_line.opened(o) for o in overrides])
-        if multirun:
-            raise ConfigError("evaluate: takes one setting of the data, not a sweep")
-        return app.typed(cfg)
+    words = [command_line.opened(o) for o in (*own, *overrides)]
+    args = argparse.Namespace(config_dir=config_dir, overrides=words, multirun=False)
+    with app.composed(args, "evaluate") as (_, cfg, _):
+        return dataclasses.replace(app.typed(cfg), model=section)
 
 
 def text_of(found: Mapping[str, Any]) -> str:
@@ -258,7 +252,7 @@ def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = [key for key in every if key not in other and "_stderr" not in key]
     rows = [["task", "items", *({"bits_per_byte": "bits/byte"}.get(key, key) for key in keys)]]
     rows += [[one["task"], f"{one['items']:,}", *_figures(one, keys)] for one in tasks]
-    lines = [show.table(rows, left=1)]
+    lines = [aligned(rows, left=1)]
     for one in tasks:
         if "scores" in one:
             rows = [["item", "answer", "acc", "acc_norm", "log-likelihoods"]]
@@ -266,7 +260,7 @@ def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
                 lls = " ".join(f"{ll:.4f}" for ll in item["loglikelihoods"])
                 right = (f"{item['acc']:.0f}", f"{item['acc_norm']:.0f}")
                 rows.append([item["id"], str(item["answer"]), *right, lls])
-            lines += ["", f"{one['task']}, by item", show.table(rows, left=1)]
+            lines += ["", f"{one['task']}, by item", aligned(rows, left=1)]
     return lines
 
 
@@ -278,13 +272,13 @@ def _of_sets(sets: Sequence[Mapping[str, Any]]) -> list[str]:
         counts = (f"{one['tokens']:,}", f"{one['tokens_there']:,}")
         units = f"{one['units']:,} {one['unit']}"
         rows.append([one["set"], *counts, units, *_figures(one)])
-    lines = [show.table(_without_empty(rows), left=1)]
+    lines = [aligned(_without_empty(rows), left=1)]
     for one in sets:
         rows = [["document", "begins", "tokens", "loss", "ppl", "bits/byte"]]
         for d in one.get("documents", ()):
             rows.append([str(d["document"]), d["begins"][:40], f"{d['tokens']:,}", *_figures(d)])
         if "documents" in one:
-            table = show.table(_without_empty(rows), left=2)
+            table = aligned(_without_empty(rows), left=2)
             lines += ["", f"{one['set']}, by document", table]
     return lines
 
@@ -292,18 +286,7 @@ def _of_sets(sets: Sequence[Mapping[str, Any]]) -> list[str]:
 def _figures(
     one: Mapping[str, Any], keys: Sequence[str] = ("loss", "ppl", "bits_per_byte")
 ) -> list[str]:
-    return [with_error(one.get(key), one.get(f"{key}_stderr")) for key in keys]
-
-
-def with_error(value: float | None, error: float | None) -> str:
-    """Return "2.4568 ± 0.0123": the error with two significant digits, the value with as many
-    decimals."""
-    if value is None:
-        return ""
-    if error is None or not error > 0:
-        return f"{value:.5g}"
-    decimals = max(0, 1 - int(f"{error:e}".partition("e")[2]))
-    return f"{value:,.{decimals}f} ± {error:,.{decimals}f}"
+    return [with_interval(one.get(key), one.get(f"{key}_stderr"), 5) for key in keys]
 
 
 def _without_empty(rows: list[list[str]]) -> list[list[str]]:

@@ -3,6 +3,7 @@ what it changes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
@@ -13,20 +14,24 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from llmexp.cli import hydra_flags
-from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
 from llmexp.compose.errors import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers, not_in_option
 from llmexp.forecast.settings import Plan
 from llmexp.metrics.keys import KEYS, is_of_named_set
+from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.run.derived import Derived
+from llmexp.run.layout import SIZES, Layout
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, shown
 from llmexp.settings.values import ConfigError, flatten, section_knobs
 from llmexp.sweep.settings import Sweep
 
+NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
+DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | SIZES
 WIDTH = 80
 CHANGES = {
     "result": "the result",
@@ -68,8 +73,7 @@ def run(arguments: list[str]) -> int:
     args = command_line.parse("explain", [a for a in rest if a != "--json"])
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
-    with app.hydra_app(args.config_dir, args.overrides) as hydra:
-        cfg, _ = app.compose(hydra, args.overrides, args.multirun)
+    with app.composed(args) as (hydra, cfg, _):
         found = explained(hydra.config_loader, cfg, app.typed(cfg), key)
     if as_json:
         print(json.dumps(found, indent=2, default=str))
@@ -131,6 +135,15 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     beside = [k for k, knob in fields().items() if knob.acts is not None and key in knob.acts.keys]
     found["used_by"] = [*used_by(key), *beside]
     return found
+
+
+def used_by(key: str) -> list[str]:
+    """Return the derived numbers that follow directly from a key, or from another one of them."""
+    section, _, name = key.rpartition(".")
+    there = {key, name} if name in DERIVED and section == "batch" else {key}
+    if (group := key.partition(".")[0]) in ("model", "data", "tokenizer"):
+        there.add(group)
+    return [other for other, d in DERIVED.items() if there & set(d.sources) and other != name]
 
 
 def of_no_knob(

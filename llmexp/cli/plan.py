@@ -6,13 +6,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
-from llmexp.compose.errors import user_errors
 from llmexp.forecast.planned import Planned
-from llmexp.forecast.settings import Plan, build_plan
+from llmexp.forecast.settings import build_plan
 from llmexp.runs import rundir
 from llmexp.runs.naming import refuse_folder
 from llmexp.settings.values import ConfigError
@@ -39,8 +36,7 @@ def plan(arguments: list[str]) -> int:
 def planned(args: Any) -> Planned | PlannedSweep:
     """Return the plan of the run or the sweep (-m) of a command line that was parsed. Raises
     ConfigError for what train would refuse."""
-    with app.hydra_app(args.config_dir, args.overrides) as hydra:
-        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
+    with app.composed(args) as (hydra, cfg, multirun):
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)
         if multirun and not is_grid(cfg):
@@ -48,7 +44,7 @@ def planned(args: Any) -> Planned | PlannedSweep:
                 "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be "
                 "planned"
             )
-        chosen = settings_of_plan(cfg)
+        chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
             from llmexp.sweep.main import settings_of
 
@@ -71,10 +67,3 @@ def planned(args: Any) -> Planned | PlannedSweep:
 
         return plan_points(points, [*refused, *same], settings, plan_of)
     return plan_of(config, str(wanted))
-
-
-def settings_of_plan(cfg: DictConfig) -> Plan:
-    """Return the section `plan`, checked. Raises ConfigError."""
-    with user_errors():
-        section: Any = OmegaConf.to_container(cfg.plan, resolve=True, throw_on_missing=True)
-    return build_plan(section)

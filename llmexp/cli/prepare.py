@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
-from llmexp.compose.errors import user_errors
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
-from llmexp.sweep import ray, show
+from llmexp.sweep import ray
+from llmexp.system.text import aligned
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Prepared:
     warnings: Sequence[str]
 
     def __str__(self) -> str:
-        table = [show.table([HEADS, *map(_cells, self.sources)], left=2)] if self.sources else []
+        table = [aligned([HEADS, *map(_cells, self.sources)], left=2)] if self.sources else []
         counts = f"train {self.train_tokens:,} tokens, validation {self.val_tokens:,} tokens"
         warnings = [f"warning: {text}" for text in self.warnings]
         head = f"{self.description}; tokenizer {self.tokenizer}"
@@ -80,11 +78,8 @@ def prepared(args: Any) -> Prepared | str:
 
     Raises ConfigError.
     """
-    if args.multirun:
-        raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
-    with app.hydra_app(args.config_dir, args.overrides) as hydra:
-        cfg, _ = app.compose(hydra, args.overrides)
-        settings, typed = prepare_settings(cfg), app.typed(cfg)
+    with app.composed(args, "prepare") as (_, cfg, _):
+        settings, typed = build_prepare(app.section(cfg, "prepare")), app.typed(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
     from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, filled
@@ -100,13 +95,6 @@ def prepared(args: Any) -> Prepared | str:
     held_out = 0 if corpus.val is None else len(corpus.val)
     counts = (len(corpus.train), held_out)
     return Prepared(corpus.description, tokenizer.name, *counts, corpus.table, corpus.warnings)
-
-
-def prepare_settings(cfg: DictConfig) -> Prepare:
-    """Return the section `prepare`, checked. Raises ConfigError."""
-    with user_errors():
-        section: Any = OmegaConf.to_container(cfg.prepare, resolve=True, throw_on_missing=True)
-        return build_prepare(section)
 
 
 def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:

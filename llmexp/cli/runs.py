@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.table import columns
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
-from llmexp.runs.ledger import finite
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import clean
+from llmexp.system.text import columns, duration, number, readable_size
 
 INCOMPLETE = 1
 
@@ -82,7 +81,7 @@ def run(arguments: list[str]) -> int:
 def _line(path: Path, sweep: SweepFolder) -> Line:
     run = RunFolder(path, strict=False)
     row, (key, loss) = run.last_row(), _loss(run)
-    times = [finite(run.status.get("updated"))]
+    times = [number(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
@@ -106,10 +105,10 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
     key = "val/loss"
     summary = run.summary
     measured = run.last_row(key).get(key), summary.get(f"final {key}"), summary.get(f"latest {key}")
-    for loss in map(finite, measured):
+    for loss in map(number, measured):
         if loss is not None:
             return key, loss
-    loss = finite(run.last_row().get("train/loss"))
+    loss = number(run.last_row().get("train/loss"))
     return (None, None) if loss is None else ("train/loss", loss)
 
 
@@ -122,7 +121,7 @@ def described(folder: Path) -> list[dict[str, Any]]:
 
 
 def _whole(value: Any) -> int | None:
-    return None if finite(value) is None else int(value)
+    return None if number(value) is None else int(value)
 
 
 def disk_size(path: Path) -> int:
@@ -138,25 +137,6 @@ def disk_size(path: Path) -> int:
 def _plain(line: Line) -> dict[str, Any]:
     whole = {**vars(line), "path": str(line.path), "sweep": str(line.sweep) if line.sweep else None}
     return {key: value for key, value in whole.items() if value not in (None, "")}
-
-
-def readable_size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if round(size) < 1024:
-            # what rounds to 10.0 has no decimal
-            digits = 0 if unit == "B" or round(size, 1) >= 10 else 1
-            return f"{size:.{digits}f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def readable_age(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for length, most, unit in ((1, 60, "s"), (60, 60, "min"), (3600, 24, "h")):
-        if round(seconds / length) < most:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 def _show(lines: Sequence[Line]) -> None:
@@ -203,7 +183,8 @@ def _cells(line: Line) -> tuple[str, ...]:
         step += f"/{line.max_steps:,}"
     loss = "" if line.loss is None else f"{line.loss:#.5g}"
     loss += " train" if line.loss_key == "train/loss" else ""
-    return step, loss, readable_age(line.age_s), readable_size(line.size)
+    age = "" if line.age_s is None else duration(line.age_s)
+    return step, loss, age, readable_size(line.size)
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:

@@ -58,11 +58,6 @@ def tokenizer(arguments: list[str]) -> int:
 
 def trained(args: Any) -> TrainedTokenizer:
     """Train the tokenizer of a command line that was parsed and write it. Raises ConfigError."""
-    if args.multirun:
-        raise ConfigError(
-            "-m: llmexp tokenizer trains one tokenizer; leave out -m, and compare several with "
-            "llmexp train -m tokenizer=file tokenizer.path=a,b"
-        )
     from llmexp.data.tokenizer_files import PATTERNS
     from llmexp.data.train_tokenizer import SMALLEST, train_bpe
     from llmexp.train.assembly.inputs import filled
@@ -77,8 +72,8 @@ def trained(args: Any) -> TrainedTokenizer:
         raise ConfigError(f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}")
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
     check_new(folder, "--out")
-    with app.hydra_app(args.config_dir) as hydra:
-        config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
+    with app.composed(args, "tokenizer") as (_, cfg, _):
+        config = filled(app.typed(cfg))
     from llmexp.train.assembly.inputs import training_documents
 
     try:

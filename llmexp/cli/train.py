@@ -15,13 +15,12 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.worker import Worker
 from llmexp.compose.app import (
     chosen_folder,
-    compose,
+    composed,
     fixed_folder,
-    hydra_app,
     refuse_hosts,
     typed,
     visible,
-)
+)  # fmt: skip
 from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import newest_step
@@ -78,8 +77,7 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
         worker = None if args.multirun else stack.enter_context(Worker())
         from llmexp.sweep.main import sweep
 
-        with hydra_app(args.config_dir, args.overrides) as hydra:
-            cfg, multirun = compose(hydra, args.overrides, args.multirun)
+        with composed(args) as (hydra, cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
                 if args.queue:

@@ -43,10 +43,7 @@ def run(arguments: list[str]) -> int:
         usage()
         return PASS
     args = parse(what, rest)
-    with app.hydra_app(args.config_dir, args.overrides) as hydra:
-        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
-        if multirun:
-            raise ConfigError("verify: takes one config, not a sweep; leave out -m")
+    with app.composed(args, "verify") as (_, cfg, multirun):
         origin.refuse_unused(args.overrides, multirun)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:

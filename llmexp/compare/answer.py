@@ -12,11 +12,12 @@ import numpy as np
 
 from llmexp.compare import budgets
 from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
-from llmexp.compare.figures import half_width, with_interval
+from llmexp.compare.figures import half_width
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED, TWIN
 from llmexp.compare.statistics import seeds_needed
 from llmexp.settings.labels import plural
+from llmexp.system.text import with_interval
 
 
 def headline(f: Findings) -> str:

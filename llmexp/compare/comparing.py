@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import columns_of, figures, left_out, own_keys, rounded
+from llmexp.compare.figures import columns_of, figures, left_out, own_keys
 from llmexp.compare.judging import NEGLIGIBLE, Findings, find_out, standings
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
@@ -23,6 +23,7 @@ from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Recor
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
+from llmexp.system.text import rounded
 
 UNFINISHED = ("preempted", "cut", "running")
 ALIGNMENTS = ("tokens", "steps", "time")

@@ -11,8 +11,9 @@ import numpy as np
 
 from llmexp.compare.figures import counts
 from llmexp.compare.position import positions
-from llmexp.compare.records import Entry, number
+from llmexp.compare.records import Entry
 from llmexp.settings.labels import shown
+from llmexp.system.text import number
 
 AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
 RATES = ("lr", "learning_rate", "weight_decay", "eps")

@@ -17,12 +17,13 @@ import numpy as np
 from llmexp.compare.budgets import CLOSE
 from llmexp.compare.inference import Model
 from llmexp.compare.position import positions, rows_until
-from llmexp.compare.records import TWIN, Entry, Record, number
+from llmexp.compare.records import TWIN, Entry, Record
 from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import label
 from llmexp.settings.labels import shown as value
+from llmexp.system.text import number
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated
 

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
-from llmexp.compare.records import APART, Column, Entry, Record, as_dict, number
+from llmexp.compare.records import APART, Column, Entry, Record, as_dict
 from llmexp.compare.rows import elapsed, named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
+from llmexp.system.text import number, with_interval
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -67,43 +68,11 @@ def is_score(key: str) -> bool:
     return TASK.fullmatch(key) is not None
 
 
-def rounded(number: float) -> str:
-    """Return a large number with three digits and a letter, as for the head of a column: 81.9k,
-    1.64M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-def shown(value: float, digits: int) -> str:
-    """Return a number with so many significant digits; large ones whole, with separators."""
-    huge = abs(value) >= 1e15
-    # what rounds up to one digit more is whole, too
-    whole = value == int(value) or abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1)
-    if not huge and whole:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
-
-
-def with_interval(value: float, half: float | None, digits: int) -> str:
-    """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals;
-    `1,500` alone where the half width is less than can be seen in it."""
-    # decimals that the value shows
-    place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12
-    if half is None or not math.isfinite(half) or half < 0.5 * 10.0**-place:
-        return shown(value, digits)
-    decimals = min(1 - math.floor(math.log10(half)), place + 1)
-    if decimals <= 0:
-        return f"{round(value, decimals):,.0f} ± {round(half, decimals):,.0f}"
-    return f"{value:,.{decimals}f} ± {half:.{decimals}f}"
-
-
 def figure(entry: Entry, column: Column) -> str:
     """Return a figure as text, a loss with the half width of its interval; empty where it is not
     known."""
     value = entry.figures.get(column.key)
-    return "" if value is None else with_interval(value, half_width(entry, column), column.digits)
+    return with_interval(value, half_width(entry, column), column.digits)
 
 
 def difference(entry: Entry) -> str:

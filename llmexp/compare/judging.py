@@ -25,11 +25,12 @@ from llmexp.compare.evidence import (
     floor_of,
     place_of,
 )
-from llmexp.compare.figures import is_loss, shown, task
+from llmexp.compare.figures import is_loss, task
 from llmexp.compare.inference import Model, fit, judged
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
 from llmexp.compare.settings import varying
 from llmexp.compare.statistics import Difference, estimate
+from llmexp.system.text import shown
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters

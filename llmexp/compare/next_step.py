@@ -18,8 +18,7 @@ from llmexp.compare.answer import headline, listed, needed
 from llmexp.compare.budgets import Spent, common
 from llmexp.compare.evidence import FEW, Rival, Verdict
 from llmexp.compare.judging import Findings
-from llmexp.compare.records import SEED, TWIN, Entry, Record, number
-from llmexp.metrics.console import format_duration
+from llmexp.compare.records import SEED, TWIN, Entry, Record
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.runs.rundir import allowed_again
@@ -27,6 +26,7 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import fields
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.values import ConfigError, override_value, pasteable
+from llmexp.system.text import duration, number
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 MOST_SETTINGS = 8  # that get further seeds, the best ones
@@ -61,7 +61,7 @@ class Step:
     def __str__(self) -> str:
         if not self.words:
             return f"{self.rule}: {self.why}"
-        time = "" if self.hours is None else f", about {format_duration(3600 * self.hours)}"
+        time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
         cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
         return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
 

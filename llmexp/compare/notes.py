@@ -12,11 +12,12 @@ from llmexp.compare.figures import counts
 from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import Entry, Record, number
+from llmexp.compare.records import Entry, Record
 from llmexp.compare.settings import varying
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import shown as value
+from llmexp.system.text import number
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 _LEFT_OUT = {

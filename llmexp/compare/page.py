@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from llmexp.compare.figures import shown
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, others
 from llmexp.compare.plotting import looks, templates
-from llmexp.compare.records import Comparison, Record, as_dict, number
+from llmexp.compare.records import Comparison, Record, as_dict
 from llmexp.compare.table import columns_of
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import shown as setting
 from llmexp.system import fileio
+from llmexp.system.text import number, shown
 
 LIBRARY = "plotly.min.js"
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s of training"}

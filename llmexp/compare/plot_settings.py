@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, cells, scale
 from llmexp.compare.evidence import Verdict
-from llmexp.compare.figures import figure, half_width, is_score, shown
+from llmexp.compare.figures import figure, half_width, is_score
 from llmexp.compare.plotting import GREY, LEADING, Plot, looks, menus, metric, palette, plot, text
 from llmexp.compare.records import APART, Comparison, Entry
 from llmexp.settings.labels import label, short_keys
+from llmexp.system.text import shown
 
 NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.compare.records import Record, number
+from llmexp.compare.records import Record
 from llmexp.compare.rows import elapsed
+from llmexp.system.text import number
 
 
 @dataclass(frozen=True)

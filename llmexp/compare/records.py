@@ -162,10 +162,3 @@ class Comparison:
 
 def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def number(value: Any) -> float | None:
-    """Return a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        return None
-    return float(value)

@@ -13,6 +13,7 @@ from llmexp.compare.statistics import mean_interval
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
 from llmexp.settings.knobs import affects, is_record
+from llmexp.system.text import one_line
 
 _PREFERRED = (
     "batch.gradient_accumulation_steps",
@@ -133,7 +134,7 @@ def _notes(r: Record) -> list[str]:
         notes.append(f"left out after {r.rung:.0%} of its steps")
     if r.state in ("failed", "preempted") and (error := r.status.get("error")):
         # The newlines of a repr are two characters.
-        notes.append(" ".join(str(error).replace("\\n", " ").split())[:200])
+        notes.append(one_line(str(error), 200))
     return notes
 
 

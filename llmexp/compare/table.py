@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, field, replace
@@ -234,8 +233,3 @@ def _escaped(text: str) -> str:
     for sign in "\\|`<*":
         text = text.replace(sign, "\\" + sign)
     return text
-
-
-def columns() -> int:
-    """Return the width of the terminal; COLUMNS goes before, and 120 where there is none."""
-    return max(20, shutil.get_terminal_size((120, 24)).columns)

@@ -86,6 +86,25 @@ def compose(
     return cfg, multirun
 
 
+@contextmanager
+def composed(args: Any, one: str = "") -> Iterator[tuple[Hydra, DictConfig, bool]]:
+    """Yield Hydra, the config of a parsed command line, and whether it is a sweep.
+
+    `one` names a command that takes one config: a sweep is refused then. Raises ConfigError.
+    """
+    with hydra_app(args.config_dir, args.overrides) as hydra:
+        cfg, multirun = compose(hydra, args.overrides, args.multirun)
+        if multirun and one:
+            raise ConfigError(f"{one}: takes one config, not a sweep; leave out -m")
+        yield hydra, cfg, multirun
+
+
+def section(cfg: DictConfig, name: str) -> Any:
+    """Return a section on how a command works, as plain values. Raises ConfigError."""
+    with user_errors():
+        return OmegaConf.to_container(cfg[name], resolve=True, throw_on_missing=True)
+
+
 def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[DictConfig, bool]:
     """Return what `compose` does. A run is composed once."""
     compose = partial(hydra.compose_config, CONFIG_NAME, list(overrides))

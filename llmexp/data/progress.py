@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from llmexp.metrics.console import format_duration
+from llmexp.system.text import duration
 
 QUIET_S = 2.0  # shorter preparations print nothing
 OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states of a bar; the most between two lines
@@ -52,7 +52,7 @@ class ProgressBar:
             self._bar.stop()
         if self._printed:
             taken = time.monotonic() - self._started
-            self._line(f"{self._text / 1e6:,.0f} MB of text in {format_duration(taken)}")
+            self._line(f"{self._text / 1e6:,.0f} MB of text in {duration(taken)}")
 
     def _show(self, now: float, read: int) -> None:
         since, at = self._began or (now, read)
@@ -63,7 +63,7 @@ class ProgressBar:
             parts.append(f"{100 * min(read, self._total) // self._total} %")
         if now > since and at < read <= self._total:
             left = (self._total - read) * (now - since) / (read - at)
-            parts.append(f"{format_duration(left)} left")
+            parts.append(f"{duration(left)} left")
         first, self._printed = not self._printed, True
         if first and self._total and sys.stderr.isatty():
             self._bar = _bar(self._what, self._total)

@@ -12,6 +12,7 @@ import torch
 from llmexp.data.places import need_package
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import one_line
 from llmexp.train.assembly.opening import export_run
 
 
@@ -50,7 +51,7 @@ def evaluate_by_harness(
         except ConfigError as error:
             raise ConfigError(f"{shown}: {error}") from None
         except Exception as error:  # of the network, of a file, of a tokenizer
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            reason = one_line(error, 400)
             raise ConfigError(f"{shown}: lm-eval failed: {reason}") from None
     kind = str(found["config"].get("model_dtype", "")).removeprefix("torch.")
     return {**found, "step": exported.step, "device": device, "precision": kind}

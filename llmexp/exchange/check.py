@@ -13,6 +13,7 @@ from safetensors import safe_open
 from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.exchange.tokenizer import doubts
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import one_line
 
 MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
 # Digits, letters with marks of their own, spaces, line ends, code.
@@ -48,7 +49,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         theirs.model_max_length = int(1e30)  # no warning about the length of these texts
         text = next(filter(lambda text: _differ(theirs, tokenizer, text), TEXTS), None)
     except Exception as error:  # whatever its classes raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        why = one_line(error)
         raise ConfigError(f"AutoTokenizer does not read the tokenizer: {why}") from None
     if text is None:
         return []
@@ -72,7 +73,7 @@ def _model(library: Any, folder: Path) -> Any:
         with torch.device("meta"):
             return library.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        why = one_line(error)
         raise ConfigError(f"transformers does not read the config.json: {why}") from None
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.metrics.console import format_duration
 from llmexp.metrics.devices import Device
 from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
+from llmexp.system.text import duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     if times.timed_steps:
         parts.append(f"start {seconds(times.start_s + times.first_s)}, end {seconds(times.end_s)}")
     brief = cost.duration_s < 0.05  # which would be 0.0s
-    length = "less than 0.1s" if brief else format_duration(cost.duration_s)
+    length = "less than 0.1s" if brief else duration(cost.duration_s)
     rows = [
         ("speed", f"{cost.tokens_per_sec:,.0f} tokens/s, {basis}"),
         ("time", f"{length}: {', '.join(parts)}"),
@@ -146,13 +146,13 @@ def spent(gpu_hours: float | None, money: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 100 else format_duration(value)
+    return f"{value:.3g} s" if value < 100 else duration(value)
 
 
 def over_slots(durations: Iterable[float], slots: int) -> float:
     """Return the seconds until the last of the points is through, which start in their order as
     slots become free."""
     free = [0.0] * slots
-    for duration in durations:
-        heapq.heapreplace(free, free[0] + duration)
+    for length in durations:
+        heapq.heapreplace(free, free[0] + length)
     return max(free)

@@ -16,7 +16,6 @@ from typing import Any
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import Died, measured
 from llmexp.metrics import hardware
-from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device, device_called
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
@@ -24,6 +23,7 @@ from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.values import AUTO, ConfigError, error_record, refuse
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
+from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.remembered import MEMORY, kind_of, remember, remembered
 

@@ -53,17 +53,10 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
             raise
         ended = time.time()
         if code != DONE or not (path / FILE).is_file():
-            raise Died(_last_words(path, code))
+            printed = fileio.last_line(path / ERRORS).removeprefix("llmexp: ") if code > 0 else ""
+            why = rundir.read_status(path).get("error") or printed
+            raise Died(str(why) or how_it_died(code, stopped=False))
         found: dict[str, Any] = fileio.read_json(path / FILE)
     found["start_s"] = found.pop("began") - started
     found["end_s"] = ended - found.pop("ended")
     return found
-
-
-def _last_words(path: Path, code: int) -> str:
-    error = rundir.read_status(path).get("error")
-    if isinstance(error, str) and error:
-        return error
-    lines = fileio.last_bytes(path / ERRORS, 2000).decode(errors="replace").split("\n")
-    lines = [line.removeprefix("llmexp: ") for line in lines if line.strip()]
-    return lines[-1] if lines and code > 0 else how_it_died(code, stopped=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from llmexp.metrics.keys import KEYS, is_accuracy, is_of_named_set, title_of
+from llmexp.system.text import duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -98,7 +99,7 @@ class Console:
         if tokens_per_sec is not None:
             cells["rate"] = f"{tokens_per_sec:,.0f} tokens/s"
         if eta_s is not None:
-            cells["eta"] = f"eta {format_duration(eta_s)}"
+            cells["eta"] = f"eta {duration(eta_s)}"
         with self._lock:
             self._last_refresh = now
             self._guard(lambda: self._draw(step, cells))
@@ -182,29 +183,6 @@ class Console:
             _silence(dead)
 
 
-def gib(size: float) -> str:
-    """Return bytes as GiB, with three digits and no unit."""
-    return f"{size / 2**30:,.3g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "?"
-    if seconds < 9.95:  # above, one decimal would round to 10.0
-        return f"{seconds:.1f}s"
-    minutes, s = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{s}s"
-    if minutes < 60:
-        return f"{minutes}m {s:02d}s"
-    hours, m = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return f"{hours}h {m:02d}m"
-    days, h = divmod(round(seconds / 3600), 24)
-    return f"{days}d {h:02d}h"
-
-
 def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
     """Return aligned `label  text` lines, the text wrapped to `width` columns (default: the
     terminal's, else 100).
@@ -266,7 +244,7 @@ CELLS: dict[str, tuple[int, Callable[[Any], str] | None]] = {
     "train/loss": (7, _loss),
     "val/loss": (7, _loss),
     "val/ppl": (7, None),
-    "eta": (7, format_duration),
+    "eta": (7, duration),
 }
 LEAST_NEEDED = ("epoch", "eta", "val/ppl", "step_time", "tokens_per_sec", "grad_norm", "lr")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmexp.program.folder import Run, framed, named, words_of
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import columns
 
 if TYPE_CHECKING:
     from llmexp.compare.next_step import Step
@@ -27,7 +28,7 @@ class Answer:
     def __str__(self) -> str:
         from llmexp.compare import table
 
-        return "\n".join(table.lines(self.comparison, table.columns()))
+        return "\n".join(table.lines(self.comparison, columns()))
 
     @property
     def headline(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import solve_budget
+from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
 from llmexp.settings.config import Config, Train
 from llmexp.settings.values import refuse
@@ -31,36 +32,76 @@ class Parent:
     digest: str | dict[str, str]  # of the checkpoint (see Loaded.is_called)
 
 
+_BATCH = (
+    "batch.micro_batch_size batch.gradient_accumulation_steps batch.real_batch_size dp_size",
+    "micro_batch_size {micro_batch_size} x gradient_accumulation_steps "
+    "{gradient_accumulation_steps} x dp_size {dp_size} = real_batch_size {real_batch_size}",
+)
+_BUDGET = "train.max_steps train.max_epochs train.max_tokens real_batch_size batch.sequence_length"
+_TAIL = f"{_BUDGET} train.tail"
+_DATA = "data tokenizer"
+_TOKENS = "real_batch_size {real_batch_size} x sequence_length {sequence_length}"
+_TEXT = "{max_steps} optimizer steps = {max_tokens} tokens = {max_epochs} epochs; "
+_TEXT += f"{_TOKENS} = {{tokens_per_step}} tokens per step"
+_SEQUENCES = " - 1) / sequence_length {sequence_length}, rounded down"
+_FLOPS = "flops_per_token {flops_per_token} x max_tokens {max_tokens}, of a fork less its parent's"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What has to be looked up before a run can be solved: ranks, data, model, device."""
 
-    parallelism: str
+    parallelism: str = solves("parallelism.kind")
     layout: Layout
-    threads_per_rank: int
-    train_tokens: int
-    train_sequences: int  # whole ones, of all sources
-    val_tokens: int
-    data: str
-    model: str
-    parameters: int
-    max_position_embeddings: int | None
-    flops_per_token: int | None
-    flops_formula: str | None
-    loss_kernel: str
-    tokenizer: str
-    tokenizer_vocab_size: int
-    vocab_size: int | None
-    device: str
-    device_name: str
-    precision: str
-    precision_reason: str
-    rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
-    compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
-    memory: str | None = None  # of a rank at its peak, where such a run was measured before
-    initial: str | None = None  # the weights that the model begins with, where they are given
-    parent: Parent | None = None  # of a fork
-    warnings: tuple[str, ...] = ()
+    threads_per_rank: int = follows("CPU threads of each rank", "nproc_per_node")
+    train_tokens: int = follows("tokens of the training data", _DATA)
+    train_sequences: int = follows(
+        "sequences in the training data",
+        "train_tokens batch.sequence_length",
+        f"(train_tokens {{train_tokens}}{_SEQUENCES}; of a corpus, of each source by itself",
+    )
+    val_tokens: int = follows("tokens of the validation data", _DATA)
+    data: str = follows("the data in words", _DATA)
+    model: str = follows("the model in words", "model")
+    parameters: int = follows("parameters of the model, each once", "model vocab_size")
+    max_position_embeddings: int | None = follows(
+        "tokens; the longest sequence allowed", "model.max_position_embeddings"
+    )
+    flops_per_token: int | None = follows(
+        "floating-point operations per target token, forward and backward",
+        "model batch.sequence_length",
+        "{flops_formula}",
+    )
+    flops_formula: str | None = follows("how flops_per_token is counted", "model")
+    loss_kernel: str = follows("how the loss is computed", "model train.device")
+    tokenizer: str = follows("the tokenizer's name", "tokenizer")
+    tokenizer_vocab_size: int = follows("token ids of the tokenizer", "tokenizer")
+    vocab_size: int | None = follows(
+        "rows of the model's embedding",
+        "model.vocab_size tokenizer_vocab_size",
+        "the tokenizer has {tokenizer_vocab_size} ids",
+    )
+    device: str = follows("where the run computes", "train.device")
+    device_name: str = follows("the device's own name", "train.device")
+    precision: str = solves("precision.kind", "precision.kind device")
+    precision_reason: str = follows("why this arithmetic", "precision.kind device")
+    rates: str | None = follows(  # None without a rule
+        "how the rates follow the real batch",
+        "optimizer.lr optimizer.lr_rule optimizer.reference_batch real_batch_size",
+    )
+    compiled: str = follows(  # empty where nobody asked
+        "whether the model is compiled, and why", "train.compile device", default=""
+    )
+    memory: str | None = follows(
+        "what a rank held at its peak in such a run before", "batch.micro_batch_size", default=None
+    )
+    initial: str | None = follows(
+        "the weights that the model begins with", "model.init_from", default=None
+    )
+    parent: Parent | None = follows(
+        "the checkpoint that a fork goes on from", "fork.run fork.step", default=None
+    )
+    warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
 
 @dataclass(frozen=True)
@@ -77,24 +118,44 @@ class SourceShare:
 class Run(Facts):
     """A solved run. Sizes are in sequences, tokens or optimizer steps, as the names say."""
 
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    real_batch_size: int
-    sequence_length: int
-    tokens_per_step: int
-    max_steps: int
-    max_tokens: int
-    max_epochs: float
-    total_sequences: int  # sequences that the run trains on, all epochs
-    tail_sequences: int  # sequences in the last window when it is short, else 0
-    dropped_sequences: int  # sequences of the budget left out by train.tail=drop
-    val_sequences: int
-    eval_sequences: int
-    warmup_updates: int
-    total_flops: int | None
-    versions: dict[str, str]
-    commit: str | None
-    sources: tuple[SourceShare, ...] = ()  # of data that are mixed from several
+    micro_batch_size: int = solves("batch.micro_batch_size", *_BATCH)
+    gradient_accumulation_steps: int = solves("batch.gradient_accumulation_steps", *_BATCH)
+    real_batch_size: int = solves("batch.real_batch_size", *_BATCH)
+    sequence_length: int = solves("batch.sequence_length")
+    tokens_per_step: int = follows(
+        "target tokens of a full optimizer step", "real_batch_size batch.sequence_length", _TOKENS
+    )
+    max_steps: int = follows("optimizer steps of the whole run", _TAIL, _TEXT)
+    max_tokens: int = follows("target tokens of the whole run", _TAIL, _TEXT)
+    max_epochs: float = follows(
+        "passes over the training sequences", f"{_BUDGET} train_sequences", _TEXT
+    )
+    total_sequences: int = follows("sequences of the whole run, all epochs", _TAIL, _TEXT)
+    tail_sequences: int = follows("sequences in the last window where it is short, else 0", _TAIL)
+    dropped_sequences: int = follows("sequences of the budget that fill no window", _TAIL)
+    val_sequences: int = follows(
+        "sequences in the validation data",
+        "val_tokens batch.sequence_length",
+        f"(val_tokens {{val_tokens}}{_SEQUENCES}",
+    )
+    eval_sequences: int = follows(
+        "sequences of one evaluation", "val_sequences train.eval_tokens batch.sequence_length"
+    )
+    warmup_updates: int = follows(
+        "updates of warm-up",
+        "schedule.warmup_steps schedule.warmup_ratio max_steps",
+        "of {max_steps} updates",
+    )
+    total_flops: int | None = follows(
+        "floating-point operations of the run; of a fork, without its parent's",
+        "flops_per_token max_tokens",
+        _FLOPS,
+    )
+    versions: dict[str, str] = follows("versions of Python and packages")
+    commit: str | None = follows("commit of llmexp")
+    sources: tuple[SourceShare, ...] = follows(
+        "sequences and epochs of each source of a corpus", f"{_BUDGET} {_DATA}", default=()
+    )
 
     @property
     def dp_size(self) -> int:

@@ -5,19 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmexp.run.derived import Derived, follows, solves
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.values import refuse
+
+RANKS = "parallelism.kind parallelism.nproc_per_node parallelism.nnodes"
+SIZES = {
+    "dp_size": Derived(
+        "replicas that share a real batch",
+        (*RANKS.split(), "parallelism.tensor_parallel_size"),
+        "world_size {world_size} / tensor_parallel_size {tensor_parallel_size}",
+    ),
+    "world_size": Derived(
+        "ranks on all hosts",
+        tuple(RANKS.split()),
+        "nnodes {nnodes} x nproc_per_node {nproc_per_node}",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Layout:
     """The arrangement of ranks: hosts x ranks on each = replicas x shards x tensor-parallel."""
 
-    nnodes: int
-    nproc_per_node: int
-    replicate_size: int  # groups of ranks that each hold the whole model
-    shard_size: int  # ranks over which parameters, gradients and optimizer state are spread (FSDP)
-    tensor_parallel_size: int  # ranks that compute each layer together; they see the same sequences
+    nnodes: int = solves("parallelism.nnodes")
+    nproc_per_node: int = solves(
+        "parallelism.nproc_per_node", "parallelism.nproc_per_node train.device"
+    )
+    replicate_size: int = follows(
+        "groups of ranks that each hold the whole model", f"{RANKS} parallelism.replicate_size"
+    )
+    shard_size: int = follows("ranks over which parameters and optimizer state are spread", RANKS)
+    tensor_parallel_size: int = follows(
+        "ranks that compute each layer together", f"{RANKS} parallelism.tensor_parallel_size"
+    )
 
     @property
     def world_size(self) -> int:

@@ -28,6 +28,7 @@ from llmexp.settings.knobs import essence
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
+from llmexp.system.text import number, one_line
 
 T = TypeVar("T")
 FORMAT = 1
@@ -180,8 +181,8 @@ class Ledger:
         entry.state = "preempted" if state == "cut" else state if state in STATES else "queued"
         over = entry.state in ("finished", "failed", "preempted")
         error, code = status.get("error"), status.get("exit_code")
-        entry.started = finite(status.get("started")) or entry.started
-        entry.ended = finite(status.get("ended")) if over else None
+        entry.started = number(status.get("started")) or entry.started
+        entry.ended = number(status.get("ended")) if over else None
         entry.exit_code = code if type(code) is int else None
         entry.error = one_line(error) if error else None
         return entry.state
@@ -191,17 +192,6 @@ def config_identity(config: Mapping[str, Any]) -> str:
     """Return a hash, in hex digits, of what can change results in a plain config."""
     text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number, or None: what is in a run's files may be damaged."""
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if fits else None
-
-
-def one_line(text: str, width: int = 300) -> str:
-    line = " ".join(str(text).split())
-    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def is_sweep(path: Path) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
-from llmexp.compare.table import columns
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
@@ -25,6 +24,7 @@ from llmexp.sweep.running import run_rungs
 from llmexp.sweep.show import warn
 from llmexp.sweep.twins import run_twins
 from llmexp.system.child import say
+from llmexp.system.text import aligned, columns, one_line
 from llmexp.tracker.sync import upload_command
 
 LOCK = ".lock-sweep"
@@ -115,7 +115,7 @@ def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) 
         entry = next(there, None) or ledger.add(one.label, asked)
         taken.add(entry.folder)
         if entry.state != "finished":
-            entry.refused = ledgers.one_line(one.reason)
+            entry.refused = one_line(one.reason)
             ledger.look(entry)
 
 
@@ -175,7 +175,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
         lines = report(current)
     except Exception as error:  # the runs are recorded, so an error here is only printed
         # its repr may hold a page
-        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
+        say(f"no comparison: {type(error).__name__}: {one_line(str(error))}")
     for line in lines or [show.results_table(ledger)]:
         say(line)
     for line in show.unfinished(ledger):
@@ -199,7 +199,7 @@ def report(current: Current) -> list[str]:
 
     if current.settings.report == "throughput":
         cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
-        return [show.table(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
+        return [aligned(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]

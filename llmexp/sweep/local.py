@@ -16,6 +16,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
+from llmexp.system.fileio import last_line
 
 LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log
@@ -130,9 +131,9 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> None:
     left = how_it_left(code)
     if cause and left is not Left.WELL:
         left = Left.ENDED
-    end = conclude_run(
-        path, left, code=code, stopped=stopped, cause=cause or last_words(path, code)
-    )
+    if not cause and code > 0 and code not in (DONE, PREEMPTED):
+        cause = last_line(path / STDERR, "llmexp: ")  # such as why it refused
+    end = conclude_run(path, left, code=code, stopped=stopped, cause=cause)
     if end.state == "preempted" and not (stopped or end.error or by_plan(path)):
         text = "a signal that was not for the whole sweep stopped it"
         rundir.write_status(path, "preempted", error=text)
@@ -144,17 +145,3 @@ def by_plan(path: Path) -> bool:
         steps = rundir.read_status(path)["summary"]["steps"]
         return bool(steps == rundir.read_config(path)["train"]["stop_step"])
     return False
-
-
-def last_words(path: Path, code: int) -> str:
-    """Return the last line that a worker printed on standard error, such as why it refused.
-
-    Empty for one that a signal ended, or that left well.
-    """
-    if code < 0 or code in (DONE, PREEMPTED):
-        return ""
-    with contextlib.suppress(OSError):
-        lines = (path / STDERR).read_text(encoding="utf-8", errors="replace").splitlines()
-        printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
-        return printed[-1] if printed else ""
-    return ""

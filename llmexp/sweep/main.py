@@ -10,15 +10,13 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.hydra import Hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from llmexp.compose.app import chosen_folder, fixed_folder
+from llmexp.compose.app import chosen_folder, fixed_folder, section
 from llmexp.compose.command_line import kept_back
 from llmexp.compose.environment import refuse_secrets
-from llmexp.compose.errors import user_errors
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.values import refuse, typed
@@ -67,9 +65,7 @@ def sweep(
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     """Return the section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
-    with user_errors():
-        section: Any = OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True)
-        settings = build_sweep(section)
+    settings = build_sweep(section(cfg, "sweep"))
     refuse_idle(settings)
     if settings.resume is not None:
         where = Path(settings.resume)

@@ -10,7 +10,6 @@ from typing import Any
 
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.metrics.console import format_duration, gib
 from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
@@ -18,8 +17,9 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.settings import Sweep
-from llmexp.sweep.show import fitted, naming, table, warn, width_of
+from llmexp.sweep.show import fitted, naming, warn, width_of
 from llmexp.system.redact import redacted
+from llmexp.system.text import aligned, duration, gib
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column
 # would repeat.
@@ -111,7 +111,7 @@ def cells(planned: Planned) -> dict[str, str]:
     if memory.peak_bytes is not None:
         row |= {"fits": "yes" if memory.fits else "no", "GiB": gib(memory.peak_bytes)}
     if cost is not None:
-        row["time"] = format_duration(cost.duration_s)
+        row["time"] = duration(cost.duration_s)
         if cost.gpu_hours is not None:
             row["GPU-hours"] = f"{cost.gpu_hours:,.3g}"
         if cost.money is not None:
@@ -151,7 +151,7 @@ def in_all(total: Mapping[str, Any], settings: Sweep) -> str:
     note = ", every point to its end" if settings.halving else ""
     note += ", without the twins" if settings.twins else ""
     return (
-        f"in all {total['tokens']:,} tokens{flops}, {format_duration(total['duration_s'])} on "
+        f"in all {total['tokens']:,} tokens{flops}, {duration(total['duration_s'])} on "
         f"{slots}{', ' if used else ''}{used}{note}"
     )
 
@@ -172,7 +172,7 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
     rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
     names = naming([(p.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
     print(
-        table(
+        aligned(
             [(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)
         ),
         flush=True,

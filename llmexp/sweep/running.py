@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
@@ -19,6 +18,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task, is_longer
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import REFUSED, say
+from llmexp.system.text import number
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 
@@ -85,7 +85,7 @@ def score(path: Path, step: int) -> float:
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
                 keys = ("val/bits_per_byte", "val/loss", "train/loss")
-                known = (ledgers.finite(row.get(key)) for key in keys)
+                known = (number(row.get(key)) for key in keys)
                 return next((loss for loss in known if loss is not None), math.inf)
     return math.inf
 

@@ -13,12 +13,13 @@ from hydra.core.utils import JobReturn, JobStatus
 from llmexp.compose.errors import user_errors
 from llmexp.compose.origin import CONFIG_NAME
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import LedgerEntry, finite
+from llmexp.runs.ledger import LedgerEntry
 from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Current
 from llmexp.sweep.points import as_given, load_points
 from llmexp.system.child import say
+from llmexp.system.text import number
 
 # One or none: Hydra makes the launchers, which get nothing else from here.
 CURRENT: list[Current] = []
@@ -89,7 +90,7 @@ def result(current: Current, overrides: list[str], entry: LedgerEntry | None) ->
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
     if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
         losses.insert(0, "final val/bits_per_byte")
-    known = [summary[key] for key in losses if finite(summary.get(key)) is not None]
+    known = [summary[key] for key in losses if number(summary.get(key)) is not None]
     if entry.state == "finished" and known:
         return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])
     return failed(entry.error)

@@ -14,15 +14,15 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from llmexp.compare import budgets
-from llmexp.metrics.console import format_duration
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Ledger, LedgerEntry, finite, steps_of
+from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
 from llmexp.settings.labels import label, parse_value, short_keys, shown
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import say
 from llmexp.system.redact import redacted
+from llmexp.system.text import aligned, duration, number, one_line
 
 REFRESH_S = 0.5
 ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
@@ -95,7 +95,7 @@ class Display:
         for entry in sorted(first, key=lambda e: e.number):
             path = self._ledger.path / entry.folder
             row = RunFolder(path).last_row() if entry.state != "queued" else {}
-            eta = finite(row.get("eta"))
+            eta = number(row.get("eta"))
             if entry.state == "running" and eta is not None:
                 left[entry.folder] = eta
             cells = (
@@ -104,12 +104,12 @@ class Display:
                 f"{row['step']:,}/{steps_of(path):,}" if row else "",
                 shown_as(row.get("train/loss"), ".4f"),
                 shown_as(row.get("tokens_per_sec"), ",.0f"),
-                format_duration(left[entry.folder]) if entry.folder in left else "",
+                duration(left[entry.folder]) if entry.folder in left else "",
             )
             rows.append(cells)
         kept = 6 if columns >= 80 else 4
         # One column is left free: an echoed ^C must not wrap a line.
-        text = table([row[:kept] for row in rows], left=1, width=columns - 1)
+        text = aligned([row[:kept] for row in rows], left=1, width=columns - 1)
         return f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}"
 
     def _time_left(self, left: dict[str, float]) -> str:
@@ -124,7 +124,7 @@ class Display:
         if not took or not left:
             return ""
         queued = sum(e.state == "queued" for e in points) / max(self._slots, 1)
-        return f"; about {format_duration(fmean(left.values()) + queued * fmean(took))} left"
+        return f"; about {duration(fmean(left.values()) + queued * fmean(took))} left"
 
 
 def values_of(entry: LedgerEntry, swept: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def line_of(entry: LedgerEntry, ledger: Ledger) -> str:
     """Return a line for a point whose state has changed."""
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:
-        return f"{name}  {entry.state}: {flat(entry.error)}"
+        return f"{name}  {entry.state}: {one_line(entry.error)}"
     if waits(entry, ledger.path):
         row = RunFolder(path).last_row()
         return f"{name}  waits at step {row.get('step', 0):,}{loss_in(row)}"
@@ -156,7 +156,7 @@ def line_of(entry: LedgerEntry, ledger: Ledger) -> str:
         return f"{name}  {entry.state}"
     line = f"{name}  finished{loss_in(RunFolder(path).summary, 'final ')}"
     if entry.ended and entry.started:
-        line += f" in {format_duration(entry.ended - entry.started)}"
+        line += f" in {duration(entry.ended - entry.started)}"
     return line
 
 
@@ -173,14 +173,14 @@ def unfinished(ledger: Ledger) -> list[str]:
     lines = []
     for entry in ledger.points:
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
-            text = f"{name_of(entry, ledger.swept)}  {entry.state}: {flat(entry.error)}"
+            text = f"{name_of(entry, ledger.swept)}  {entry.state}: {one_line(entry.error)}"
             lines.append(fitted(text))
     return lines
 
 
 def shown_as(value: Any, form: str) -> str:
     """Return a figure in this form; the empty string where there is none."""
-    return "" if finite(value) is None else format(value, form)
+    return "" if number(value) is None else format(value, form)
 
 
 def counts(points: Sequence[LedgerEntry], waiting: Collection[str] = ()) -> str:
@@ -204,12 +204,7 @@ def results_table(ledger: Ledger) -> str:
             loss = summary.get(f"final {key}", summary.get(f"latest {key}"))
             cells.append(shown_as(loss, ".4f"))
         rows.append((*cells, shown_as(summary.get("mean tokens_per_sec"), ",.0f")))
-    return table(rows, left=2, width=width_of(sys.stdout))
-
-
-def flat(error: str) -> str:
-    """Return an error as one line; a repr has newlines as two characters each."""
-    return " ".join(error.replace("\\n", " ").split())
+    return aligned(rows, left=2, width=width_of(sys.stdout))
 
 
 def width_of(stream: TextIO, otherwise: int | None = None) -> int | None:
@@ -238,32 +233,14 @@ def naming(
     keys = list(dict.fromkeys(key for _, values in points for key in values))
     short = short_keys(keys)
     columns = [("", *(short[key] for key in keys))]
-    for number, values in points:
+    for n, values in points:
         cells = {key: shown(value) for key, value in values.items()}
-        columns.append((str(number), *(cells.get(key, "") for key in keys)))
+        columns.append((str(n), *(cells.get(key, "") for key in keys)))
     whole = [(*a, *b) for a, b in zip(columns, rest, strict=True)]
-    if width is None or len(table(whole, left=0).partition("\n")[0]) <= width:
+    if width is None or len(aligned(whole, left=0).partition("\n")[0]) <= width:
         return columns
     names = [f"{n} {label(values)}".rstrip() for n, values in points]
     return [("run",), *((name,) for name in names)]
-
-
-def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
-    """Return aligned columns: the first `left` ones to the left, figures to the right.
-
-    Where lines would be wider than `width`, the middle of the first column is left out.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if width is not None:
-        widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))
-    lines = []
-    for name, *rest in rows:
-        if len(name) > widths[0]:
-            name = f"{name[:2]}…{name[3 - widths[0] :]}"
-        cells = zip((name, *rest), widths, strict=True)
-        texts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(cells)]
-        lines.append("  ".join(texts).rstrip())
-    return "\n".join(lines)
 
 
 def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import TWIN, Ledger, LedgerEntry, finite
+from llmexp.runs.ledger import TWIN, Ledger, LedgerEntry
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.sweep.current import Current
@@ -15,6 +15,7 @@ from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.show import name_of
 from llmexp.system.child import say
+from llmexp.system.text import number
 
 # Per byte the order is that of the loss, also where points have other tokenizers.
 LOSSES = ("final val/bits_per_byte", "final val/loss", "final train/loss")
@@ -27,7 +28,7 @@ def leading(ledger: Ledger) -> LedgerEntry | None:
     for key in LOSSES:
         groups: dict[tuple[str, ...], list[tuple[float, LedgerEntry]]] = {}
         for entry in finished:
-            loss = finite(RunFolder(ledger.path / entry.folder).summary.get(key))
+            loss = number(RunFolder(ledger.path / entry.folder).summary.get(key))
             if loss is not None:
                 setting = tuple(o for o in entry.overrides if not o.startswith("train.seed="))
                 groups.setdefault(setting, []).append((loss, entry))
@@ -65,14 +66,14 @@ def twins_of(current: Current, lead: LedgerEntry) -> list[Task]:
     swept = list(dict.fromkeys([*ledger.swept, "train.twin"]))
     there = {tuple(sorted(e.overrides)): e for e in ledger.points if e.is_twin}
     entries, points = [], []
-    for number in range(1, count + 1):
-        asked = [*overrides, f"{TWIN}{number}"]
+    for twin in range(1, count + 1):
+        asked = [*overrides, f"{TWIN}{twin}"]
         entry = there.get(tuple(sorted(asked)))
         if entry is None:
-            entry = ledger.add(f"{lead.label}+twin_{number}", asked)
-        twin = with_knobs(config, train={"twin": number, "stop_step": None})
+            entry = ledger.add(f"{lead.label}+twin_{twin}", asked)
+        made = with_knobs(config, train={"twin": twin, "stop_step": None})
         path = ledger.path / entry.folder
-        point = Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group)
+        point = Point(entry.number, asked, swept, None, made, entry.label, path, ledger.group)
         entry.identity = point.identity
         points.append(point)
         entries.append(entry)

@@ -2,5 +2,6 @@
 
 child   start a process, pass on signals, exit codes
 fileio  small files, written whole or not at all
+text    numbers, sizes, times, errors and tables for a reader
 redact  replace the secrets of this machine by their names
 """

@@ -81,6 +81,13 @@ def last_bytes(path: Path, most: int) -> bytes:
     return b""
 
 
+def last_line(path: Path, start: str = "") -> str:
+    """Return the last line of a log that is not empty and begins with `start`, without `start`."""
+    lines = last_bytes(path, 1 << 16).decode(errors="replace").splitlines()
+    found = [line for line in lines if line.strip() and line.startswith(start)]
+    return found[-1].removeprefix(start) if found else ""
+
+
 def flush_to_disk(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)

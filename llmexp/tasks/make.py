@@ -16,6 +16,7 @@ from typing import Any
 
 from llmexp.data.places import need_package
 from llmexp.settings.values import Parser
+from llmexp.system.text import one_line
 
 Row = Mapping[str, Any]
 
@@ -119,7 +120,7 @@ def main(arguments: list[str]) -> int:
                 source, datasets.load_dataset(source.path, source.name, split=source.split)
             )
         except Exception as error:  # of the network, or of a set that has changed
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(str(error))
             print(f"llmexp: {source.path} cannot be read: {reason}", file=sys.stderr)
             return 2
         args.to.mkdir(parents=True, exist_ok=True)

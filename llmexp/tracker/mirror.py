@@ -16,8 +16,9 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.settings import config
+from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields
-from llmexp.tracker.stores import STORES, End, Store, one_line
+from llmexp.tracker.stores import STORES, End, Store
 from llmexp.tracker.wandb import Wandb
 
 INTERVAL_S = 1.0  # between two looks at metrics.jsonl

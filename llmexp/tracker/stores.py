@@ -203,8 +203,3 @@ def check(kinds: Sequence[str], key: str = "tracker.also") -> None:
                 f"{key}={kind}: the package {kind} is not installed; to install it: "
                 f"pip install 'llmexp[{kind}]'"
             )
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's class and text in at most 200 characters of one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -18,8 +18,9 @@ from llmexp.settings import config
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import PREEMPTED
 from llmexp.system.redact import netrc_passwords
+from llmexp.system.text import one_line
 from llmexp.tracker.fields import SWEEP_ID, Fields, owe, write_position
-from llmexp.tracker.stores import End, Store, one_line
+from llmexp.tracker.stores import End, Store
 
 ARRIVAL_S = 5.0  # for the server to count what it was sent
 UPLOAD_START_S, UPLOAD_FINISH_S = 30.0, 120.0  # of a run that is over

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from typing import Any
 
-from llmexp.metrics.console import banner, format_duration
+from llmexp.metrics.console import banner
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
@@ -15,6 +15,7 @@ from llmexp.runs.naming import LINEAGE
 from llmexp.runs.rows import Figures
 from llmexp.system.child import STOP
 from llmexp.system.fileio import write_whole
+from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.state import Loop
 
@@ -131,7 +132,7 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
 
 def _figure(key: str, value: Any) -> str:
     if key == "train_time":
-        return format_duration(value)
+        return duration(value)
     if isinstance(value, int) or "per_sec" in key:
         return f"{value:,.0f}"
     return f"{value:,.4f}"

@@ -10,7 +10,7 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.cli import explain
-from llmexp.cli.derived import DERIVED
+from llmexp.cli.explain import DERIVED
 from llmexp.compose import app, command_line
 from llmexp.compose.origin import layers
 from llmexp.run import Run

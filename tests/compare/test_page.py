@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from llmexp.compare.curves import AXES, scale
-from llmexp.compare.figures import shown, with_interval
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
 from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import label
+from llmexp.system.text import shown, with_interval
 from tests.compare.made import comparison, entry, grid
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmexp.metrics.console import Console, banner, format_duration, format_row
+from llmexp.metrics.console import Console, banner, format_row
+from llmexp.system.text import duration
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -217,12 +218,12 @@ def test_odd_values_are_shown(value: float) -> None:
     ],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @given(st.floats(0, 1e9))
 def test_duration_is_near_and_short(seconds: float) -> None:
-    text = format_duration(seconds)
+    text = duration(seconds)
     unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     parts = re.findall(r"([\d.]+)([smhd])", text)
     value = sum(float(number) * unit[letter] for number, letter in parts)

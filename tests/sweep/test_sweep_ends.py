@@ -17,7 +17,7 @@ from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import settle
 from llmexp.sweep.points import as_given
-from llmexp.sweep.show import flat
+from llmexp.system.text import one_line
 from tests.conftest import TINY, llmexp
 from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
 
@@ -192,7 +192,7 @@ def test_what_a_sweeper_repeats_is_as_it_was_given():
 
 
 def test_an_error_is_one_line():
-    assert flat(repr(ValueError("a\nb\n c"))) == "ValueError('a b c')"
+    assert one_line(repr(ValueError("a\nb\n c"))) == "ValueError('a b c')"
 
 
 def test_a_folder_that_cannot_be_written_is_named_by_its_key(tmp_path):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.files import cache_folder
-from llmexp.metrics.console import gib
 from llmexp.runs import provenance
 from llmexp.settings.config import Config, plain
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
+from llmexp.system.text import gib
 
 MEMORY = "memory"  # what was measured, a folder of the cache
 # Faults of the cache, which must not stop a run: no home folder, a folder that cannot be read, keys

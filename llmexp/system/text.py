@@ -1,0 +1,129 @@
+"""Numbers, sizes, times, errors and tables as text for a reader."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number; None for all else, as files of a run may be damaged."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def shown(value: float, digits: int) -> str:
+    """Return a number with so many significant digits; large ones whole, with separators."""
+    if not math.isfinite(value):
+        return str(value)
+    huge = abs(value) >= 1e15
+    # what rounds up to one digit more is whole, too
+    whole = value == int(value) or abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1)
+    if not huge and whole:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
+
+
+def with_interval(value: float | None, half: float | None, digits: int) -> str:
+    """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals.
+
+    `1,500` alone where the half width is less than can be seen in it; empty without a value.
+    """
+    if value is None:
+        return ""
+    if half is None or not math.isfinite(half) or not math.isfinite(value):
+        return shown(value, digits)
+    # decimals that the value shows
+    place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12
+    if half < 0.5 * 10.0**-place:
+        return shown(value, digits)
+    decimals = min(1 - math.floor(math.log10(half)), place + 1)
+    if decimals <= 0:
+        return f"{round(value, decimals):,.0f} ± {round(half, decimals):,.0f}"
+    return f"{value:,.{decimals}f} ± {half:.{decimals}f}"
+
+
+def rounded(value: float) -> str:
+    """Return a large number with three digits and a letter, as for the head of a column: 81.9k,
+    1.64M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def gib(size: float) -> str:
+    """Return bytes as GiB, with three digits and no unit."""
+    return f"{size / 2**30:,.3g}"
+
+
+def readable_size(size: float) -> str:
+    """Return bytes with a unit: `512 B`, `1.5 KiB`, `20 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(size) < 1024:
+            # what rounds to 10.0 has no decimal
+            digits = 0 if unit == "B" or round(size, 1) >= 10 else 1
+            return f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 9.95:  # above, one decimal would round to 10.0
+        return f"{seconds:.1f}s"
+    minutes, s = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{s}s"
+    if minutes < 60:
+        return f"{minutes}m {s:02d}s"
+    hours, m = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours}h {m:02d}m"
+    days, h = divmod(round(seconds / 3600), 24)
+    return f"{days}d {h:02d}h"
+
+
+def one_line(what: object, most: int = 300) -> str:
+    """Return a text, or an error's class and text, as one line of at most so many characters.
+
+    A repr has newlines as two characters each; they become spaces too.
+    """
+    text = f"{type(what).__name__}: {what}" if isinstance(what, BaseException) else str(what)
+    line = " ".join(text.replace("\\n", " ").split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def columns() -> int:
+    """Return the width of the terminal; COLUMNS goes before, and 120 where there is none."""
+    return max(20, shutil.get_terminal_size((120, 24)).columns)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
+    """Return aligned columns: the first `left` ones to the left, figures to the right.
+
+    Where lines would be wider than `width`, the middle of the first column is left out.
+    """
+    from rich.cells import cell_len  # wide signs take two cells
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))
+    lines = []
+    for name, *rest in rows:
+        if cell_len(name) > widths[0]:
+            end = name[3:]
+            while cell_len(end) > widths[0] - cell_len(name[:2]) - 1:
+                end = end[1:]
+            name = f"{name[:2]}…{end}"
+        texts = []
+        for i, cell in enumerate((name, *rest)):
+            space = " " * (widths[i] - cell_len(cell))
+            texts.append(cell + space if i < left else space + cell)
+        lines.append("  ".join(texts).rstrip())
+    return "\n".join(lines)
