@@ -40,10 +40,9 @@ class Pair:
         of how many."""
         differing, count = [], 0
         for step, rank, one, other in self.steps():
-            ours, theirs = _entries(one.get(part, {})), _entries(other.get(part, {}))
-            names, of = unequal(ours, theirs)
+            names, of = unequal(one.get(part, {}), other.get(part, {}))
             count += of
-            differing += [f"step {step}, rank {rank}, {name}" for _, name in names]
+            differing += [f"step {step}, rank {rank}, {name}" for name in names]
         return differing, count
 
     def columns(self, *keys: str) -> Found:
@@ -57,13 +56,6 @@ class Pair:
 
     def figures(self, what: str, *keys: str) -> Check:
         return equal(what, *self.columns(*keys))
-
-
-def _entries(part: Any) -> dict[tuple[int, str], str]:
-    """Return the digests of a recorded part by place and name; the place counts in a list alone."""
-    if isinstance(part, dict):
-        return {(0, name): digest for name, digest in part.items()}
-    return {(place, " ".join(names)): digest for place, (*names, digest) in enumerate(part)}
 
 
 def _figures(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""A hook that writes down what every rank computes, step by step, as digests: tensors, gradients,
-the RNG's state.
+"""A hook that writes down what every rank computes, step by step, as digests: parameters,
+moments, the RNG's state.
 
 FOLDER/rank-<r>.jsonl holds a JSON object a step, each step once, also after a kill and a resume;
-step 0 is what the run started from. The environment says where FOLDER is, and how much is recorded.
+step 0 is what the run started from. The environment says where FOLDER is.
 Two such files are equal where two runs computed the same bits.
 """
 
@@ -14,30 +14,21 @@ import hashlib
 import json
 import os
 import random
-import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.system import fileio
-from llmexp.train.diagnose import tensors_in
 
-# The folder; "1": also what goes into and out of each module; "1": also which operations are not
-# deterministic.
-FOLDER, MODULES = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES"
-WARNINGS = "LLMEXP_RECORD_WARNINGS"
-HOOK, LAST_HOOK = "llmexp.verify.record.record", "llmexp.verify.record.entered"
-
+FOLDER, HOOK = "LLMEXP_RECORD_FOLDER", "llmexp.verify.record.record"
 STARTS = "starts.jsonl"
 
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
@@ -45,18 +36,13 @@ Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 def recorded(config: Config) -> Config:
     """Return the config with the recorder before the user's own hooks, which may draw random
-    numbers, and one after them."""
-    return dataclasses.replace(config, hooks=[HOOK, *config.hooks, LAST_HOOK])
+    numbers."""
+    return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
 
 
-def environment(run: Path, *, modules: bool = False, warned: bool = False) -> dict[str, str]:
+def environment(run: Path) -> dict[str, str]:
     """Return what a worker needs in its environment to record into `run`/verify."""
-    found = {FOLDER: str((run / "verify").absolute())}
-    if modules:
-        found[MODULES] = "1"
-    if warned:  # cuBLAS refuses to be deterministic without its variable
-        found |= {WARNINGS: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return found
+    return {FOLDER: str((run / "verify").absolute())}
 
 
 def record(event: str, context: Any) -> None:
@@ -65,12 +51,6 @@ def record(event: str, context: Any) -> None:
         _recorder().begin(context)
     elif event == "step_end":
         _recorder().end(context)
-
-
-def entered(event: str, context: Any) -> None:
-    """Act as the last hook: record what the user's own left of the parameters."""
-    if event == "step_start" and os.environ.get(MODULES):
-        _recorder().entered = {n: digest(t) for n, t in named_tensors(context.model).items()}
 
 
 def read(run: Path) -> Records:
@@ -109,31 +89,18 @@ def _recorder() -> _Recorder:
 
 
 class _Recorder:
-    """The open file of this process, and what the step under way has shown so far."""
+    """The open file of this process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: TextIO | None = None
-        self.warned: set[str] = set()
-        self._forget()
 
     def begin(self, context: Any) -> None:
         if self.file is None:
             self._open(context)
-        self._forget()  # an evaluation has shown some too
-
-    def _forget(self) -> None:
-        # [module, "in" or "out", digest], in the order of the forward passes
-        self.events: list[list[str]] = []
-        # [parameter, digest], as the backward passes leave them on this rank
-        self.gradients: list[list[str]] = []
-        self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
-        self.entered: dict[str, str] = {}  # by parameter, when the user's hooks have had their turn
 
     def end(self, context: Any) -> None:
-        seen = {key: getattr(self, key) for key in ("entered", "events", "gradients", "reduced")}
-        tensors, warned = _tensors(context), sorted(self.warned)
-        self._write(context.step, **seen, **tensors, rng=_rng(), warned=warned)
+        self._write(context.step, **_tensors(context), rng=_rng())
 
     def _open(self, context: Any) -> None:
         """Go on after the step before this one: what was recorded of later ones is of a process
@@ -146,69 +113,13 @@ class _Recorder:
         kept = [row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1]
         fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        # to look into a compiled graph would cut it
-        if os.environ.get(MODULES) and not context.run.compiled.startswith("on"):
-            self._watch(context.model, context.optimizers)
-        if os.environ.get(WARNINGS):
-            self._listen()
         if context.step == 1:
-            classes = {name: type(m).__name__ for name, m in context.model.named_modules()}
-            kernels = [kernel(o) for o in context.optimizers]
-            self._write(0, modules=classes, optimizers=kernels, **_tensors(context))
+            self._write(0, **_tensors(context))
 
     def _write(self, step: int, **found: Any) -> None:
         assert self.file is not None
         self.file.write(json.dumps({"step": step, **{k: v for k, v in found.items() if v}}) + "\n")
         self.file.flush()
-
-    def _watch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        for name, module in model.named_modules():
-            going_in = functools.partial(self._pass, model, name, "in")
-            module.register_forward_pre_hook(going_in, with_kwargs=True)
-            module.register_forward_hook(functools.partial(self._pass, model, name, "out"))
-        for name, tensor in named_tensors(model).items():
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(functools.partial(self._left, name))
-        names = names_by_id(model, optimizers)
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(functools.partial(self._before_update, names))
-
-    def _pass(
-        self, model: nn.Module, name: str, way: str, module: nn.Module, args: Any, more: Any
-    ) -> None:
-        """Note what goes into a module, or what comes out of it: `more` then, else by name."""
-        if model.training:
-            values = (args, more) if way == "in" else more
-            self.events.append([name, way, digest_all(tensors_in(values))])
-
-    def _left(self, name: str, parameter: Tensor) -> None:
-        self.gradients.append([name, digest(parameter.grad)])
-
-    def _before_update(
-        self, names: dict[int, str], optimizer: Optimizer, args: Any, kwargs: Any
-    ) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.reduced[names[id(parameter)]] = digest(parameter.grad)
-
-    def _listen(self) -> None:
-        known = re.compile(r"\s*(\S+) does not have a deterministic implementation")
-
-        def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if named := known.match(str(message)):
-                self.warned.add(named[1])
-
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-
-
-def kernel(optimizer: Optimizer) -> str:
-    """Return the optimizer and which of torch's kernels it takes: "AdamW, fused"."""
-    group = optimizer.param_groups[0]
-    kind = [name for name in ("fused", "foreach") if group.get(name)]
-    return ", ".join([type(optimizer).__name__, *kind])
 
 
 def _tensors(context: Any) -> dict[str, dict[str, str]]:

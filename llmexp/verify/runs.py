@@ -15,7 +15,7 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
-from llmexp.system.fileio import last_bytes
+from llmexp.system.fileio import last_line
 from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
@@ -109,19 +109,16 @@ def train(path: Path, config: Config, **env: str) -> None:
         )
 
 
-def train_recorded(
-    path: Path, config: Config, *, modules: bool = False, warned: bool = False
-) -> None:
+def train_recorded(path: Path, config: Config) -> None:
     """Train a watched run, which records what its ranks compute."""
-    train(path, config, **record.environment(path, modules=modules, warned=warned))
+    train(path, config, **record.environment(path))
 
 
 def last_words(path: Path) -> str:
     """Return why a run ended, from its status or its output."""
     if error := rundir.read_status(path).get("error"):
         return str(error)
-    lines = last_bytes(path.parent / OUTPUT, 1 << 16).decode(errors="replace").splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    return last_line(path.parent / OUTPUT) or "it printed nothing"
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
