@@ -1,4 +1,6 @@
-"""The commands. Each file reads its arguments and calls the other rooms. In reading order:
+"""Run the commands: each file reads its arguments and calls the other rooms.
+
+In reading order:
 
 train        one run or a sweep (-m)
 worker       starts the process that trains while `train` still composes, and waits for it

@@ -53,7 +53,9 @@ def average(arguments: list[str]) -> int:
 
 def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | None) -> Averaged:
     """Write the mean of the named checkpoints into `out`, or into the run where that is null.
-    Raises ConfigError."""
+
+    Raises ConfigError.
+    """
     found = chosen(names, last)
     if len(found) < 2 and weights == "model":
         raise ConfigError(f"{names[0]}: is one checkpoint; for example --last 5")

@@ -30,8 +30,10 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def evaluated(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what `llmexp evaluate --json` prints, from a command line that was parsed. Raises
-    ConfigError."""
+    """Return what `llmexp evaluate --json` prints for a parsed command line.
+
+    Raises ConfigError.
+    """
     folder = Path(args.run).expanduser()
     if (folder / "config.json").is_file() and not rundir.is_run(folder):
         return _of_folder(args, folder)
@@ -77,8 +79,11 @@ LONGEST = 1024  # tokens of a sequence where the folder's model takes more
 
 
 def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return a config for the model and the tokenizer of a Hugging Face folder, on the data of the
-    overrides, in sequences as long as the model takes. Raises ConfigError."""
+    """Return a config for the model of a Hugging Face folder, on the data of the overrides.
+
+    The tokenizer is that of the folder, where none is named. Sequences are as long as the model
+    takes, LONGEST at most. Raises ConfigError.
+    """
     from llmexp.train.assembly.opening import folder_model
 
     command_line.check_overrides(overrides)

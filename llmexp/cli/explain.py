@@ -1,5 +1,4 @@
-"""`llmexp explain KEY [overrides]`: a knob, a number or a group on one screen: value, who set it,
-what it changes."""
+"""`llmexp explain KEY`: show a knob, a number or a group, who set it, and what it changes."""
 
 from __future__ import annotations
 
@@ -84,8 +83,10 @@ def run(arguments: list[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return (the key, the rest). The key is the first word that is neither a flag, nor a flag's
-    value, nor an override."""
+    """Return the key and the rest of the arguments.
+
+    The key is the first word that is neither a flag, nor a flag's value, nor an override.
+    """
     before = ""
     for place, word in enumerate(arguments):
         bare = word.rstrip("=")  # as a shell completes it
@@ -149,8 +150,10 @@ def used_by(key: str) -> list[str]:
 def of_no_knob(
     loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], key: str
 ) -> dict[str, Any]:
-    """Return what is known of a section, or of a figure of the rows. Raises ConfigError for a key
-    that there is not."""
+    """Return what is known of a section, or of a figure of the rows.
+
+    Raises ConfigError for an unknown key.
+    """
     if knobs := knobs_in(key, every, flat):
         return {"key": key, "knobs": knobs}
     if row := row_key(key):
@@ -165,8 +168,10 @@ def of_no_knob(
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:
-    """Return what the run makes of a number, or of a knob that was left open; nothing where it does
-    not follow."""
+    """Return what the run makes of a number, or of a knob that was left open.
+
+    Empty where nothing follows.
+    """
     from llmexp.train.assembly.assemble import assemble
 
     try:
@@ -199,8 +204,7 @@ def filled(formula: str, numbers: dict[str, Any]) -> str:
 def group(
     loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """Return a group: its option, who chose it, the options there are, and its knobs with their
-    values."""
+    """Return a group: its option, who chose it, all options, and its knobs with their values."""
     choices = cfg.hydra.runtime.choices
     experiment, by = f"experiment/{choices.get('experiment')}", "conf/config.yaml"
     if choices.get("experiment") and name != "experiment":
@@ -236,8 +240,10 @@ def row_key(key: str) -> str | None:
 
 
 def meaning(key: str, every: list[Layer]) -> str:
-    """Return the documentation of a knob with its range: that of the typed section, else the
-    comment in its YAML."""
+    """Return the documentation of a knob with its range.
+
+    It stands in the typed section, else in the comment of the YAML.
+    """
     section, _, name = key.partition(".")
     known = section_knobs(OF_COMMANDS[section][0]) if section in OF_COMMANDS else fields()
     if (found := known.get(name if section in OF_COMMANDS else key)) is not None:

@@ -59,8 +59,10 @@ def exported(
     keep_padding: bool = False,
     check: bool = True,
 ) -> Exported:
-    """Write the checkpoint that `run` names as RUN[@STEP]; `dtype`: null for as trained. Raises
-    ConfigError."""
+    """Write the checkpoint that `run` names as RUN[@STEP] for Hugging Face.
+
+    `dtype` None: as trained. Raises ConfigError.
+    """
     path, step = named_checkpoint(run)
     check_new(folder, "FOLDER")
     from llmexp.train.assembly.opening import export_run

@@ -1,5 +1,7 @@
-"""`llmexp train --help`: the groups with their options, then the most used knobs with units. No
-torch, no Hydra."""
+"""Print `llmexp train --help`: the groups with their options, then the most used knobs with units.
+
+Imports neither torch nor Hydra.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,10 @@ def print_help(command: str, arguments: list[str]) -> None:
 
 
 def table(texts: dict[str, str], column: int, width: int) -> None:
-    """Print a name, and its text from `column` on; under the name where the terminal is too narrow
-    for that."""
+    """Print names, each with its text from `column` on.
+
+    The text stands under the name where the terminal is too narrow.
+    """
     column = 4 if width - column < 40 else column
     for name, text in texts.items():
         lines = textwrap.wrap(text, width - column - 2) or [""]

@@ -1,5 +1,4 @@
-"""Hydra's own flags, which print something and start nothing: --cfg, --info, --hydra-help,
---shell-completion."""
+"""Answer Hydra's own flags, such as --cfg and --info, which start nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from llmexp.system import child
 
 
 def asked(args: Any) -> bool:
-    """Return whether one of the flags was given. Raise ConfigError for flags that only act beside
-    one of them."""
+    """Return whether one of Hydra's flags was given.
+
+    Raises ConfigError for flags that only act beside one of them.
+    """
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve: acts beside --cfg only; for example --cfg job --resolve")
     if args.package is not None and not args.cfg:
@@ -62,8 +63,7 @@ def answer(args: Any) -> int:
 
 
 def one_budget(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, and those by which a budget takes the place of another one
-    (`run.replace_budgets`)."""
+    """Return the overrides, and `KEY=null` for each budget that one of them replaces."""
     given = budgets_in(overrides)
     return [*overrides, *(f"{key}=null" for key in BUDGETS if given and key not in given)]
 

@@ -1,5 +1,4 @@
-"""`llmexp plan`: check everything, print the banner of the run (-m: a row a point), start
-nothing."""
+"""`llmexp plan`: check everything and print the banner of the run, or a row a point (-m)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,10 @@ def plan(arguments: list[str]) -> int:
 
 
 def planned(args: Any) -> Planned | PlannedSweep:
-    """Return the plan of the run or the sweep (-m) of a command line that was parsed. Raises
-    ConfigError for what train would refuse."""
+    """Return the plan of the run, or the sweep (-m), of a parsed command line.
+
+    Raises ConfigError for what train would refuse.
+    """
     with app.composed(args) as (hydra, cfg, multirun):
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)

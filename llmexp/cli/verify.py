@@ -1,5 +1,4 @@
-"""The command `llmexp verify WHAT`: composes the user's config, runs the proof, prints and records
-what it found."""
+"""`llmexp verify PROOF`: compose the config, run the proof, print and record what it found."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ PASS, FAIL = 0, 1
 
 
 def run(arguments: list[str]) -> int:
-    """`llmexp verify geometry|resume|determinism|data [--shrink] [--steps N] [overrides]`; returns
-    the exit code."""
+    """Run the proof that the first argument names, and return the exit code."""
     what, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if what in ("-h", "--help") or {"-h", "--help"} & set(rest):
         usage()
@@ -143,8 +141,10 @@ def report(proof: Proof, checks: Sequence[Check]) -> int:
 def record(
     proof: Proof, passed: bool | None, checks: Sequence[Check], error: str | None = None
 ) -> None:
-    """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
-    because of `error`."""
+    """Write verify.json, without the values of secrets and variables.
+
+    `passed` None: there is no verdict, because of `error`.
+    """
     from llmexp.runs.provenance import source_commit, versions
 
     found = {

@@ -22,9 +22,11 @@ def evaluate_by_harness(
     folder: str | None,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return what lm-eval finds on its tasks of these names, and on those that the YAML files in
-    `folder` describe; each item under "samples". `checkpoint`: (run, step, weights). Raises
-    ConfigError."""
+    """Return the scores that lm-eval finds for a checkpoint, each item under "samples".
+
+    `checkpoint` is (run, step, weights). Tasks are those of these names, and those that the YAML
+    files in `folder` describe. Raises ConfigError.
+    """
     shown = f"--lm-eval {','.join(names)}"
     harness = need_package("lm_eval", shown, "this", "eval")
     manager = need_package("lm_eval.tasks", shown, "this", "eval").TaskManager
@@ -58,8 +60,10 @@ def evaluate_by_harness(
 
 
 def harness_figures(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the figures of each task, as `evaluate_tasks` has them: NAME and NAME_stderr. A filter
-    other than none stands behind the name."""
+    """Return the figures of each task as `evaluate_tasks` has them: NAME and NAME_stderr.
+
+    A filter other than none stands behind the name.
+    """
     rows = []
     for task, scores in found["results"].items():
         row = {"task": task, "items": found["n-samples"].get(task, {}).get("effective", 0)}

@@ -45,8 +45,11 @@ def document_ends(stream: TokenStream, end: int | None) -> np.ndarray:
 
 @dataclass
 class Sums:
-    """Sum nll, targets and bytes by unit. With `ends` units are documents, which may be cut into
-    several sequences; else each sequence is one."""
+    """Sum nll, targets and bytes by unit.
+
+    With `ends` units are documents, which may be cut into several sequences; else each sequence is
+    one.
+    """
 
     ends: np.ndarray
     _keys: list[np.ndarray] = field(default_factory=list)
@@ -59,8 +62,10 @@ class Sums:
     def add(
         self, starts_b: np.ndarray, nll_bt: np.ndarray, valid_bt: np.ndarray, bytes_bt: np.ndarray
     ) -> None:
-        """Add rows whose inputs start at `starts_b`; of a row that is no sequence no target is
-        valid."""
+        """Add rows whose inputs start at `starts_b`.
+
+        A row that is no sequence has no valid target.
+        """
         # the target of input i is the id at i + 1
         at_bt = starts_b[:, None] + 1 + np.arange(nll_bt.shape[1])
         if len(self.ends):
@@ -73,8 +78,10 @@ class Sums:
         self._sums.append(np.stack([np.bincount(index, w, len(units)) for w in what]))
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64 [n], the units (numbers of documents, or first positions of sequences), and
-        float64 [3, n]: nll, targets and bytes of each."""
+        """Return the units, int64 [n], and their nll, targets and bytes, float64 [3, n].
+
+        A unit is the number of a document, or the first position of a sequence.
+        """
         if not self._keys:
             return np.empty(0, np.int64), np.empty((3, 0))
         units, index = np.unique(np.concatenate(self._keys), return_inverse=True)
@@ -142,8 +149,10 @@ def evaluate_sets(
 def evaluate_tasks(
     judge: Judge, names: Sequence[str], folder: str | None, by_item: bool
 ) -> dict[str, Any]:
-    """Return the figures of tasks, and with `by_item` the scores of each item. Raises
-    ConfigError."""
+    """Return the figures of tasks, and with `by_item` the scores of each item.
+
+    Raises ConfigError.
+    """
     batch, tokenizer = judge.opened.config.batch, judge.opened.tokenizer
     found = []
     tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
@@ -167,8 +176,10 @@ def streams_of(corpus: Corpus) -> dict[str, TokenStream]:
 def score_set(
     judge: Judge, config: Config, corpus: Corpus, name: str, tokens: int | None, by_document: bool
 ) -> dict[str, Any]:
-    """Return the figures of a set, over `tokens` of it (None: all), which are spread evenly as in
-    training. `config` has the data section of `corpus`. Raises ConfigError."""
+    """Return the figures of a set, over `tokens` of it (None: all), spread evenly as in training.
+
+    `config` has the data section of `corpus`. Raises ConfigError.
+    """
     stream, length = streams_of(corpus)[name], config.batch.sequence_length
     there = stream.n_sequences(length)
     sequences = there if tokens is None else min(there, -(-tokens // length))
@@ -242,8 +253,10 @@ def add_all(
 
 
 def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte with their standard errors; what is not known is
-    absent. That of the perplexity exp(loss) is exp(loss) times that of the loss."""
+    """Return loss, perplexity and bits per byte, with those standard errors that are known.
+
+    The error of the perplexity exp(loss) is exp(loss) times that of the loss.
+    """
     found = with_error("loss", nll_n, targets_n)
     if found["loss"] < 700:  # beyond that exp overflows
         found["ppl"] = math.exp(found["loss"])

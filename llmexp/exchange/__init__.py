@@ -1,4 +1,6 @@
-"""Exchange models with other programs: Hugging Face's folders in and out. In reading order:
+"""Exchange models with other programs: Hugging Face's folders in and out.
+
+In reading order:
 
 families   one table a family: names of weights and of sizes, ours and Hugging Face's
 sizes      the sizes of a model whose weights a run begins with, without torch

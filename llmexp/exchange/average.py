@@ -22,9 +22,11 @@ RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing go
 
 
 def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
-    """Write the mean into a new folder: a config and a checkpoint, both of the last one's run and
-    step, and RECORD. `weights`: those of naming.WEIGHTS that were opened. Raises ConfigError where
-    they are of different models."""
+    """Write the mean of checkpoints into a new folder: a config, a checkpoint and RECORD.
+
+    Config and checkpoint are of the last one's run and step. `weights`: those of naming.WEIGHTS
+    that were opened. Raises ConfigError where they are of different models.
+    """
     runs = [one.path.parent.parent for one in checkpoints]
     refuse_others(checkpoints, runs)
     last, names = checkpoints[-1], checkpoints[0].model
@@ -47,8 +49,10 @@ def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
 
 
 def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
-    """Return the mean of a tensor, summed in float64 and rounded once; of whole numbers the last
-    ones."""
+    """Return the mean of a tensor, summed in float64 and rounded once.
+
+    A tensor of whole numbers is that of the last checkpoint.
+    """
     last = whole_tensor(checkpoints[-1], name)
     if not last.is_floating_point():
         return last
@@ -63,8 +67,10 @@ def whole(tensor: Tensor) -> Piece:
 
 
 def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
-    """Raise ConfigError where a checkpoint is an average, or of another model than the first, with
-    the knobs or tensors that differ."""
+    """Raise ConfigError where a checkpoint is an average, or of another model than the first.
+
+    The error names the knobs or tensors that differ.
+    """
     if own := next((run for run in runs if (run / RECORD).exists()), None):
         mean_of = facts_of(own)["mean_of"]
         raise ConfigError(f"{own}: is an average; name the checkpoints themselves: {mean_of}")

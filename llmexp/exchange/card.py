@@ -17,8 +17,10 @@ SHOWN = {
 
 
 def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[str, Any]) -> str:
-    """Return the page about the model of a run's checkpoint: what it is, its figures at that step,
-    its config. `more`: further facts, by their names."""
+    """Return the page about the model of a checkpoint: what it is, its figures, its config.
+
+    The figures are those at its step. `more`: further facts, by their names.
+    """
     run, config = facts_of(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
     facts = [
         ("model", f"{run.get('model')}, {run.get('parameters', 0):,} parameters"),

@@ -27,8 +27,11 @@ TEXTS = (
 
 
 def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Return what a user should know. Raises ConfigError where transformers gives a text other ids
-    than the run's tokenizer, or lacks a tensor of its model in the folder."""
+    """Check a folder with transformers, and return what a user should know.
+
+    Raises ConfigError where transformers gives a text other ids than the run's tokenizer, or lacks
+    a tensor of its model in the folder.
+    """
     try:
         library = importlib.import_module("transformers")
     except ImportError:

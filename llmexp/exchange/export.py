@@ -37,8 +37,11 @@ VOCABULARY = {("token_embedding.weight",), ("head.weight",)}  # a row an id
 
 @dataclass(frozen=True)
 class Stored:
-    """The form of the weights in the files. `dtype` None: as in the checkpoint; `vocabulary`: the
-    ids to write, without rows of padding behind them, None: all."""
+    """The form of the weights in the files.
+
+    `dtype` None: as in the checkpoint; `vocabulary`: the ids to write, without rows of padding
+    behind them, None: all.
+    """
 
     dtype: torch.dtype | None = None
     vocabulary: int | None = None
@@ -72,8 +75,10 @@ def written_shape(loaded: Loaded, rule: Rule, vocabulary: int | None) -> tuple[i
 
 
 def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored) -> int:
-    """Write the tensors as safetensors of at most SHARD_BYTES each, with an index where there are
-    several. Return the bytes of all tensors."""
+    """Write the tensors as safetensors of at most SHARD_BYTES each, and return their bytes.
+
+    Several files get an index.
+    """
     kinds = {r.theirs: form.dtype or loaded.model[r.ours[0]][0].dtype for r in rules}
     shapes = {r.theirs: written_shape(loaded, r, form.vocabulary) for r in rules}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
@@ -102,8 +107,7 @@ def _write_file(
     kinds: dict[str, torch.dtype],
     shapes: dict[str, tuple[int, ...]],
 ) -> None:
-    """Write one file in the format of safetensors: the length of the header, the header, and the
-    tensors one after another."""
+    """Write one file of safetensors: the length of its header, the header, the tensors in turn."""
     named = [(rule.theirs, kinds[rule.theirs], shapes[rule.theirs]) for rule in shard]
     with open(file, "wb") as f:
         f.write(tensor_files.header(named, {"format": "pt"}))
@@ -121,8 +125,10 @@ def _write_file(
 
 @dataclass(frozen=True)
 class Exported:
-    """The account of an export. `size`: bytes of the weights; `padding`: the rows of the vocabulary
-    that were left out."""
+    """The account of an export.
+
+    `size`: bytes of the weights; `padding`: the rows of the vocabulary that were left out.
+    """
 
     architecture: str
     parameters: int

@@ -16,8 +16,11 @@ TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names al
 
 @dataclass(frozen=True)
 class Rule:
-    """A tensor of theirs: ours, one below another (dimension 0), transposed where they keep the
-    input dimension first. {i} stands for the number of a block."""
+    """A tensor of Hugging Face: ours, one below another (dimension 0).
+
+    They are transposed where Hugging Face keeps the input dimension first. {i} stands for the
+    number of a block.
+    """
 
     theirs: str
     ours: tuple[str, ...]
@@ -210,8 +213,10 @@ FAMILIES = (
 
 
 def family_of(section: Mapping[str, Any]) -> Family:
-    """Return the family of a model section. Raises ConfigError for a model that transformers does
-    not have."""
+    """Return the family of a model section.
+
+    Raises ConfigError for a model that transformers does not have.
+    """
     target = section["_target_"]
     ours = [family for family in FAMILIES if family.target == target]
     for family in ours:
@@ -233,8 +238,10 @@ def family_of(section: Mapping[str, Any]) -> Family:
 
 
 def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
-    """Return the config.json of a model section. `end`: the id that ends a document. Raises
-    ValueError as `family_of`."""
+    """Return the config.json of a model section.
+
+    `end`: the id that ends a document. Raises ValueError as `family_of`.
+    """
     family, knobs = family_of(section), {**USUAL, **section}
     found: dict[str, Any] = {"architectures": [family.architecture]}
     found["model_type"] = family.model_type
@@ -259,7 +266,9 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any]]:
     """Return the family of a config.json and the knobs of our model that computes the same.
-    `where` names the file in errors. Raises ConfigError for what our models do not compute."""
+
+    `where` names the file in errors. Raises ConfigError for what our models do not compute.
+    """
     kind = config.get("model_type")
     known = [family for family in FAMILIES if family.model_type == kind]
     if not known:

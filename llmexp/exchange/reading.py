@@ -1,5 +1,7 @@
-"""Weights that a model begins with: of a Hugging Face folder, or of a checkpoint of ours. They are
-read tensor by tensor, so that no second copy of the model is held."""
+"""Read the weights that a model begins with: of a Hugging Face folder, or of a checkpoint of ours.
+
+They are read tensor by tensor, so that no second copy of the model is held.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ OPTIONS = {"llmexp.models.gpt2.GPT2": "gpt2_small", "llmexp.models.llama.Llama":
 
 @dataclass(frozen=True)
 class Source:
-    """Weights in files. `folder`: of Hugging Face, or of a run. `knobs`: those of our model that
-    computes the same. `rules`: how its tensors make ours; `shapes` and `read`: by their names."""
+    """Weights in files, and the knobs of our model that computes the same.
+
+    `folder`: of Hugging Face, or of a run. `rules`: how its tensors make ours; `shapes` and `read`:
+    by their names.
+    """
 
     name: str
     folder: Path
@@ -46,8 +51,10 @@ class Source:
 
 
 def open_source(given: Any, hashed: bool = True) -> Source:
-    """Return the weights of a Hugging Face folder, or of RUN[@STEP], whose hashes are compared
-    where `hashed`. Raises ConfigError."""
+    """Return the weights of a Hugging Face folder, or of RUN[@STEP].
+
+    The hashes of a checkpoint are compared where `hashed`. Raises ConfigError.
+    """
     if not isinstance(given, str):
         raise ConfigError("is no folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
@@ -85,9 +92,11 @@ def open_source(given: Any, hashed: bool = True) -> Source:
 def open_checkpoint(
     path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
 ) -> Loaded:
-    """Return the weights of a run's checkpoint, as its `model`: of a step, or of the newest whole
-    one (`warn` is called for a damaged one). `weights`: one of naming.WEIGHTS. Raises
-    CheckpointError."""
+    """Return the weights of a run's checkpoint, as its `model`.
+
+    `step` None: the newest whole one; `warn` is called for a damaged one. `weights`: one of
+    naming.WEIGHTS. Raises CheckpointError.
+    """
     root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
@@ -123,8 +132,11 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
 
 
 def of_folder(folder: Path) -> Source:
-    """Return the weights of a Hugging Face folder. Raises ConfigError for files that are missing,
-    that hold no safetensors, or whose model our models do not compute."""
+    """Return the weights of a Hugging Face folder.
+
+    Raises ConfigError for files that are missing, that hold no safetensors, or whose model our
+    models do not compute.
+    """
     config = _json(folder / "config.json")
     family, knobs = from_config(config, str(folder / "config.json"))
     opened = {file: _open(file) for file in _files(folder)}
@@ -216,8 +228,10 @@ def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[
 def _growing(
     source: Source, section: Mapping[str, Any], has_table: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return (theirs, ours) of each knob that grows. `has_table`: positions have weights. Raises
-    ValueError that lists the knobs that differ."""
+    """Return (theirs, ours) of each knob that grows.
+
+    `has_table`: positions have weights. Raises ValueError that lists the knobs that differ.
+    """
     differing, found = [], {}
     for key, theirs in source.knobs.items():
         ours = section.get(key, USUAL.get(key))
@@ -265,8 +279,10 @@ def check_values(source: Source) -> None:
 
 @torch.no_grad()
 def begin_with(model: nn.Module, source: Source) -> None:
-    """Copy the weights, which `check` has found to fit, into the model. Rows that they do not have
-    stay as they are."""
+    """Copy the weights, which `check` has found to fit, into the model.
+
+    Rows that they do not have stay as they are.
+    """
     own = named_tensors(model)
     for rule in source.rules:
         theirs = source.read(rule.theirs)

@@ -16,8 +16,10 @@ FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pr
 
 
 def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the `_target_` and the knobs of our model that has the weights of a Hugging Face
-    folder, or of RUN[@STEP]; None where `reading.open_source` refuses them."""
+    """Return the `_target_` and the knobs of our model for the weights of a folder or RUN[@STEP].
+
+    The folder is one of Hugging Face. None where `reading.open_source` refuses them.
+    """
     folder = Path(given).expanduser()
     try:
         if (folder / "config.json").is_file() and not rundir.is_run(folder):

@@ -30,8 +30,10 @@ QWEN2 = (
 def tokenizer_files(
     tokenizer: Tokenizer, length: int | None, model_type: str = ""
 ) -> dict[str, str | bytes]:
-    """Return the files by name; none for a tokenizer of the user's own, of which nobody else knows
-    how it cuts text. `length`: the tokens that the model can read."""
+    """Return the files of a tokenizer by name; none for a tokenizer of the user's own.
+
+    Nobody else knows how that one cuts text. `length`: the tokens that the model can read.
+    """
     if isinstance(tokenizer, tiktoken.Encoding):
         content = json.dumps(_of_tiktoken(tokenizer), ensure_ascii=False, indent=1)
     elif isinstance(tokenizer.given, HuggingFaceTokenizer):
@@ -200,8 +202,11 @@ MARK = "\u2581"  # stands for a space
 
 
 def converted(content: bytes) -> dict[str, Any] | None:
-    """Return the tokenizer.json of a sentencepiece model; None for one with parts that have no
-    counterpart there, or where the package protobuf is missing, which reads the model."""
+    """Return the tokenizer.json of a sentencepiece model.
+
+    None for one with parts that have no counterpart there, or where the package protobuf is
+    missing, which reads the model.
+    """
     try:
         read: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError:
@@ -256,8 +261,11 @@ def _unigram(model: Any) -> dict[str, Any]:
 
 
 def _of_pieces(model: Any) -> dict[str, Any]:
-    """sentencepiece joins the two neighbours that make the piece of the highest score; the other
-    library wants that as a list of pairs: for each piece all its cuts into two."""
+    """Return a sentencepiece model of pairs (BPE) with its merges: each piece cut into any two.
+
+    sentencepiece joins the two neighbours that make the piece of the highest score; the other
+    library wants that as a list of pairs.
+    """
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
     merges = []
     for text in sorted(scores, key=scores.__getitem__, reverse=True):

@@ -1,4 +1,6 @@
-"""Measure a run and show it. In reading order:
+"""Measure a run and show it.
+
+In reading order:
 
 keys      the keys of a row: names, units, digits, which way is better
 meter     counts and clocks since the last row

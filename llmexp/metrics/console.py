@@ -29,8 +29,9 @@ _CONTROL = re.compile(
 
 
 class Console:
-    """Lines above a progress bar. Nothing here raises: a dead terminal or a full disk must not stop
-    a run.
+    """Print lines above a progress bar, and append them to a log.
+
+    Nothing here raises: a dead terminal or a full disk must not stop a run.
 
     `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps. The bar
     appears with the first `progress` call, and only if `stream` is a terminal that can move its
@@ -65,8 +66,7 @@ class Console:
         return self._live
 
     def line(self, text: str, short: str | None = None) -> None:
-        """Print `text` (one or more lines) above the bar and append it to the log, without escape
-        codes.
+        """Print `text` above the bar, and append it to the log without escape codes.
 
         On a terminal `short` is printed in its place.
         """
@@ -86,8 +86,10 @@ class Console:
     def progress(
         self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
     ) -> None:
-        """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its
-        own."""
+        """Move the bar to `step`.
+
+        It is drawn at most every 0.2 s, and only here: no thread of its own.
+        """
         if not self._live:
             return
         now = time.monotonic()
@@ -184,11 +186,10 @@ class Console:
 
 
 def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
-    """Return aligned `label  text` lines, the text wrapped to `width` columns (default: the
-    terminal's, else 100).
+    """Return aligned `label  text` lines, the text wrapped to `width` columns.
 
-    Words longer than a line (paths) stay whole, so that they can be copied, and so do lines of
-    tables: those with two spaces between words.
+    The default is the width of the terminal, else 100. Words longer than a line (paths) stay whole,
+    so that they can be copied, and so do lines of tables: those with two spaces between words.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
     label_width = max((len(label) for label, _ in sections), default=0)
@@ -252,12 +253,11 @@ LEAST_NEEDED = ("epoch", "eta", "val/ppl", "step_time", "tokens_per_sec", "grad_
 def format_row(
     row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
 ) -> str:
-    """Return one line for a row of metrics.jsonl; keys that are absent or None are left out, and
-    the epoch of a run of one.
+    """Return one line for a row of metrics.jsonl, without keys that are absent or None.
 
-    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual
-    range breaks its column rather than lose digits. With `width` the less important cells give way
-    until the line fits.
+    The epoch of a run of one is left out, too. Widths are fixed, so that the lines of a log stand
+    in columns; a value far out of the usual range breaks its column rather than lose digits. With
+    `width` the less important cells give way until the line fits.
     """
     cells = {key: _cell(key, row[key]) for key in CELLS if row.get(key) is not None}
     cells |= {

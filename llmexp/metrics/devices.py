@@ -9,8 +9,11 @@ from llmexp.settings.values import ConfigError
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator, or `cpu`. `part`: a part of the name that CUDA gives it; `gib`: memory as
-    CUDA reports it; `tflops`: dense peak rates."""
+    """An accelerator, or `cpu`.
+
+    `part`: a part of the name that CUDA gives it; `gib`: memory as CUDA reports it; `tflops`: dense
+    peak rates.
+    """
 
     name: str
     part: str
@@ -61,8 +64,10 @@ def device_named(name: str) -> Device | None:
 
 
 def device_called(cuda_name: str, gib: float) -> Device | None:
-    """Return the accelerator that CUDA gives this name and about this memory; None where it is not
-    known for sure."""
+    """Return the accelerator that CUDA gives this name and about this memory.
+
+    None where it is not known for sure.
+    """
     words = cuda_name.split()
     if "MIG" in words:  # a slice of the chip
         return None
@@ -76,6 +81,8 @@ def _names(words: list[str], wanted: list[str]) -> bool:
 
 
 def _same(words: list[str], wanted: list[str]) -> bool:
-    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match
-    'A100'."""
+    """Return whether a name has the wanted words, whole or with a suffix such as A100-SXM4-80GB.
+
+    'A10' must not match 'A100'.
+    """
     return words[1:] == wanted[1:] and f"{words[0]}-".startswith(f"{wanted[0]}-")

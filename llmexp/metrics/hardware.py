@@ -1,5 +1,7 @@
-"""Describe the machine: names, memory, and the peak rates that mfu divides by. Unknown hardware has
-no peak."""
+"""Describe the machine: names, memory, and the peak rates that mfu divides by.
+
+Unknown hardware has no peak.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def accelerator(device: torch.device) -> Device | None:
-    """Return what is known of a CUDA device from data sheets; None where it is not known for
-    sure."""
+    """Return what data sheets say about a CUDA device; None where it is not known for sure."""
     gib = (memory_bytes(device) or 0) / 2**30
     return device_called(torch.cuda.get_device_name(device), gib)
 
@@ -59,8 +60,10 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return what the device has in all: of a CPU the host's memory, or what its control group may
-    use of it; None where that is not known."""
+    """Return what the device has in all; None where that is not known.
+
+    For a CPU it is the host's memory, or what its control group may use of it.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:

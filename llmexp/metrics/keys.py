@@ -12,8 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Key:
-    """`title` is the short name that a reader sees where it differs from the name, `plot` the title
-    of its curve over training."""
+    """A key of the rows: its meaning, unit, digits, and which way is better.
+
+    `title` is the short name that a reader sees where it differs from the name, `plot` the title of
+    its curve over training.
+    """
 
     name: str
     meaning: str  # in brief
@@ -102,8 +105,10 @@ def is_accuracy(key: str) -> bool:
 
 
 def figures_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return LOSSES, and the keys of the losses on named validation sets and of the scores of tasks
-    in the rows."""
+    """Return the keys of losses and scores that occur in the rows.
+
+    They are LOSSES, losses on named validation sets, and scores of tasks.
+    """
     known = dict.fromkeys(key for row in rows for key in row)
     return [*LOSSES, *filter(is_of_named_set, known), *filter(is_accuracy, known)]
 

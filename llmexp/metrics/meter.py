@@ -1,5 +1,7 @@
-"""Count and time the steps since the last row. Counts stay on the device until a row is due;
-clocks run on the host."""
+"""Count and time the steps since the last row.
+
+Counts stay on the device until a row is due; clocks run on the host.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ class Meter:
         return round(float(self._tokens))
 
     def step_time(self) -> float | None:
-        """Return mean seconds of the steps of this attempt since the last row; None where there
-        were none."""
+        """Return the mean seconds of the steps of this attempt since the last row.
+
+        None where there were none.
+        """
         return self._step_time / self._timed_steps if self._timed_steps else None
 
     def take(self, ranks: int) -> dict[str, float]:

@@ -22,13 +22,12 @@ NORMAL = 1.959964  # the normal distribution's 97.5 % quantile
 
 
 class SmallGradient:
-    """The norm of the gradient of a step's first micro-batch, on each rank its own or over all of
-    them together.
+    """Measure the norm of the gradient of a step's first micro-batch.
 
-    Several micro-batches: it is what lies in `.grad` after the first backward. One, under DDP: it
-    is read as it comes out of the backward, before the ranks are averaged. Reading changes nothing,
-    and nothing waits for it. Not to be had with one micro-batch in all, and where FSDP has no
-    gradient of the first alone.
+    Each rank measures its own, or all of them together do. With several micro-batches it is what
+    lies in `.grad` after the first backward. With one, under DDP, it is read as it comes out of the
+    backward, before the ranks are averaged. Reading changes nothing, and nothing waits for it. It
+    cannot be had with one micro-batch in all, and where FSDP has no gradient of the first alone.
     """
 
     def __init__(self, joined: mesh.Mesh, every: int | None) -> None:
@@ -73,9 +72,10 @@ class SmallGradient:
         self._targets = int((micro_batches[0][1] >= 0).sum())  # they are on the host
 
     def take(self, count: Tensor | float, scale: Tensor) -> tuple[Tensor, ...]:
-        """Return (mean square norm of the gradient of a small batch, that batch's size in targets),
-        0-dim; nothing where the step was not measured. `count`: targets of the window; `scale`: the
-        loss scale. All ranks call together.
+        """Return the mean square norm of the gradient of a small batch, and its size in targets.
+
+        Both are 0-dim; nothing is returned where the step was not measured. `count`: targets of the
+        window; `scale`: the loss scale. All ranks call together.
 
         Ranks are weighted by their targets n: sum n |g|^2 / sum n has the noise of a batch of sum n
         / sum 1 targets.
@@ -101,10 +101,10 @@ class SmallGradient:
 
 
 class NoiseScale:
-    """The estimate, on the host: tr(Sigma) and |G|^2 of each measurement are smoothed apart, then
-    divided.
+    """Estimate the gradient noise scale, on the host.
 
-    The unit is sequences: `sequence_length` valid targets, wherever they lie.
+    tr(Sigma) and |G|^2 of each measurement are smoothed apart, then divided. The unit is sequences:
+    `sequence_length` valid targets, wherever they lie.
     """
 
     def __init__(self, sequence_length: int) -> None:
@@ -117,8 +117,7 @@ class NoiseScale:
     def add(
         self, small_square: float, small_targets: float, big_square: float, big_targets: float
     ) -> None:
-        """One step's mean square norms and batch sizes in targets (A.1, equations for S and
-        |G|^2)."""
+        """Add the mean square norms and batch sizes (in targets) of a step (A.1: S and |G|^2)."""
         small, big = small_targets / self._length, big_targets / self._length
         if not (math.isfinite(small_square) and math.isfinite(big_square) and 0 < small < big):
             return
@@ -130,9 +129,12 @@ class NoiseScale:
         self._sums = [d * old + x for d, old, x in zip(decays, self._sums, new, strict=True)]
 
     def figures(self) -> dict[str, float]:
-        """noise_scale and the ends of its 95 % interval (Fieller 1954: the ratios that the two
-        means allow). Absent: all where a mean is not positive; the ends where the measurements are
-        few, or allow any ratio, however large."""
+        """Return noise_scale and the ends of its 95 % interval.
+
+        The interval is Fieller's (1954): the ratios that the two means allow. All is absent where a
+        mean is not positive; the ends are absent where the measurements are few, or allow any
+        ratio, however large.
+        """
         if not self.measurements:
             return {}
         weight, squares, *sums, _ = self._sums
@@ -187,8 +189,10 @@ class NoiseScale:
 
 
 def _student(freedom: float) -> float:
-    """Student's 97.5 % quantile, by its expansion about the normal one (Abramowitz & Stegun
-    26.7.5)."""
+    """Return Student's 97.5 % quantile, expanded about the normal one.
+
+    The expansion is 26.7.5 of Abramowitz & Stegun.
+    """
     z = NORMAL
     terms = (
         (z**3 + z) / 4,

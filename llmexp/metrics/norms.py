@@ -17,8 +17,10 @@ QUANTILES = (50, 90, 99)  # per cent
 
 
 class Norms:
-    """The norms of a run's applied updates, before clipping. `kind` and `limit` are those of its
-    own clipping."""
+    """Count the norms of a run's applied updates, before clipping.
+
+    `kind` and `limit` are those of its own clipping.
+    """
 
     def __init__(self, kind: str, limit: float | None) -> None:
         self.limit = limit if kind == "norm" else None
@@ -42,8 +44,10 @@ class Norms:
         self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
 
     def take(self) -> dict[str, float]:
-        """Return the share of the updates since the last row that were clipped and the mean factor
-        on their gradients, and start over; absent where there is none."""
+        """Return how many updates since the last row were clipped and how far, and start over.
+
+        These are the share, and the mean factor on their gradients; absent where there is none.
+        """
         now = [self.steps, self._coefficients, self.clipped]
         steps, total, clipped = (new - old for new, old in zip(now, self._taken, strict=True))
         self._taken = now
@@ -55,8 +59,10 @@ class Norms:
         return found
 
     def quantile(self, percent: float) -> float:
-        """Return the upper edge of the bin that this quantile of the norm lies in. Needs at least
-        one norm."""
+        """Return the upper edge of the bin that this quantile of the norm lies in.
+
+        Needs at least one norm.
+        """
         below = 0.0
         for number, (count, _) in sorted(self._bins.items()):
             below += count
@@ -65,9 +71,11 @@ class Norms:
         raise ValueError("no norm was counted")
 
     def at(self, limit: float) -> tuple[float, float]:
-        """Return (share of steps clipped, mean coefficient) had these norms met this limit: exact
-        where the limit is an edge of a bin, else with the bin that it lies in divided in
-        proportion. Needs at least one norm."""
+        """Return (share of steps clipped, mean coefficient) had these norms met this limit.
+
+        It is exact where the limit is an edge of a bin; else the bin that it lies in is divided in
+        proportion. Needs at least one norm.
+        """
         if limit == self.limit:
             return self.clipped / self.steps, self._coefficients / self.steps
         above = inverse = 0.0  # sums round by their order: one that a resume does not change
@@ -81,9 +89,11 @@ class Norms:
         return above / self.steps, (self.steps - above + limit * inverse) / self.steps
 
     def summary(self) -> dict[str, Any]:
-        """For status.json: steps, share clipped, quantiles of the norm, and the table of other
-        limits. To the first order only: under another limit the run would have gone elsewhere.
-        Empty where no norm was counted."""
+        """Return what status.json holds: steps, share clipped, quantiles, a table of other limits.
+
+        The table is right to the first order only: under another limit the run would have gone
+        elsewhere. Empty where no norm was counted.
+        """
         if not self.steps:
             return {}
         quantiles = {str(q): self.quantile(q) for q in QUANTILES}

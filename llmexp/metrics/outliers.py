@@ -26,8 +26,11 @@ class Limits:
 
 
 class Trailing:
-    """Mean and standard deviation of the last values of a series, from running sums in units of
-    1 / SCALE: sums of integers are exact, so a value that has left the window leaves no trace."""
+    """Keep mean and standard deviation of the last values of a series.
+
+    They are from running sums in units of 1 / SCALE: sums of integers are exact, so a value that
+    has left the window leaves no trace.
+    """
 
     def __init__(self, window: int) -> None:
         self.values: deque[float] = deque(maxlen=window)
@@ -53,9 +56,11 @@ class Trailing:
 
 
 class Outliers:
-    """A trailing window over loss and norm, on the host. Values enter it clamped to the limits of
-    their step, so that one spike does not blind it and a level that lasts is learned; what is not
-    finite never enters."""
+    """Judge loss and norm of each step by a trailing window, on the host.
+
+    Values enter it clamped to the limits of their step, so that one spike does not blind it and a
+    level that lasts is learned; what is not finite never enters.
+    """
 
     def __init__(self, sigma: float | None, window: int) -> None:
         self.sigma = sigma

@@ -112,8 +112,10 @@ def _clean(axes: Axes) -> None:
 
 
 def _columns(rows: Iterable[dict[str, Any]]) -> Columns:
-    """Return, by key that is drawn, `tokens_seen` and the values of the rows that have both as
-    finite numbers. The rows are read once, and may be many."""
+    """Return `tokens_seen` and the values of each key that is drawn.
+
+    Rows take part that have both as finite numbers. They are read once, and may be many.
+    """
     found: Columns = {}
     for row in rows:
         tokens = row.get("tokens_seen")
@@ -140,8 +142,10 @@ def _series(columns: Columns, key: str) -> Series:
 
 
 def _validation(columns: Columns) -> dict[str, Series]:
-    """Return the validation losses by name: of each named set, or of the only one; and of the
-    average of the weights."""
+    """Return the validation losses by name.
+
+    They are of each named set, or of the only one; and of the average of the weights.
+    """
     shown = [key for key in figures_in([columns]) if is_of_named_set(key) and key.endswith("/loss")]
     average = f"{EMA}/loss"
     if len({*shown} - {average}) < 2:
@@ -152,8 +156,10 @@ def _validation(columns: Columns) -> dict[str, Series]:
 
 
 def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
-    """Return the mean of each value and `reach` values on both sides of it, along the last axis;
-    fewer near the ends."""
+    """Return the mean of each value and `reach` values on both sides of it, along the last axis.
+
+    Fewer values count near the ends.
+    """
     total = np.cumsum(np.insert(values, 0, 0.0, axis=-1), axis=-1)
     rows = values.shape[-1]
     index = np.arange(rows)

@@ -1,5 +1,6 @@
-"""Drive llmexp from a program: `import llmexp` offers what stands here (docs/python.md). In reading
-order:
+"""Drive llmexp from a program: `import llmexp` offers what stands here (docs/python.md).
+
+In reading order:
 
 folder   a run in its folder
 judging  compare runs, what to do next, evaluate a checkpoint

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run in its folder. Nothing is kept in memory: a run that is training is read as far as it
-    is."""
+    """A run in its folder.
+
+    Nothing is kept in memory: a run in training is read as far as it has come.
+    """
 
     path: Path
 
@@ -62,9 +64,11 @@ class Run:
         return rundir.saved_steps(self.path)
 
     def rows(self, *keys: str) -> Any:
-        """Return the values of the rows that have all of the keys: a numpy array, or for several
-        keys a list of arrays of one length. Without a key return the rows, as dicts. Raises
-        ConfigError for a key of no row."""
+        """Return the values of a key, for the rows that have all of the keys, as a numpy array.
+
+        For several keys it is a list of arrays of one length; without a key return the rows, as
+        dicts. Raises ConfigError for a key of no row.
+        """
         import numpy as np
 
         rows = rundir.read_rows(self.path / rundir.METRICS)
@@ -90,8 +94,10 @@ class Run:
         return build_tokenizer(filled(self.config))[0]
 
     def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
-        """Return the model with the weights of a checkpoint (None: the newest whole one), on the
-        CPU, in evaluation mode. `weights="ema"`: their average."""
+        """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode.
+
+        `step` None: the newest whole checkpoint. `weights="ema"`: the average of the weights.
+        """
         from llmexp.runs.naming import named_checkpoint
         from llmexp.train.assembly.opening import open_run
 

@@ -58,8 +58,10 @@ class Answer:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the page by name (losses, others, and one for each swept key), as
-        plotly.graph_objects.Figure."""
+        """Return the figures of the page by name, as plotly.graph_objects.Figure.
+
+        They show losses, other quantities, and one shows each swept key.
+        """
         from llmexp.compare.plot_settings import maps, over_keys
         from llmexp.compare.plot_training import losses, others
 
@@ -71,8 +73,10 @@ class Answer:
 
 def compare(*paths: Any, align: str = "tokens",
             sort: str | None = None, negligible: float | None = None) -> Answer:  # fmt: skip
-    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does. Raises ConfigError
-    for what the command refuses, as paths without a run."""
+    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does.
+
+    Raises ConfigError for what the command refuses, such as a path without a run.
+    """
     from llmexp.compare import comparing
 
     comparison = comparing.compare(_paths(paths), align=align, sort=sort, negligible=negligible)
@@ -99,8 +103,10 @@ def _paths(given: Sequence[Any]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses of a checkpoint, or its scores in tasks. `data` is what `llmexp evaluate --json`
-    prints."""
+    """Losses of a checkpoint, or its scores in tasks.
+
+    `data` is what `llmexp evaluate --json` prints.
+    """
 
     data: dict[str, Any]
 
@@ -111,14 +117,19 @@ class Evaluation:
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of each validation set by its name: loss in nats, ppl, bits_per_byte
-        where it is known, each with `_stderr`, and tokens."""
+        """Return the figures of each validation set by its name.
+
+        They are loss in nats, ppl, bits_per_byte where it is known, each with `_stderr`, and
+        tokens.
+        """
         return {one["set"]: one for one in self.data.get("sets", ())}
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of each task by its name: acc, acc_norm (shares), each with
-        `_stderr`, and items."""
+        """Return the figures of each task by its name.
+
+        They are acc and acc_norm (shares), each with `_stderr`, and items.
+        """
         return {one["task"]: one for one in self.data.get("tasks", ())}
 
 
@@ -126,8 +137,10 @@ def evaluate(run: Run | str | os.PathLike[str], overrides: Sequence[str] = (), *
              tokens: int | str | None = None, by: str = "set", tasks: Sequence[str] = (),
              tasks_folder: str | os.PathLike[str] | None = None,
              weights: str = "model") -> Evaluation:  # fmt: skip
-    """Evaluate RUN[@STEP] as `llmexp evaluate` does: on its validation sets, on the data of the
-    overrides, or in tasks. `tokens`: of each set, or "all". Raises ConfigError."""
+    """Evaluate RUN[@STEP] on its validation sets, on the data of the overrides, or in tasks.
+
+    It does what `llmexp evaluate` does. `tokens`: of each set, or "all". Raises ConfigError.
+    """
     from llmexp.cli.evaluate import evaluated, parsed_words
 
     more = {"tasks_folder": tasks_folder, "weights": weights, "tasks": tasks}

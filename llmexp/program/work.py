@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
-    """Train as `llmexp train OVERRIDES` does, in a process of its own; return the run, of a sweep
-    (-m) the list of its runs.
+    """Train as `llmexp train OVERRIDES` does, in a process of its own, and return the run.
 
-    Its lines are printed, without them (`quiet`) only errors. A run that train.stop_step stopped is
-    returned too. Raises ConfigError for what is refused before training, RunFailed where a run did
-    not come to its end.
+    Return the list of the runs of a sweep (-m). The lines of the command are printed, with `quiet`
+    only errors. A run that train.stop_step stopped is returned too. Raises ConfigError for what is
+    refused before training, RunFailed where a run did not come to its end.
     """
     if isinstance(overrides, str):
         raise TypeError(f"a list is needed: llmexp.train([{overrides!r}])")
@@ -74,8 +73,10 @@ class RunFailed(RuntimeError):
 
 
 def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
-    """Return what `llmexp train --json` printed. Raises ConfigError for words that made it print
-    something else and train nothing, as --help."""
+    """Return what `llmexp train --json` printed.
+
+    Raises ConfigError for words that made it print something else and train nothing, as --help.
+    """
     with contextlib.suppress(ValueError):
         found = json.loads(text)
         if isinstance(found, dict) and "runs" in found:
@@ -95,8 +96,11 @@ def follow(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> N
 
 
 def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | list[Planned]:
-    """Check everything and return the plan of a run, as `llmexp plan` prints it; of a sweep (-m)
-    the list of those of its points. Raises ConfigError for what train would refuse."""
+    """Check everything and return the plan of a run, as `llmexp plan` prints it.
+
+    Return the list of the plans of its points for a sweep (-m). Raises ConfigError for what train
+    would refuse.
+    """
     from llmexp.cli.plan import planned
     from llmexp.compose.command_line import parse
     from llmexp.forecast.planned import Planned
@@ -111,8 +115,10 @@ def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | l
 
 
 def prepare(overrides: Sequence[str] = ()) -> Prepared | str:
-    """Tokenise the data into the cache, as `llmexp prepare` does; return their counts, or with
-    prepare.part the part. Raises ConfigError."""
+    """Tokenise the data into the cache, as `llmexp prepare` does, and return their counts.
+
+    With prepare.part return the part. Raises ConfigError.
+    """
     from llmexp.cli.prepare import prepared
     from llmexp.compose.command_line import parse
 
@@ -121,8 +127,10 @@ def prepare(overrides: Sequence[str] = ()) -> Prepared | str:
 
 def tokenizer(overrides: Sequence[str], vocab_size: int, *, pattern: str = "gpt2",
               out: str | os.PathLike[str] | None = None) -> TrainedTokenizer:  # fmt: skip
-    """Train a tokenizer on the data of the overrides, as `llmexp tokenizer` does. Raises
-    ConfigError."""
+    """Train a tokenizer on the data of the overrides, as `llmexp tokenizer` does.
+
+    Raises ConfigError.
+    """
     from llmexp.cli.tokenizer import trained
     from llmexp.compose.command_line import parse
 
@@ -134,9 +142,11 @@ def export(run: Run | str | os.PathLike[str], folder: str | os.PathLike[str], *,
            dtype: str | None = None, weights: str = "model", keep_padding: bool = False,
            check: bool = True) -> Exported:  # fmt: skip
     """Write the model of RUN[@STEP] for Hugging Face transformers, as `llmexp export --to hf` does.
+
     `dtype`: fp32, bf16, fp16, None for as trained. `keep_padding`: also write the rows of the
     vocabulary behind the tokenizer's ids. `check`: compare what transformers finds in the folder.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     from llmexp.cli.export import exported
 
     return exported(named(run), Path(folder), dtype, weights, keep_padding, check)
@@ -144,8 +154,10 @@ def export(run: Run | str | os.PathLike[str], folder: str | os.PathLike[str], *,
 
 def average(*runs: Run | str | os.PathLike[str], last: int | None = None, weights: str = "model",
             out: str | os.PathLike[str] | None = None) -> Averaged:  # fmt: skip
-    """Write the mean of the weights of RUN[@STEP]s, or of the `last` checkpoints of each, as
-    `llmexp average` does. Raises ConfigError."""
+    """Write the mean of the weights of checkpoints, as `llmexp average` does.
+
+    `runs` are RUN[@STEP]s; with `last` so many checkpoints of each. Raises ConfigError.
+    """
     from llmexp.cli.average import averaged
 
     return averaged([named(run) for run in runs], last, weights, Path(out) if out else None)

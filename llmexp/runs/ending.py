@@ -109,8 +109,10 @@ class Ending:
 def conclude_run(
     path: Path, left: Left, *, code: int = FAILED, stopped: bool = False, cause: str = ""
 ) -> Ending:
-    """Return how the run in a folder ended, and record it there if the run could not. `cause`: what
-    its watcher knows of it."""
+    """Return how the run in a folder ended, and record it there if the run could not.
+
+    `cause`: what its watcher knows of it.
+    """
     status = rundir.read_status(path)
     on_disk = status.get("state", "")
     # a refusal may come from a process of another host, whose locks may not be seen here
@@ -132,8 +134,11 @@ def record_end(path: Path, state: str, exit_code: int, error: str | None, **more
 
 
 def state_now(path: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run that nobody watches: that of its status, "" where it has none, and
-    "cut" for a running one that no process is at work in."""
+    """Return the state of a run that nobody watches.
+
+    It is that of its status, "" where it has none, and "cut" for a running one that no process is
+    at work in.
+    """
     state = status.get("state")
     if state != "running":  # the others do not depend on who is there
         return state if isinstance(state, str) else ""
@@ -142,8 +147,10 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
 
 
 def bus_error(path: Path, code: int) -> str:
-    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
-    any other exit code."""
+    """Return the likely cause of a death by SIGBUS, to be added to a message.
+
+    Empty for any other exit code.
+    """
     if code != -signal.SIGBUS:
         return ""
     states: dict[str, int] = {}

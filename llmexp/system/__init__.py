@@ -1,4 +1,6 @@
-"""The operating system: processes, files and secrets. In reading order:
+"""Use the operating system: processes, files and secrets.
+
+In reading order:
 
 child   start a process, pass on signals, exit codes
 fileio  small files, written whole or not at all

@@ -1,5 +1,7 @@
-"""Start, signal and watch a child process; and what a child needs before it imports torch: signals,
-its parent, exit codes. Standard library only."""
+"""Start, signal and watch a child process, and serve a child before it imports torch.
+
+A child needs signals, its parent and exit codes. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,10 @@ STOP = Stop()
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Yield a worker that is started meanwhile gets stop signals when it has handlers: Python's own
-    start would end with a failure, or a trace, where one comes in the midst of it."""
+    """Hold stop signals back while a worker is started, until it has handlers.
+
+    Python's own start would end with a failure, or a trace, where one comes in the midst of it.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -85,10 +89,10 @@ def signals_held() -> Iterator[None]:
 
 
 def start(module: str, *arguments: str, log: Path | None = None, **more: Any) -> Popen[Any]:
-    """Start `python -m MODULE ARGUMENTS` in a process group of its own: Ctrl-C reaches this process
-    alone, which passes it on once.
+    """Start `python -m MODULE ARGUMENTS` in a process group of its own.
 
-    `log` gets the child's standard error, and the child has no other stream; `more` is for Popen.
+    Ctrl-C reaches this process alone, which passes it on once. `log` gets the child's standard
+    error, and the child has no other stream; `more` is for Popen.
     """
     import subprocess
 
@@ -132,8 +136,10 @@ def signals_passed_on(process: Popen[Any]) -> Iterator[list[int]]:
 
 
 def how_it_died(code: int, stopped: bool) -> str:
-    """Return how a worker died that could not record it; negative codes are signals. `stopped`:
-    one was passed on to it."""
+    """Return how a worker died that could not record it; negative codes are signals.
+
+    `stopped`: one was passed on to it.
+    """
     if code >= 0:
         return f"the worker ended with exit code {code} and reported no error"
     hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
@@ -146,9 +152,11 @@ def handling(
     handler: Callable[[int, FrameType | None], Any],
     stay: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Handle the signals by `handler` for a while, but for those that are ignored: nohup ignores
-    the hang-up. Where `stay` holds in the end it stays: a second request to stop must not take the
-    exit code from the first."""
+    """Handle the signals by `handler` for a while, except those that are ignored.
+
+    nohup ignores the hang-up. Where `stay` holds in the end the handler stays: a second request to
+    stop must not take the exit code from the first.
+    """
     wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     old = {n: signal.signal(n, handler) for n in wanted}
     try:
@@ -159,8 +167,10 @@ def handling(
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that one has started and that still run, by what the kernel shows
-    (Linux); elsewhere none."""
+    """Return the running processes that a process has started, as the kernel of Linux shows them.
+
+    Elsewhere none.
+    """
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -188,8 +198,10 @@ def family(pid: int) -> list[int]:
 
 
 def kill_family(pid: int) -> list[int]:
-    """SIGKILL for a process of ours and all under it; who they were. It is stopped first, so that
-    it sees none of them die, and starts no more."""
+    """Kill a process of ours and all under it (SIGKILL), and return who they were.
+
+    It is stopped first, so that it sees none of them die, and starts no more.
+    """
     send(pid, signal.SIGSTOP)
     found = family(pid)
     for one in reversed(found):
@@ -222,8 +234,10 @@ def printable(text: str, encoding: str) -> str:
 
 
 def never_fail_to_print() -> None:
-    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends
-    no run."""
+    """Make both output streams replace the characters that they cannot show.
+
+    An ASCII terminal must end no run.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             utf8 = stream.encoding.lower().replace("-", "") == "utf8"
@@ -233,8 +247,10 @@ def never_fail_to_print() -> None:
 
 
 def leave(code: int) -> None:
-    """Flush and end the process without the interpreter's finalisation, where gloo and wandb
-    threads abort."""
+    """Flush and end the process without the interpreter's finalisation.
+
+    There threads of gloo and wandb abort.
+    """
     for stream in (sys.stdout, sys.stderr):
         # closed, or None where it never was open
         with contextlib.suppress(OSError, ValueError, AttributeError):

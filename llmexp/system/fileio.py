@@ -43,8 +43,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a draft of a folder beside its name, which it gets when all is in it. Drafts for this
-    name that killed processes left are removed."""
+    """Yield a draft of a folder beside its name, which it gets when all is in it.
+
+    Drafts for this name that killed processes left are removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError), _locked(left):
@@ -63,8 +65,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel releases when the process dies. Raises OSError where
-    another process holds it."""
+    """Hold a folder's lock, which the kernel releases when the process dies.
+
+    Raises OSError where another process holds it.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,8 +122,10 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the file's value. Raises ConfigError naming the file when it is missing or not
-    JSON."""
+    """Return the value in a JSON file.
+
+    Raises ConfigError naming the file when it is missing or not JSON.
+    """
     try:
         return json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,5 +1,7 @@
-"""Secrets of this machine, and how to keep them out of whatever is written. Standard library
-only."""
+"""Find the secrets of this machine, and keep them out of whatever is written.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def netrc_passwords() -> dict[str, str]:
 
 
 def redacted(text: str) -> str:
-    """Return `text` with the names of secrets, and of the variables that a config names, in place
-    of their values."""
+    """Return `text` with the names of secrets in place of their values.
+
+    The variables that a config names count as secrets here.
+    """
     return _replaced(text, _replacements())
 
 
 def _replacements() -> list[tuple[str, str]]:
-    """Return (value, what is written in its place), the longest values first: one may be a part of
-    another."""
+    """Return pairs of a value and its replacement, the longest values first.
+
+    A value may be a part of another.
+    """
     known = {value: f"<{name}>" for name, value in secrets().items()}
     for name in NAMED:
         if len(value := os.environ.get(name, "")) >= SHORTEST:
@@ -86,9 +92,11 @@ def as_recorded(node: Any) -> Any:
 
 
 def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
-    """Return a mark of the value of each variable in a plain config, by which a change is seen; not
-    of secrets, which are renewed, nor in keys of which `but` is true. Four hex digits: too few to
-    find the value by."""
+    """Return a mark of the value of each variable in a plain config, by which a change is seen.
+
+    Secrets, which are renewed, and keys of which `but` is true have none. A mark has four hex
+    digits: too few to find the value by.
+    """
     found = {}
     for key, value in flatten(config).items():
         if not but(key):

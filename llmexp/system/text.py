@@ -47,8 +47,7 @@ def with_interval(value: float | None, half: float | None, digits: int) -> str:
 
 
 def rounded(value: float) -> str:
-    """Return a large number with three digits and a letter, as for the head of a column: 81.9k,
-    1.64M."""
+    """Return a large number with three digits and a letter: 81.9k, 1.64M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"

@@ -1,5 +1,7 @@
-"""Name a run in wandb: from its config and record, and from wandb's own variables. Keep
-tracker.json: how far its mirror has come there."""
+"""Name a run in wandb, and keep tracker.json: how far its mirror has come there.
+
+Names are from the run's config and record, and from wandb's own variables.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ class Position:
 
 
 def read_position(run_dir: Path) -> Position | None:
-    """Return None where no position can be read: a row twice in an offline mirror is the worst that
-    follows."""
+    """Return how far the mirror has come; None where that cannot be read.
+
+    A row twice in an offline mirror is the worst that follows.
+    """
     with contextlib.suppress(ConfigError, OverflowError, KeyError, TypeError, ValueError):
         saved = read_json(run_dir / POSITION_FILE)
         if SAFE_ID.fullmatch(saved["run_id"]):
@@ -69,8 +73,7 @@ def owe(run_dir: Path, run_id: str) -> Position:
 
 
 def upload_is_pending(run_dir: Path) -> bool:
-    """Return whether wandb was given rows of the run and its server is not known to have them
-    all."""
+    """Return whether wandb was given rows of the run that may not have arrived."""
     position = read_position(run_dir)
     return position is not None and position.uploaded is None
 
@@ -111,11 +114,11 @@ class Fields:
 def with_environment(
     tracker: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the section `tracker` with wandb's variables where it has nothing, and a line for each
-    that is not used.
+    """Return the section `tracker` filled from wandb's variables.
 
-    The config goes before the environment, but for project and entity of a run that wandb's agent
-    has started. Raises ConfigError for a value that wandb would not take.
+    Return also a line for each variable that is not used. The config goes before the environment,
+    but for project and entity of a run that wandb's agent has started. Raises ConfigError for a
+    value that wandb would not take.
     """
     filled, unused = dict(tracker), []
     if filled.get("kind") == "none":
@@ -200,10 +203,10 @@ def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) 
 def given_run_id(
     run_dir: Path, run_id: str, point: bool, env: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the id of a run that is about to train, and why it is not that of the environment, if
-    it is not.
+    """Return the id of a run that is about to train, and why the environment's id is not used.
 
-    `run_id` is its own; `point` says whether it is one of a sweep.
+    The reason is empty where it is used or not given. `run_id` is the run's own; `point` says
+    whether it is one of a sweep.
     """
     given = env.get(RUN_ID) or run_id
     if given == run_id or SWEEP_ID in env:  # the agent's run has the agent's id

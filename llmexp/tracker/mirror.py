@@ -66,8 +66,7 @@ def open_store(
     settings: config.Tracker | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Store:
-    """Return a tracker for a run: with `settings` for one in training, else for one that is
-    over."""
+    """Return a tracker for a run in training, or without `settings` for one that is over."""
     return Wandb(settings, warn) if kind == "wandb" else STORES[kind]()
 
 
@@ -109,10 +108,9 @@ def upload(kind: str, run_dir: Path, fields: Fields, end: End) -> Sent:
 
 
 class Mirror:
-    """Mirror a run while it trains, in a thread of its own. No method raises, and only `finish`
-    waits.
+    """Mirror a run while it trains, in a thread of its own.
 
-    `say` gets at most one line, from another thread.
+    No method raises, and only `finish` waits. `say` gets at most one line, from another thread.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ class Trackers:
 
 
 def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], None]) -> Trackers:
-    """Start mirroring the run of a folder, which has its config and its record; return at once,
-    before a tracker's package is even imported.
+    """Start mirroring the run of a folder, which has its config and its record.
 
-    A run that a tracker has already is continued, and rows that it has are not sent again.
+    Return at once, before a tracker's package is even imported. A run that a tracker has already is
+    continued, and rows that it has are not sent again.
     """
     settings = chosen.tracker
     kinds = [kind for kind in dict.fromkeys([settings.kind, *settings.also]) if kind != "none"]

@@ -51,8 +51,10 @@ class Store:
         raise NotImplementedError
 
     def finish(self, end: End) -> int | None:
-        """Keep the figures of the end, and close the run; return how many rows are there, None
-        where they are not counted."""
+        """Keep the figures of the end, and close the run.
+
+        Return how many rows are there, None where they are not counted.
+        """
         raise NotImplementedError
 
     def give_up(self, *, kill: bool) -> None:
@@ -66,8 +68,11 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard(Store):
-    """Event files in RUN_DIR/tensorboard. They are written anew at each start, so they hold what
-    metrics.jsonl holds, also after a resume from an earlier step."""
+    """Write event files in RUN_DIR/tensorboard.
+
+    They are written anew at each start, so they hold what metrics.jsonl holds, also after a resume
+    from an earlier step.
+    """
 
     def start(self, fields: Fields, run_dir: Path) -> str:
         from torch.utils.tensorboard import SummaryWriter

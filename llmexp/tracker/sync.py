@@ -34,8 +34,10 @@ COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 
 
 def sync(arguments: list[str]) -> int:
-    """Upload what the tracker's server does not have yet; exit code 1 when something stayed
-    behind."""
+    """Upload what the tracker's server does not have yet.
+
+    Return exit code 1 when something stayed behind.
+    """
     parser = Parser(
         prog="llmexp sync",
         description="Upload runs and sweeps to a tracker from their own records. What is there is "
@@ -89,16 +91,17 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
 
 
 def upload_command(path: Path) -> str | None:
-    """Return the command that uploads a run or a sweep, or None where nothing is known to be left
-    to upload."""
+    """Return the command that uploads a run or a sweep; None where nothing is left to upload."""
     if not any(upload_is_pending(run) for run in runs_under(path)):
         return None
     return f"llmexp sync {shlex.quote(str(path))}"
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """Return the runs that the arguments mean, each once. Raises ConfigError for a path that has
-    none."""
+    """Return the runs that the arguments mean, each once.
+
+    Raises ConfigError for a path that has none.
+    """
     runs, problems = runs_meant(paths)
     if problems:
         example = "llmexp sync outputs/default/2030-01-01_12-00-00"
@@ -139,8 +142,7 @@ class Records:
 
 
 def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
-    """Upload a run, or tell what would be sent, and print its line; return one of the codes
-    above."""
+    """Upload a run (`dry`: do not), print its line, and return one of the codes above."""
     try:
         rundir.check_plain(run)
         check_idle(run)
@@ -178,8 +180,10 @@ def plan(records: Records) -> tuple[str, bool]:
 
 
 def send(run: Path, records: Records, to: str) -> tuple[str, bool]:
-    """Upload one run, and return its line and whether all of it is there. Raises TrackerError,
-    OSError."""
+    """Upload one run, and return its line and whether all of it is there.
+
+    Raises TrackerError, OSError.
+    """
     done = upload(to, run, records.fields, records.end)
     line = f"{done.sent:,} of {done.rows:,} rows sent, {records.state}: {done.where}"
     more = 0 if done.there is None else done.there - done.rows
@@ -199,8 +203,10 @@ def _with_loss(line: str, records: Records) -> tuple[str, bool]:
 
 
 def check_idle(run: Path) -> None:
-    """Raise LeftOut for a run in training, here or on another host, whose locks may not be seen
-    here."""
+    """Raise LeftOut for a run in training, here or on another host.
+
+    Locks of another host may not be seen here.
+    """
     status = rundir.read_status(run)
     at_work = status.get("state") == "running" and rundir.is_alive(run, status)
     if at_work or rundir.is_locked(run):

@@ -172,8 +172,10 @@ class Wandb(Store):
 
 
 def own_files(run_dir: Path) -> Path:
-    """Return the folder for wandb's own files. An agent sets WANDB_DIR to the current one, which
-    nobody asked for."""
+    """Return the folder for wandb's own files.
+
+    An agent sets WANDB_DIR to the current one, which nobody asked for.
+    """
     given = os.environ.get("WANDB_DIR")
     if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
         return run_dir
@@ -181,8 +183,11 @@ def own_files(run_dir: Path) -> Path:
 
 
 def set_up(temporary: Path | None = None) -> Any:
-    """Return wandb's settings. The folders for temporary files that wandb makes when it is imported
-    go into `temporary`, which is made anew. Raises ImportError."""
+    """Import wandb and return its settings.
+
+    The folders for temporary files that wandb makes then go into `temporary`, which is made anew.
+    Raises ImportError.
+    """
     # wandb reports its errors to its server, and at exit waits up to 20 s for a silent one.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     with contextlib.ExitStack() as stack:
@@ -197,8 +202,10 @@ def set_up(temporary: Path | None = None) -> Any:
 
 
 def rows_there(path: str, wanted: int, wait_s: float) -> int:
-    """Return how many rows the server has of a run; wait until they are `wanted`, about `wait_s`
-    at most."""
+    """Return how many rows the server has of a run.
+
+    Waits until they are `wanted`, about `wait_s` at most.
+    """
     import wandb
 
     deadline = time.monotonic() + wait_s
@@ -235,8 +242,7 @@ def check_login() -> None:
 
 
 def forget_wandb(*, kill: bool) -> None:
-    """Drop wandb's exit hook, which would wait again for what has already been given up; `kill` its
-    process.
+    """Drop wandb's exit hook, which would wait again for what was given up; `kill` its process.
 
     There is no public way while a call hangs, and after a failed start the process keeps the run id
     taken. A process that is left alive ends by itself after this one.

@@ -1,4 +1,6 @@
-"""Prove the promises of the project on the user's machine and config. In reading order:
+"""Prove the promises of the project on the user's machine and config.
+
+In reading order:
 
 checks       a check with its figure and its limit
 runs         ordinary short runs in processes of their own

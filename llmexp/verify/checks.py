@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One sentence that held or did not. `found` and `limit` are what was measured and what is
-    allowed."""
+    """One sentence that held or did not.
+
+    `found` and `limit` are what was measured and what is allowed.
+    """
 
     what: str
     passed: bool | None  # None: could not be looked at here, for the reason in `note`
@@ -27,8 +29,10 @@ def at_most(what: str, found: float, limit: float, note: str = "") -> Check:
 
 
 def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:
-    """Nothing may differ, of so many that were compared bit by bit. Comparing nothing is no
-    proof."""
+    """Check that nothing differs, of so many that were compared bit by bit.
+
+    Comparing nothing is no proof.
+    """
     shown = f"{len(differing)} of {of} differ"
     where = f"first: {differing[0]}" if differing else ""
     return Check(

@@ -1,5 +1,7 @@
-"""`llmexp verify data`: every token in range, files as they were written, each sequence once per
-epoch. Documents of prepared corpora are counted, and found again where a set holds one twice."""
+"""`llmexp verify data`: check that tokens are in range, files as written, sequences once per epoch.
+
+Documents of prepared corpora are counted, and found again where a set holds one twice.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,10 @@ WINDOWS, RANKS = 10, 4  # so many are sampled
 
 
 def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> list[Check]:
-    """Read the whole corpus of the config, which is prepared where it is not yet. Raises
-    ConfigError.
+    """Read the whole corpus of the config, which is prepared where it is not yet.
 
     Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none),
-    all of them, from the files: no note in the cache is believed.
+    all of them, from the files: no note in the cache is believed. Raises ConfigError.
     """
     try:
         parts = assemble(config, write=True)
@@ -71,9 +72,11 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
 
 @dataclass(frozen=True)
 class Scanned:
-    """The ids of one array, read once: the smallest and the largest, the first position of one out
-    of range, and the sha256 of its bytes; with those before it, where it fills the rest of its
-    file: then it is that of the `whole_file`."""
+    """The ids of one array, read once: least, largest, first one out of range, sha256.
+
+    `sha256` is of its bytes; with those before it, where it fills the rest of its file: then it is
+    that of the `whole_file`.
+    """
 
     smallest: int
     largest: int
@@ -102,8 +105,10 @@ def scan(shard: Shard, vocab_size: int) -> Scanned:
 
 
 def _header(shard: Shard) -> bytes | None:
-    """Return what stands before the ids in their file; None where they do not fill the rest of
-    it."""
+    """Return what stands before the ids in their file.
+
+    None where they do not fill the rest of it.
+    """
     offset = getattr(shard.array, "offset", 0)
     if shard.state is None or offset + shard.array.nbytes != shard.state[1]:
         return None
@@ -112,8 +117,10 @@ def _header(shard: Shard) -> bytes | None:
 
 
 def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
-    """Check of each array whether its ids are in [0, vocab_size), and whether it is what was
-    written. Lists the digests of the files in `path`/sha256.txt."""
+    """Check of each array whether its ids are in [0, vocab_size), and whether it is as written.
+
+    Lists the digests of the files in `path`/sha256.txt.
+    """
     # hashlib and numpy let go of the interpreter lock
     with ThreadPoolExecutor(min(8, cpu_count())) as pool:
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
@@ -159,8 +166,10 @@ def _few(checks: list[Check], others: str) -> list[Check]:
 
 
 def check_order(parts: Parts) -> list[Check]:
-    """Epochs 0 and 1 visit each sequence once; windows hold the sequences of their place, over all
-    ranks."""
+    """Check that epochs 0 and 1 visit each sequence once, and each window holds those of its place.
+
+    Windows are looked at over all ranks.
+    """
     run, order = parts.run, order_of(parts)
     n, real = run.train_sequences, run.real_batch_size
     if order.mixed is None:
@@ -208,8 +217,10 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
 
 
 def mixes(order: Sampler, name: str) -> Check:
-    """Return whether a source of a mixture has its share of the run, and none of its sequences
-    comes again before all have come."""
+    """Check that a source of a mixture has its share of the run.
+
+    None of its sequences comes again before all have come.
+    """
     assert order.mixed is not None
     sizes, length = order.mixed.tokens, order.sequence_length
     before = list(itertools.takewhile(lambda other: other != name, sizes))
@@ -230,8 +241,10 @@ def mixes(order: Sampler, name: str) -> Check:
 
 
 def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
-    """Return how the window that the rank's reader gives differs from the sequences of its place;
-    "" where it does not."""
+    """Return how the window of a rank's reader differs from the sequences of its place.
+
+    Empty where it does not.
+    """
     (window,) = read_windows(order, cut, step, step + 1)
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
     first = step * order.real_batch_size + cut.rank * per_rank
@@ -264,8 +277,11 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
 
 
 def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list[Check]:
-    """Check that the documents fill their shards, and that none is in two sets, by the digest of
-    its text. Copies inside a set are counted. Nothing for data without documents."""
+    """Check that the documents fill their shards, and that none is in two sets.
+
+    They are told by the digest of their text. Copies inside a set are counted. Nothing for data
+    without documents.
+    """
     if corpus.mixed is None:
         return []
     groups: dict[str, list[Shard]] = {name: [] for name in corpus.mixed.tokens}
@@ -287,8 +303,10 @@ def _digests(shards: Sequence[Shard]) -> np.ndarray:
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
-    """Return whether the ends of documents are in order up to the end of each shard, and whether
-    each document has a digest."""
+    """Check that the ends of documents are in order up to the end of each shard.
+
+    Each document has a digest, too.
+    """
     wrong = ""
     for shard in shards:
         ends = ends_beside(shard)

@@ -1,5 +1,4 @@
-"""`llmexp verify geometry`: however a window is cut and shared out, a run computes what one big
-batch computes.
+"""`llmexp verify geometry`: check that however a window is cut, a run computes the same.
 
 The same sequences, with masked targets and a tail that leaves a rank without rows, as one batch, as
 accumulation, in the config's own cut and over two ranks; each held against a run written out in
@@ -60,8 +59,10 @@ TWO_RANKS = ONE_RANK | {"kind": "ddp", "nproc_per_node": 2}
 
 
 def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[Check]:
-    """Make the runs in folders under `path` and compare them. Raises ConfigError where they cannot
-    be made."""
+    """Make the runs in folders under `path` and compare them.
+
+    Raises ConfigError where they cannot be made.
+    """
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
@@ -126,8 +127,10 @@ def plan(config: Config, steps: int, real: int, tail: int) -> Config:
 
 
 def in_precision(config: Config, kind: str, own: str) -> Config:
-    """Return the config in a precision; compiled only in its own, as compiling changes nothing in
-    float64 but the time."""
+    """Return the config in a precision.
+
+    It is compiled only in its own: compiling changes nothing in float64 but the time.
+    """
     compiled = kind == own and config.train.compile
     return with_knobs(config, precision={"kind": kind}, train={"compile": compiled})
 
@@ -137,8 +140,10 @@ def run_folder(path: Path, kind: str, cut: Cut) -> Path:
 
 
 def real_batch(own: int) -> int:
-    """Return the smallest multiple of the config's that two ranks can share and that leaves a tail:
-    even, and at least 4."""
+    """Return the smallest multiple of the config's batch that two ranks share and leave a tail of.
+
+    It is even, and at least 4.
+    """
     return next(own * k for k in range(1, 5) if own * k >= 4 and own * k % 2 == 0)
 
 
@@ -197,9 +202,11 @@ def refuse_random(parts: Parts, tokens: Tensor) -> None:
 
 
 def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, list[Check]]:
-    """Return the id whose targets are masked: the config's where it occurs, else the most frequent
-    one that at most half of the targets have. None, with a check that says so, where there is no
-    such id."""
+    """Return the id whose targets are masked: the config's where it occurs, else a frequent one.
+
+    That is the most frequent one that at most half of the targets have. None, with a check that
+    says so, where there is no such id.
+    """
     targets = torch.cat([w[:, 1:].flatten() for w in windows])
     counts = torch.bincount(targets)
     if own is not None and own < len(counts) and counts[own]:
@@ -223,8 +230,10 @@ def describe(windows: Sequence[Tensor], ignore_id: int | None, document_end: int
 
 
 def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
-    """Return a plain float64 model on the CPU with the tensors of a run's checkpoint, whatever
-    layout saved it."""
+    """Return a plain float64 model on the CPU with the tensors of a run's checkpoint.
+
+    Any layout may have saved it.
+    """
     model = parts.build_model()
     try:
         loaded = loading.read_checkpoint(loading.of_step(path / rundir.CHECKPOINTS, step))

@@ -59,10 +59,10 @@ class Broken(RuntimeError):
 def kill_again_and_again(
     path: Path, plan: Config, unbroken: Path, kinds: Sequence[str]
 ) -> list[Kill]:
-    """Start the run in `path`, kill it, start it again, ..., and let it come to its end; `kinds`
-    says what to kill in which order. Return what was hit.
+    """Start the run in `path`, kill it, start it again, ..., and let it come to its end.
 
-    Raises Broken when it does not go on after a kill, ConfigError when it could not be made at all.
+    `kinds` says what to kill in which order. Return what was hit. Raises Broken when it does not go
+    on after a kill, ConfigError when it could not be made at all.
     """
     for attempt in range(1, TRIES + 1):
         wanted, kills = list(kinds), list[Kill]()
@@ -90,10 +90,11 @@ def kill_again_and_again(
 def strike(
     path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int, int], hurry: bool
 ) -> Kill | None:
-    """Start the run in `path` and kill it once, in a random step of part (number, of how many) of
-    the run; after a miss, in a `hurry`, as soon as there is something to hit.
+    """Start the run in `path` and kill it once, in a random step of a part of the run.
 
-    None when the run came to its end before. Raises Broken or ConfigError when it ended otherwise.
+    `part` is (number, of how many). After a miss, in a `hurry`, kill as soon as there is something
+    to hit. None when the run came to its end before. Raises Broken or ConfigError when it ended
+    otherwise.
     """
     steps, (number, of), rng = plan.train.max_steps or 0, part, random.SystemRandom()
     low = 1 + number * steps // of
@@ -182,8 +183,7 @@ def _saved(root: Path) -> int:
 
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:
-    """Return the process of each rank, of a worker's tree, that is still there: the first that has
-    its number."""
+    """Return the running process of each rank below a worker: the first that has its number."""
     found: dict[int, int] = {}
     for pid in tree[1:]:
         with contextlib.suppress(OSError):
@@ -195,8 +195,10 @@ def _ranks(tree: Sequence[int]) -> dict[int, int]:
 
 
 def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
-    """SIGKILL for a worker and all under it at once, at first those `known`; returns when they are
-    gone."""
+    """Kill a worker and all under it at once (SIGKILL), at first those `known`.
+
+    Returns when they are gone.
+    """
     if process.poll() is None:
         send(process.pid, signal.SIGSTOP)  # it must not see its ranks die
     for pid in known[1:]:
@@ -210,8 +212,10 @@ def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _nothing_left(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Pass signals on to a worker; in the end neither it nor its ranks are there. A signal is a
-    KeyboardInterrupt, whatever became of the worker."""
+    """Pass signals on to a worker, and end it and its ranks.
+
+    A signal is a KeyboardInterrupt, whatever became of the worker.
+    """
     with runs.ended_with_us(process) as stopped_by:
         try:
             yield

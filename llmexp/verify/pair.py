@@ -26,8 +26,10 @@ class Pair:
         return cls((record.read(first), record.read(second)), (runs.rows(first), runs.rows(second)))
 
     def steps(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
-        """Yield (step, rank, record of the one run, record of the other), step by step; an empty
-        one where there is none."""
+        """Yield (step, rank, record of the one run, record of the other), step by step.
+
+        A record is empty where there is none.
+        """
         a, b = self.records
         keys = {
             (step, rank) for side in (a, b) for rank, by_step in side.items() for step in by_step
@@ -36,8 +38,10 @@ class Pair:
             yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
 
     def differences(self, part: str) -> Found:
-        """Return the recorded entries of a part, such as "parameters", that differ, earliest first,
-        of how many."""
+        """Return the recorded entries of a part, such as "parameters", that differ.
+
+        The earliest comes first; the number is that of all that were compared.
+        """
         differing, count = [], 0
         for step, rank, one, other in self.steps():
             names, of = unequal(one.get(part, {}), other.get(part, {}))
@@ -46,8 +50,10 @@ class Pair:
         return differing, count
 
     def columns(self, *keys: str) -> Found:
-        """Return the figures that differ between the rows, by step: these `keys`, or all but those
-        that say something about the machine."""
+        """Return the figures that differ between the rows, by step.
+
+        They are these `keys`, or all but those that say something about the machine.
+        """
         first, second = (_figures(rows, keys) for rows in self.rows)
         return unequal(first, second)
 

@@ -1,9 +1,8 @@
-"""A hook that writes down what every rank computes, step by step, as digests: parameters,
-moments, the RNG's state.
+"""Record, as a hook, what every rank computes in each step: digests of parameters, moments and RNG.
 
 FOLDER/rank-<r>.jsonl holds a JSON object a step, each step once, also after a kill and a resume;
-step 0 is what the run started from. The environment says where FOLDER is.
-Two such files are equal where two runs computed the same bits.
+step 0 is what the run started from. The environment says where FOLDER is. Two such files are equal
+where two runs computed the same bits.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 
 def recorded(config: Config) -> Config:
-    """Return the config with the recorder before the user's own hooks, which may draw random
-    numbers."""
+    """Return the config with the recorder before the user's own hooks, which may draw numbers."""
     return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
 
 
@@ -67,8 +65,10 @@ def starts(run: Path) -> list[int]:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of the bits, dtype and shape of this rank's part of a tensor, or of the text
-    of anything else."""
+    """Return a digest of the bits, dtype and shape of this rank's part of a tensor.
+
+    Anything else is digested by its text.
+    """
     hashed = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         held = mesh.local_part(value.detach()).cpu().contiguous()
@@ -103,8 +103,10 @@ class _Recorder:
         self._write(context.step, **_tensors(context), rng=_rng())
 
     def _open(self, context: Any) -> None:
-        """Go on after the step before this one: what was recorded of later ones is of a process
-        that was killed."""
+        """Go on after the step before this one.
+
+        What was recorded of later steps is of a process that was killed.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.stem == "rank-0":
             with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
@@ -137,8 +139,10 @@ def _tensors(context: Any) -> dict[str, dict[str, str]]:
 
 
 def _rng() -> dict[str, str]:
-    """Digest of the generators' states; each step starts from a seed of its own, so they tell what
-    it drew."""
+    """Return digests of the generators' states.
+
+    Each step starts from a seed of its own, so they tell what it drew.
+    """
     found = {
         "torch": digest(torch.get_rng_state()),
         "python": digest(random.getstate()),

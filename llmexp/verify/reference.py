@@ -1,5 +1,4 @@
-"""A run written out in plain torch: what `verify geometry` holds every cut against, and what
-rounding may do to it.
+"""Write a run out in plain torch, for `verify geometry`, and model what rounding may do to it.
 
 It shares with a run the model, the optimizer, the schedule, the order of sequences and the tokens,
 and nothing of what is to be proven: not the reader, the loss, the wrapping, the reductions, the
@@ -35,8 +34,10 @@ PASS_TOKENS = 1024
 
 @dataclass
 class Followed:
-    """The record that a run should leave, step by step. A step without a valid target has no loss
-    and no norm."""
+    """The record that a run should leave, step by step.
+
+    A step without a valid target has no loss and no norm.
+    """
 
     losses: list[float | None] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -48,8 +49,10 @@ class Followed:
 
 
 def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:
-    """Return the sequences of each step, int64 (rows, sequence_length + 1), in the run's order; the
-    last step has `tail`."""
+    """Return the sequences of each step, int64 (rows, sequence_length + 1), in the run's order.
+
+    The last step has `tail` of them.
+    """
     config, stream = parts.config, parts.corpus.train
     length, shuffle = config.batch.sequence_length, config.data.get("shuffle", True)
     there, total = (len(stream) - 1) // length, (steps - 1) * real_batch + tail
@@ -62,8 +65,10 @@ def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[T
 
 
 def targets_of(rows: Tensor, ignore_id: int | None, document_end: int | None) -> Tensor:
-    """Return the targets (r, t) of sequences (r, t + 1); -100 where one does not count: an ignored
-    id, and what follows the end of a document."""
+    """Return the targets (r, t) of sequences (r, t + 1), -100 where one does not count.
+
+    That is an ignored id, and what follows the end of a document.
+    """
     targets = rows[:, 1:].clone()
     if ignore_id is not None:
         targets[targets == ignore_id] = -100
@@ -73,16 +78,20 @@ def targets_of(rows: Tensor, ignore_id: int | None, document_end: int | None) ->
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Return logits (b, t, v) float64 by the model's own account; from its features and its head
-    where it has no forward."""
+    """Return logits (b, t, v) float64 by the model's own account.
+
+    They come from its features and its head where it has no forward.
+    """
     if type(model).forward is nn.Module.forward:
         return (model.features(tokens) @ model.head_weight.T).double()
     return model(tokens).double()
 
 
 def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether two passes over the same tokens (b, t) differ: then different cuts cannot
-    compute the same."""
+    """Return whether two passes over the same tokens (b, t) differ.
+
+    Then different cuts cannot compute the same.
+    """
     found = []
     with torch.no_grad():
         for seed in (1, 2):
@@ -93,8 +102,10 @@ def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of one rounding in an arithmetic: of what a matmul takes and gives, of a sum,
-    of all else."""
+    """Relative errors of one rounding in an arithmetic.
+
+    They are of what a matmul takes and gives, of a sum, of all else.
+    """
 
     operand: float
     sums: float
@@ -114,11 +125,11 @@ def errors(kind: str, longest_sum: int) -> Errors:
 
 
 class Roundoff(TorchDispatchMode):
-    """Monte Carlo arithmetic (Parker 1997): each operation's result is off by a random relative
-    error of its kind, or of its dtype's eps where that is coarser, as inside an optimizer that
-    computes in bf16.
+    """Monte Carlo arithmetic (Parker 1997): each operation's result has a random relative error.
 
-    How far a computation comes out under it is what rounding does to it, amplification included.
+    The error is that of its kind, or of its dtype's eps where that is coarser, as inside an
+    optimizer that computes in bf16. How far a computation comes out under it is what rounding does
+    to it, amplification included.
     """
 
     def __init__(self, sizes: Errors, seed: int) -> None:
@@ -184,12 +195,12 @@ def follow(
     ignore_id: int | None,
     off: Roundoff | None = None,
 ) -> Followed:
-    """Train `model` (float64, on its device) on the windows, each as one batch; with `off` under
-    such errors.
+    """Train `model` (float64, on its device) on the windows, each as one batch.
 
-    Loss: the sum of the cross-entropy over the valid targets / their number N, summed pass by pass.
-    Gradient: that of nll / N, added up over the passes. Norm, clipping, rate and the skipping of a
-    window without targets as docs/semantics.md has them.
+    With `off` it computes under such errors. Loss: the sum of the cross-entropy over the valid
+    targets / their number N, summed pass by pass. Gradient: that of nll / N, added up over the
+    passes. Norm, clipping, rate and the skipping of a window without targets are as
+    docs/semantics.md has them.
     """
     found, update = Followed(), 0
     device = next(model.parameters()).device
@@ -263,8 +274,10 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 
 def _clip(gradients: Sequence[Tensor], clip: Clip, error: float) -> tuple[float, float]:
-    """Clip in place; the 2-norm before and after. `error`: relative, of the norm that is clipped
-    by."""
+    """Clip in place, and return the 2-norm before and after.
+
+    `error`: relative, of the norm that is clipped by.
+    """
     before = _norm(gradients) * (1 + error)
     for g in gradients:
         if clip.kind == "norm" and clip.max_norm is not None:

@@ -1,5 +1,7 @@
-"""`llmexp verify resume`: a run that is killed (SIGKILL) at random moments ends bit-equal to an
-unbroken one."""
+"""`llmexp verify resume`: check that a run that is killed again and again ends as an unbroken one.
+
+It is killed (SIGKILL) at random moments, and has to be equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ POSITION = ("data_digest", "tokens_seen", "epoch")
 def verify(
     config: Config, path: Path, *, steps: int | None = None, shrink: bool = False
 ) -> list[Check]:
-    """Compare an unbroken run with one that is killed three times, in folders under `path`. Raises
-    ConfigError."""
+    """Compare an unbroken run with one that is killed three times, in folders under `path`.
+
+    Raises ConfigError.
+    """
     plan = planned(config, steps or STEPS, shrink)
     unbroken, broken = path / "unbroken", path / "broken"
     print(f"an unbroken run of {plan.train.max_steps} steps", flush=True)
@@ -47,15 +51,20 @@ def planned(config: Config, steps: int, shrink: bool) -> Config:
 
 
 def kinds(unbroken: Path) -> tuple[str, ...]:
-    """Return what to kill in which order: the save last, because the last step ends with one
-    more."""
+    """Return what to kill in which order.
+
+    The save is last, because the last step ends with one more.
+    """
     several = len(list((unbroken / "verify").glob("rank-*.jsonl"))) > 1
     return "step", "rank" if several else "step", "save"
 
 
 def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) -> list[Check]:
-    """Return whether the kills came where they had to, and what followed; without a kill, or a
-    resume, nothing is proven. `starts`: the steps at which the run began, each time."""
+    """Check that the kills came where they had to, and that the run went on.
+
+    Without a kill, or a resume, nothing is proven. `starts`: the steps at which the run began, each
+    time.
+    """
     come = ", ".join(map(str, kills)) or "the run was over too soon each time"
     checks = [Check("killed with SIGKILL", bool(kills), len(kills), note=come)]
     checks += [
@@ -129,8 +138,10 @@ def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> C
 
 
 def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
-    """Digest of a checkpoint's tensors (`Loaded.model`, `.optimizer` or `.ema`) by name; of a
-    split one by its pieces'."""
+    """Return a digest of each tensor of a checkpoint (`Loaded.model`, `.optimizer` or `.ema`).
+
+    A split tensor has one for each piece.
+    """
     found = {}
     for name, boxes in pieces.items():
         for box in boxes:

@@ -1,5 +1,7 @@
-"""The runs that a verification makes: ordinary run folders, trained by ordinary workers in
-processes of their own."""
+"""Make the runs of a verification: ordinary run folders, trained by ordinary workers.
+
+The workers are processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
 
 
 def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
-    """Return the config as a short run that logs each step, and keeps its side effects in its own
-    folder.
+    """Return the config as a short run that logs each step, and writes to its own folder only.
 
     `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps`
     is given by train={"max_tokens": ..., "max_steps": None}.
@@ -44,8 +45,10 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
 
 
 def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
-    """Return the config as a trial run with the recorder and a short evaluation. Raises ConfigError
-    for several hosts."""
+    """Return the config as a trial run with the recorder and a short evaluation.
+
+    Raises ConfigError for several hosts.
+    """
     hosts = config.parallelism.nnodes
     if hosts > 1:
         raise refuse("parallelism.nnodes", hosts, "a verification runs on this host alone", 1)
@@ -57,9 +60,11 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
 
 
 def shrunk(config: Config) -> Config:
-    """Return the config with two layers, sequences of at most 64 tokens and micro-batches of 2
-    sequences, two of them a step on each rank. Widths, vocabulary, data and everything else stay:
-    what is proven is still this config's arithmetic.
+    """Return the config with two layers, short sequences and small micro-batches.
+
+    Sequences have at most 64 tokens, micro-batches 2 sequences, two of them a step on each rank.
+    Widths, vocabulary, data and everything else stay: what is proven is still this config's
+    arithmetic.
     """
     layers = {key: n for key, n in config.model.items() if key in LAYER_KNOBS}
     model = {key: min(2, n) for key, n in layers.items() if isinstance(n, int)}
@@ -69,8 +74,10 @@ def shrunk(config: Config) -> Config:
 
 
 def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
-    """Return a worker that makes the run folder `path`, or goes on with the run in it, in a process
-    group of its own."""
+    """Return a worker that makes the run folder `path`, or goes on with the run in it.
+
+    It has a process group of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     streams: dict[str, Any] = {"env": {**os.environ, **env}, "stdin": subprocess.PIPE, "text": True}
     with open(path.parent / OUTPUT, "a", encoding="utf-8") as output:
@@ -82,8 +89,10 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Pass signals on to a worker, and leave none behind. Yields the numbers of those passed on so
-    far."""
+    """Pass signals on to a worker, and leave none behind.
+
+    Yields the numbers of those passed on so far.
+    """
     with signals_passed_on(process) as passed:
         try:
             yield passed
@@ -94,8 +103,10 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 
 def train(path: Path, config: Config, **env: str) -> None:
-    """Train the run in `path` to its end. Raises ConfigError with its last words when it does not
-    get there."""
+    """Train the run in `path` to its end.
+
+    Raises ConfigError with its last words when it does not get there.
+    """
     process = start(path, config, **env)
     with ended_with_us(process) as stopped_by:
         code = process.wait()

@@ -26,8 +26,10 @@ MEANINGLESS = 0.5  # a relative error that a wrong run may have too
 
 @dataclass(frozen=True)
 class Off:
-    """The distance of a run from the reference: relative errors, of the parameters relative to the
-    distance moved."""
+    """The distance of a run from the reference, in relative errors.
+
+    That of the parameters is relative to the distance moved.
+    """
 
     loss: float
     norm: float  # the larger of before and after clipping
@@ -51,8 +53,10 @@ def derived(
     sizes: Errors,
     least: Off,
 ) -> Off:
-    """Return what rounding may do: MARGIN times how far it takes the reference itself, which
-    `again` computes anew, the most of SAMPLES tries."""
+    """Return what rounding may do: MARGIN times how far it takes the reference itself.
+
+    `again` computes the reference anew; the most of SAMPLES tries counts.
+    """
     tries = [off_from(want, again(Roundoff(sizes, 10 * n)), start) for n in range(SAMPLES)]
     sizes_of = {key: [MARGIN * getattr(t, key) for t in tries] for key in QUANTITIES}
     limits = {key: max(getattr(least, key), *found) for key, found in sizes_of.items()}
@@ -76,8 +80,7 @@ def judge(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
 
 
 def _within(what: str, found: float, limit: float, note: str) -> Check:
-    """Return a limit as large as the thing itself is kept by whatever is computed, and proves
-    nothing."""
+    """Check a limit; one as large as the thing itself proves nothing, since anything keeps it."""
     if math.isfinite(limit) and limit < MEANINGLESS:
         return at_most(what, found, limit, note)
     why = "rounding alone moves the reference this far, or it does not move at all"
@@ -86,8 +89,10 @@ def _within(what: str, found: float, limit: float, note: str) -> Check:
 
 
 def off_by(found: Sequence[float | None], want: Sequence[float | None]) -> float:
-    """Return the largest relative error; infinite where only one of the two has a figure, or a
-    figure is not finite."""
+    """Return the largest relative error.
+
+    It is infinite where only one of the two has a figure, or a figure is not finite.
+    """
     worst = 0.0
     for a, b in zip(found, want, strict=True):
         if a is None and b is None:
