@@ -265,6 +265,8 @@ def needed(other: Rival, f: Findings) -> int | None:
 
 def _seeds_to_go(other: Rival, f: Findings) -> str:
     wanted = needed(other, f)
+    if f.looks:
+        return f.looks[-1].why or "the sweep has not come to its end"
     if other.difference is None or wanted is None:
         return "no affordable number would"
     if wanted <= other.difference.seeds:

@@ -179,19 +179,20 @@ class Fitted:
 
     model: Model
     number: Mapping[object, int]  # by `Rival.identity`
+    level: float  # the chance of an error
 
 
 def effects(
-    rivals: Sequence[Rival], keys: Sequence[str], fitted: Fitted | None, sign: float
+    rivals: Sequence[Rival], keys: Sequence[str], fitted: Fitted, sign: float
 ) -> list[Effect]:
     """Judge for each of several keys the two of its values that differ most.
 
     Differences are averaged over the cells of the other keys.
     """
     keys = [key for key in keys if key != TWIN]
-    if fitted is None or not 2 <= len(keys) <= 4:
+    if not 2 <= len(keys) <= 4:
         return []
-    alpha = 0.05 / len(keys)
+    alpha = fitted.level / len(keys)
     found = []
     for key in keys:
         cells = _cells(rivals, keys, key, fitted)

@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmexp.compare.evidence import (
-    FEW,
     Effect,
-    Fitted,
     Floor,
     Rival,
     Verdict,
@@ -26,10 +24,11 @@ from llmexp.compare.evidence import (
     place_of,
 )
 from llmexp.compare.figures import is_loss, task
-from llmexp.compare.inference import Model, fit, judged
+from llmexp.compare.looks import ALPHA, Level, Stood, stood
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
 from llmexp.compare.settings import varying
-from llmexp.compare.statistics import Difference, estimate
+from llmexp.compare.statistics import Difference
+from llmexp.runs.ledger import Look
 from llmexp.system.text import shown
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
@@ -53,6 +52,7 @@ class Findings:
     mixed: bool  # several tokenizers
     tasks: int  # validation texts
     limiting: Record | None  # the run that came no further than where losses are read
+    looks: Sequence[Look]  # of a sweep that decided by itself how many seeds it trained
 
     @property
     def is_loss(self) -> bool:
@@ -100,9 +100,11 @@ def find_out(
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
         ranked = []
     groups = _by_budget(ranked)  # those of one budget can be compared among themselves
-    alpha = 0.05 / max(1, sum(len(group) > 1 for group in groups))
-    leads = [_judge(group, alpha, negligible, sign) for group in groups]
-    first, fitted = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
+    share = 1 / max(1, sum(len(group) > 1 for group in groups))
+    sweeps = {r.sweep for r in c.runs}
+    looks = c.runs[0].looks if len(sweeps) == 1 else ()
+    leads = [_judge(group, looks, share, negligible, sign) for group in groups]
+    first, standing = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     ordered = sorted(ranked, key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
     keys = varying([r.entry for r in rivals], c.factors)
@@ -119,11 +121,12 @@ def find_out(
         without=without,
         budgets=budgets,
         floor=floor_of(ranked, metric.key) if loss else None,
-        effects=effects(ranked, keys, fitted, sign) if loss and tasks == 1 else [],
+        effects=effects(ranked, keys, standing, sign) if standing and loss and tasks == 1 else [],
         negligible=negligible,
         mixed=mixed,
         tasks=tasks,
         limiting=limiting,
+        looks=looks,
     )
 
 
@@ -166,10 +169,11 @@ def _order(r: Rival, sign: float) -> tuple[bool, float]:
 
 
 def _judge(
-    group: Sequence[Rival], alpha: float, negligible: float, sign: float
-) -> tuple[Rival, Fitted | None]:
+    group: Sequence[Rival], looks: Sequence[Look], share: float, negligible: float, sign: float
+) -> tuple[Rival, Stood | None]:
     """Judge rivals of one budget beside the best one, which is returned.
 
+    `looks`: those of a sweep that decided by itself; `share` of their levels is for these rivals.
     `sign`: -1 where the higher figure is better.
 
     Twins and repeats measure what rounding makes, and win nothing by it: one of each computation
@@ -189,13 +193,9 @@ def _judge(
         return -len(r.seeds), bool(r.entry.values.get(TWIN)), sign * r.mean
 
     candidates = [min(those, key=weight) for those in same.values()]
-    members, model = _fitted(candidates, sign)
-    if model is None:
-        lead, found = min(candidates, key=lambda r: _order(r, sign)), {}
-    else:
-        best, standing = judged(model, alpha)
-        lead = members[best]
-        found = {members[i].identity: (i, s) for i, s in standing.items()}
+    levels: list[Level] = [(look.seeds, look.level * share) for look in looks]
+    standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
+    lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
     for other in group:
         if other is lead:
             other.verdict = Verdict.BUDGET
@@ -206,43 +206,13 @@ def _judge(
             other.size = float(np.mean(apart)) if shared else None
         elif other.identity == lead.identity:
             other.verdict, other.size = Verdict.SAME, 0.0
-        elif model is None or other.identity not in found:
+        elif standing is None or other.identity not in standing.found:
             other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
         else:
-            i, s = found[other.identity]
-            d = estimate(model, sign * model.difference(best, i), s.rivals, alpha)
+            d, worse = standing.found[other.identity]
             other.difference = d
-            other.size, other.verdict = d.mean, _verdict(d, s.worse, negligible)
-    number = {r.identity: i for i, r in enumerate(members)}
-    return lead, Fitted(model, number) if model else None
-
-
-def _fitted(candidates: Sequence[Rival], sign: float) -> tuple[list[Rival], Model | None]:
-    """Fit the model to the settings that can be judged together.
-
-    These share seeds, or have enough seeds of their own, whichever are more.
-    """
-    several = [r for r in candidates if len(r.seeds) > 1]
-    own = [r for r in several if len(r.seeds) >= FEW]
-    for members in (several, *sorted((connected(several), own), key=len, reverse=True)):
-        if len(members) > 1:
-            model = fit([{s: sign * y for s, y in r.seeds.items()} for r in members])
-            if model and (model.blocked or len(own) >= len(members)):
-                return list(members), model
-    return [], None
-
-
-def connected(rivals: Sequence[Rival]) -> list[Rival]:
-    """Return the largest set of settings of which each shares two seeds or more with another."""
-    left, best = list(rivals), list[Rival]()
-    while left:
-        found = [left.pop()]
-        for r in found:  # which grows
-            near = [o for o in left if len(r.seeds.keys() & o.seeds.keys()) > 1]
-            found += near
-            left = [o for o in left if o not in near]
-        best = max(best, found, key=len)
-    return [r for r in rivals if r in best]
+            other.size, other.verdict = d.mean, _verdict(d, worse, negligible)
+    return lead, standing
 
 
 def _verdict(d: Difference, worse: bool, negligible: float) -> Verdict:

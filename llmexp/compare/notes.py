@@ -12,12 +12,12 @@ from llmexp.compare.figures import counts
 from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import Entry, Record
+from llmexp.compare.records import TWIN, Entry, Record
 from llmexp.compare.settings import varying
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import shown as value
-from llmexp.system.text import number
+from llmexp.system.text import duration, number
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 _LEFT_OUT = {
@@ -48,8 +48,31 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
     how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_halving(f))
-    notes = (*_budgets(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
+    notes = (*_looks(f), *_budgets(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])
+
+
+def _looks(f: Findings) -> Iterator[str]:
+    """Say why a sweep that decided by itself ended, and what it spent of a full grid of seeds."""
+    if not f.looks:
+        return
+    last = f.looks[-1]
+    runs = [r for r in f.c.runs if not r.config.get(TWIN)]
+    settings = len({id(e) for e in f.c.entries if any(r in runs for r in e.runs)})
+    seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
+    text = (
+        f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. {plural(len(runs), 'run')}"
+    )
+    whole = settings * last.most
+    share = whole / len(runs)
+    spent, all_of_it = [], []
+    for keys, unit in ((("own_tokens", "tokens_seen"), "tokens"), (("train_time",), "time")):
+        known = [next((r.figures[k] for k in keys if k in r.figures), 0.0) for r in runs]
+        show = duration if unit == "time" else "{:,.0f} tokens".format
+        spent.append(show(sum(known)))
+        all_of_it.append(show(sum(known) * share))
+    full = f"{last.most} seeds of all {settings} settings are {whole} runs"
+    yield f"{text}, {', '.join(spent)}; {full}, {', '.join(all_of_it)}."
 
 
 def _budgets(f: Findings) -> Iterator[str]:
@@ -266,7 +289,8 @@ def _method(f: Findings) -> Iterator[str]:
     if any(r.difference for r in f.ranked):
         of = f" of all {count} settings" if count > 2 else ""
         small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
-        yield f"Intervals are at 95 %, with the noise{of} over their seeds{small}."
+        looks = f", over all {plural(len(f.looks), 'look')} together" if f.looks else ""
+        yield f"Intervals are at 95 %{looks}, with the noise{of} over their seeds{small}."
     if few:
         yield (
             "Runs of one seed show what these runs did, not what the settings do: rounding and the "

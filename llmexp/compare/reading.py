@@ -54,6 +54,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         problems=tuple(clean(p) for p in (*columns.problems, *folder.problems)),
         swept=tuple(ledger.swept) if ledger else (),
         negligible=ledger.negligible if ledger else None,
+        looks=ledger.looks if ledger else (),
         rung=point.rung if point else None,
         planned=planned,
         left=sweep.to_train.total(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from llmexp.runs.ledger import Look
 
 SEED, TWIN = "train.seed", "train.twin"
 # Why a run is left out that is none of the family of the others.
@@ -33,6 +35,7 @@ class Record:
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
     # nats below which a difference does not matter, as its sweep has it
     negligible: float | None = None
+    looks: Sequence[Look] = ()  # of its sweep, where that decides by itself
     rung: float | None = None  # share of its steps after which successive halving left it out
     planned: int = 0  # seeds of its setting that its sweep has still to train
     left: int = 0  # runs that its sweep has still to train

@@ -39,7 +39,7 @@ STATES = ("queued", "running", "finished", "failed", "preempted")
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
 KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")
-NOT_KEPT = ("path", "since", "points")
+NOT_KEPT = ("path", "since", "points", "looks")
 
 
 def anew(path: Path) -> str:
@@ -78,6 +78,18 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True)
+class Look:
+    """A look at the losses of a sweep that decides by itself which settings get further seeds."""
+
+    seeds: list[str]  # of each setting that was in question
+    level: float  # the chance of a false alarm that it spends, of 5 % in all
+    most: int  # seeds a setting at most, as the sweep had it then
+    going: list[str]  # names of the settings that were left in question
+    worse: list[str]  # and of those that it showed to be worse
+    why: str  # the sweep goes on, or ends
+
+
+@dataclass(frozen=True)
 class PointFacts:
     """The checker's answer: how a point's run is solved, and what it needs."""
 
@@ -106,6 +118,7 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     grid: bool = True  # false where a sweeper chose the points by their results
+    looks: list[Look] = field(default_factory=list)  # with sweep.decide
     points: list[LedgerEntry] = field(default_factory=list)
     # when this process wrote it whole; None: not yet, or a line after it may be torn
     since: float | None = field(default=None, compare=False)
@@ -129,6 +142,7 @@ class Ledger:
         whole = {"format": FORMAT, **vars(self), "updated": now}
         for name in NOT_KEPT:
             del whole[name]
+        whole["looks"] = [vars(look) for look in self.looks]
         whole["points"] = [{name: getattr(e, name) for name in KEPT} for e in self.points]
         with self._written(LEDGER):
             fileio.write_json(self.path / LEDGER, whole)
@@ -216,13 +230,17 @@ def read(path: Path) -> Ledger:
     if tree.get("format") != FORMAT:
         text = f"this version of llmexp reads format {FORMAT}"
         raise ConfigError(f"{where}: format={tree.get('format')}: {text}")
-    ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], since=None)
+    ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], looks=[], since=None)
     if not FOLDER_NAME.fullmatch(ledger.name):  # it goes into shell scripts
         raise refuse(f"{where}: name", ledger.name, "is not the name of a sweep")
     points = tree.get("points")
     if not isinstance(points, list):
         raise refuse(f"{where}: points", points, "a list is needed")
     _add_changes(tree, path)
+    looks = tree.get("looks") or []
+    if not isinstance(looks, list):
+        raise refuse(f"{where}: looks", looks, "a list is needed")
+    ledger.looks = [_checked(Look, given, f"{where}: looks[{i}].") for i, given in enumerate(looks)]
     ledger.points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(points)]
     for key in ("number", "folder"):
         for value, count in Counter(getattr(point, key) for point in ledger.points).items():

@@ -17,6 +17,7 @@ from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.sweep import show
 from llmexp.sweep.current import Current
+from llmexp.sweep.deciding import refuse_undecidable, run_looks
 from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Task, is_left, lengthened, match, of_folders
 from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
@@ -39,6 +40,8 @@ def run_batch(
     written.
     """
     able, refused = checked(current, points, refused, again)
+    if current.settings.decide:
+        refuse_undecidable(current, able)
     resumed = current.settings.resume is not None
     if current.grid and not resumed:
         spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
@@ -59,7 +62,8 @@ def run_batch(
     ledger.add_swept(key for task in tasks for key in task.point.swept)
     ledger.state = "running"
     ledger.save()
-    run_rungs(current, list({task.entry.folder: task for task in tasks}.values()))
+    run = run_looks if current.settings.decide else run_rungs
+    run(current, list({task.entry.folder: task for task in tasks}.values()))
     if current.grid:
         run_twins(current)
     return tasks

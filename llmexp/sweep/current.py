@@ -31,6 +31,7 @@ class Current:
     stack: contextlib.ExitStack
     opened: Ledger | None = None  # once the first points have passed their checks
     signals: list[int] = field(default_factory=list)  # that asked this process to stop
+    seeds: list[int] = field(default_factory=list)  # of each setting at first, with sweep.decide
     halted: bool = False  # by sweep.stop_on_failure
 
     @property

@@ -24,10 +24,14 @@ from llmexp.sweep import search
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.current import Current
+from llmexp.sweep.deciding import seeded
 from llmexp.sweep.launchers import check_launcher
 from llmexp.sweep.points import expand, is_grid, load_points
 from llmexp.sweep.settings import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
+
+# Knobs of sweep.decide alone, with their defaults.
+DECIDING = {"first_seeds": 2, "max_seeds": 8, "max_hours": None, "max_tokens": None}
 
 
 def sweep(
@@ -49,6 +53,8 @@ def sweep(
         )  # fmt: skip
         if current.grid:
             grid = expand(hydra, cfg, overrides)
+            if settings.decide:
+                grid = seeded(current, grid)
             run_batch(current, *load_points(hydra.config_loader, cfg, grid, 0, settings, where))
         else:
             search.run(hydra, current, overrides)
@@ -91,6 +97,17 @@ def refuse_idle(settings: Sweep) -> None:
         raise refuse("sweep.halving_keep", keep, text, "0.25 sweep.halving=0.125")
     if halving is not None and keep == 1:
         raise refuse("sweep.halving_keep", keep, "keeps all points at every rung", 0.5)
+    if settings.decide and halving is not None:
+        text = "lets settings race by a seed each, and sweep.decide gives them seeds; leave one out"
+        raise refuse("sweep.halving", halving, text, "null")
+    if settings.decide and settings.report == "throughput":
+        text = "compares rates, which sweep.decide does not decide by"
+        raise refuse("sweep.report", settings.report, text, "runs")
+    idle = not settings.decide and settings.resume is None
+    for name, default in DECIDING.items() if idle else ():
+        if (value := getattr(settings, name)) != default:
+            text = "does nothing without sweep.decide=true; add that, or leave it out"
+            raise refuse(f"sweep.{name}", value, text)
     if settings.twins and settings.report == "throughput":
         text = "measures losses, which sweep.report=throughput does not compare"
         raise refuse("sweep.twins", settings.twins, text, 0)

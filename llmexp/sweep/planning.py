@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmexp.compare.looks import expected_runs
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
 from llmexp.runs.ledger import config_identity
@@ -70,7 +71,49 @@ def plan_points(
     able, same = split_duplicates(able, lambda p: config_identity(plain(found[p.name].config)))
     refused += same
     plans = [found[point.name] for point in able]
-    return PlannedSweep(able, plans, refused, settings, totals(plans, settings))
+    total = totals(plans, settings)
+    if settings.decide and len(able) > 1:
+        total["sweep.decide"] = of_seeds(total, len(able), settings)
+    return PlannedSweep(able, plans, refused, settings, total)
+
+
+def of_seeds(total: Mapping[str, Any], count: int, settings: Sweep) -> dict[str, Any]:
+    """Return least, most and expected runs of a sweep that decides by itself, and what they take.
+
+    `total`: that of one seed of each of `count` settings.
+    """
+    first, most = settings.first_seeds, max(settings.first_seeds, settings.max_seeds)
+    runs = {
+        "least": count * first,
+        "expected": expected_runs(count, first, most),
+        "most": count * most,
+    }
+    keys = ("tokens", "flops", "duration_s", "gpu_hours", "cost_in_currency_of_price")
+    found = {}
+    for name, number in runs.items():
+        scaled = {key: total[key] * number / count for key in keys if key in total}
+        found[name] = {"runs": number, **scaled, "tokens": round(scaled["tokens"])}
+    return found
+
+
+def seeds_in_words(found: Mapping[str, Any], settings: Sweep) -> str:
+    """Return what a sweep that decides by itself takes, in words."""
+
+    def words(name: str) -> str:
+        known = found[name]
+        time = f", {duration(known['duration_s'])}" if "duration_s" in known else ""
+        return f"{known['runs']} runs ({known['tokens']:,} tokens{time})"
+
+    limits = [
+        f"sweep.{name}={value:g}"
+        for name in ("max_hours", "max_tokens")
+        if (value := getattr(settings, name)) is not None
+    ]
+    within = f", within {' and '.join(limits)}" if limits else ""
+    return (
+        f"sweep.decide: {words('least')} at least, {words('most')} at most{within}; about "
+        f"{words('expected')} where the settings lie evenly over 4 standard deviations of a seed"
+    )
 
 
 def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = False) -> int:
@@ -89,6 +132,8 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
         print_points(able, [cells(one) for one in sweep.plans], settings.twins)
         if total := in_all(sweep.total, settings):
             print(fitted(total), flush=True)
+        if "sweep.decide" in sweep.total:
+            print(fitted(seeds_in_words(sweep.total["sweep.decide"], settings)), flush=True)
         spends = [p.spent(one.run.max_tokens, one.run.max_steps) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
         warn(spends, settings, of_training)
@@ -149,6 +194,7 @@ def in_all(total: Mapping[str, Any], settings: Sweep) -> str:
     used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
     slots = plural(total["slots"], "slot")
     note = ", every point to its end" if settings.halving else ""
+    note += ", one seed each" if settings.decide else ""
     note += ", without the twins" if settings.twins else ""
     return (
         f"in all {total['tokens']:,} tokens{flops}, {duration(total['duration_s'])} on "

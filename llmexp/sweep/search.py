@@ -37,6 +37,9 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
         text += ". Train twins of its best point afterwards"
         values = "0 and, with that point's values, -m train.twin=0,1"
         raise refuse("sweep.twins", current.settings.twins, text, values)
+    if current.settings.decide:
+        text = "needs a grid, whose settings are known beforehand; leave it out"
+        raise refuse("sweep.decide", True, text, "false")
     if not sys.stderr.isatty():
         # for the log of Optuna, which is coloured in files too
         os.environ.setdefault("NO_COLOR", "1")

@@ -47,6 +47,25 @@ class Sweep:
     halving_keep: float = knob(
         "share of the points that goes on after each rung", 0.5, above=0, at_most=1, default=0.5
     )
+    decide: bool = knob(
+        "train further seeds of the settings that can still be best, until one of them is, all "
+        "are alike, or the seeds, hours or tokens are used up"
+    )
+    first_seeds: int = knob(
+        "seeds of each setting before the first look, with sweep.decide", 2, at_least=2, default=2
+    )
+    max_seeds: int = knob("seeds of a setting at most, with sweep.decide", 8, at_least=2, default=8)
+    max_hours: float | None = knob(
+        "hours of training of all runs together, beyond which sweep.decide gives no further "
+        "seeds; null: no limit",
+        8.0,
+        above=0,
+    )
+    max_tokens: int | None = count(
+        "tokens of all runs together, beyond which sweep.decide gives no further seeds; null: no "
+        "limit",
+        1_000_000_000,
+    )
     twins: int = knob(
         "times that the leading setting of a grid is trained once more at the end, different in "
         "rounding only",

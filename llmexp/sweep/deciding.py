@@ -1,0 +1,284 @@
+"""Train seeds of the settings of a grid until it is decided which is best (`sweep.decide`).
+
+first seeds of all -> look -> further seeds of those that can still be best -> look -> ... -> answer
+
+Who gets further seeds follows from the losses of the seeds before, so a sweep that was killed at
+any time takes the same decisions again. The statistics are in `llmexp.compare.looks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from llmexp.compare import budgets, reading
+from llmexp.compare.comparing import findings
+from llmexp.compare.evidence import Rival, Verdict
+from llmexp.compare.judging import Findings
+from llmexp.compare.looks import following, level_of
+from llmexp.compare.records import Record
+from llmexp.compose.app import typed
+from llmexp.compose.overrides import key_of
+from llmexp.runs import ledger as ledgers
+from llmexp.runs import rundir
+from llmexp.runs.find import find, setting_of
+from llmexp.runs.folder import RunFolder
+from llmexp.runs.ledger import Ledger, Look
+from llmexp.settings.labels import label as named
+from llmexp.settings.labels import plural
+from llmexp.settings.values import refuse
+from llmexp.sweep import points
+from llmexp.sweep.current import Current
+from llmexp.sweep.matching import Task, match
+from llmexp.sweep.points import Point, with_devices
+from llmexp.sweep.running import run_points
+from llmexp.sweep.show import values_of
+from llmexp.system.child import say
+from llmexp.system.text import number
+
+SEED = "train.seed"
+OUT = (Verdict.WORSE, Verdict.NEGLIGIBLE)  # such a setting was shown to be worse
+OPEN = (Verdict.UNDECIDED, Verdict.FEW_SEEDS, Verdict.BUDGET, Verdict.TASK)
+
+
+def unseeded(overrides: Sequence[str]) -> list[str]:
+    """Return overrides without that of the seed."""
+    return [o for o in overrides if key_of(o) != SEED]
+
+
+def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the points of a grid with their first seeds, and further ones that its sweep has.
+
+    Raises ConfigError for seeds that are swept; a grid that was trained before may have them.
+    """
+    settings, resumed = current.settings, current.settings.resume is not None
+    rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
+    given = dict.fromkeys(o for overrides in grid for o in overrides if key_of(o) == SEED)
+    seeds = [int(o.partition("=")[2]) for o in given]
+    if len(seeds) > 1 and not resumed:
+        text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
+        values = ",".join(map(str, seeds))
+        raise refuse(SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
+    if len(seeds) < 2:
+        first = int(current.cfg.train.seed)
+        seeds = list(range(first, first + settings.first_seeds))
+    ledger = ledgers.read(current.where) if ledgers.is_sweep(current.where) else None
+    if ledger and ledger.looks:
+        seeds = list(map(int, ledger.looks[0].seeds))
+    if len(seeds) > settings.max_seeds:
+        text = f"is less than the {len(seeds)} seeds that the first look is over"
+        raise refuse("sweep.max_seeds", settings.max_seeds, text, 2 * len(seeds))
+    current.seeds = seeds
+    found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
+    return found + (trained(ledger, rows, seeds) if ledger else [])
+
+
+def trained(ledger: Ledger, rows: Sequence[Sequence[str]], seeds: Sequence[int]) -> list[list[str]]:
+    """Return the overrides of the points of a sweep that are not among the first seeds of rows."""
+    swept = {key.lstrip("+") for key in ledger.swept}
+    swept |= {key_of(o) for row in rows for o in row if any(o not in other for other in rows)}
+
+    def own(overrides: Iterable[str]) -> frozenset[str]:
+        return frozenset(o for o in overrides if key_of(o) in swept - {SEED})
+
+    known = {own(row): list(row) for row in rows}
+    fixed = [o for o in rows[0] if key_of(o) not in swept]
+    found = []
+    for entry in ledger.points:
+        if entry.is_twin or entry.refused is not None:
+            continue
+        seed = [o for o in entry.overrides if key_of(o) == SEED]
+        row = known.get(own(entry.overrides))
+        if row is None:
+            found.append([*fixed, *sorted(own(entry.overrides)), *seed])
+        elif seed and int(seed[0].partition("=")[2]) not in seeds:
+            found.append([*row, *seed])
+    return found
+
+
+def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
+    """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
+    settings = current.settings
+    count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
+    if count < 2:
+        text = "decides between settings, and there is one; give a key several values"
+        raise refuse("sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
+    spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
+    if not budgets.equal(one.tokens for one in spent):
+        text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
+        raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
+    wanted = count * len(current.seeds) * max(one.tokens for one in spent)
+    if settings.max_tokens is not None and settings.max_tokens < wanted:
+        text = f"is less than {plural(len(current.seeds), 'seed')} of {count} settings take"
+        raise refuse("sweep.max_tokens", settings.max_tokens, text, wanted)
+    if settings.resume is None or not ledgers.is_sweep(current.where):
+        return
+    looks, most = ledgers.read(current.where).looks, settings.max_seeds
+    if looks and len(looks[-1].seeds) < most and not level_of(most, most, looks):
+        text = f"the chance of error of 5 % is used up by the looks up to {looks[-1].most} seeds"
+        way = "to go on, train a sweep of its own with other seeds"
+        raise refuse("sweep.max_seeds", most, f"{text}; {way}", looks[-1].most)
+
+
+def run_looks(current: Current, tasks: Sequence[Task]) -> None:
+    """Train seeds until the sweep is decided; what the looks found is recorded in the ledger."""
+    deciding = Deciding(current, tasks)
+    deciding.run()
+    if not current.over:  # what another decision had queued
+        ledger = current.ledger
+        there = {e.folder for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
+        ledger.points = [
+            e for e in ledger.points if e.folder in there or e.refused or e.state == "failed"
+        ]
+        ledger.save()
+
+
+class Deciding:
+    """A sweep that decides by itself: its settings by name, each with a task a seed."""
+
+    def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
+        self.current = current
+        self.settings: dict[frozenset[str], dict[int, Task]] = {}
+        for task in tasks:
+            seeds = self.settings.setdefault(setting_of(task.entry), {})
+            seeds[task.point.config.train.seed] = task
+        self.asked: set[str] = set()  # folders of the runs that were asked for by this command
+
+    def run(self) -> None:
+        """Train and look until the sweep is decided, used up or stopped."""
+        ledger, most = self.current.ledger, self.current.settings.max_seeds
+        before, looks = ledger.looks, list[Look]()
+        going, count, runs, last = list(self.settings), len(self.current.seeds), 0, 0
+        while True:
+            runs += len(going) * (count - last)
+            self.train(going, count)
+            if self.current.over:
+                return
+            known, later = (*before[len(looks) : len(looks) + 2], None, None)[:2]
+            level = known.level if known else level_of(count, most, looks)
+            seeds = list(map(str, self.seeds(count)))
+            look = Look(seeds, level, known.most if known else most, [], [], "")
+            f = self.findings([*looks, look])
+            going, worse = self.standing(f)
+            wanted, why = self.following(f, going, runs, len(later.seeds) if later else None)
+            left, out = ([self.name(s) for s in some] for some in (going, worse))
+            looks.append(Look(seeds, level, look.most, left, out, why))
+            ledger.looks = [*looks, *before[len(looks) :]] if wanted else looks
+            ledger.save()
+            say(f"look {len(looks)}, at {count} seeds: {why}")
+            if not wanted:
+                return
+            count, last = wanted, count
+
+    def following(
+        self, f: Findings, going: Sequence[frozenset[str]], runs: int, known: int | None
+    ) -> tuple[int, str]:
+        """Return the seeds a setting of the next look, 0 for none, and why.
+
+        `runs`: trained so far; `known`: the seeds of the look that an earlier command had next.
+        """
+        most, count = self.current.settings.max_seeds, len(f.looks[-1].seeds)
+        if len(f.ranked) < 2 or not f.comparable:
+            return 0, "the losses of the settings do not compare"
+        if not any(r.verdict in OPEN and self.setting_of(r) in going for r in f.ranked[1:]):
+            return 0, "decided" if not f.those(*OPEN) else "nothing is left but what failed"
+        if count >= most:
+            return 0, f"all {plural(most, 'seed')} are trained (sweep.max_seeds)"
+        wanted = known if known and known > count else following(count, most)
+        while not level_of(wanted, most, f.looks):
+            wanted += 1
+        for more in range(wanted, count, -1):
+            if (limit := self.beyond(len(going) * (more - count), runs, count)) is None:
+                still = f"{len(going)} of {plural(len(self.settings), 'setting')} can be best"
+                return more, f"{still}, and get {more} seeds"
+        return 0, f"further seeds would go beyond {limit}"
+
+    def beyond(self, more: int, runs: int, count: int) -> str | None:
+        """Return the limit that so many more runs would go beyond, None where they fit."""
+        settings, seeds = self.current.settings, self.seeds(count)
+        tasks = [t for s in self.settings.values() for seed, t in s.items() if seed in seeds]
+        runs += more
+        tokens = settings.max_tokens
+        if tokens is not None and runs * max(t.facts.max_tokens for t in tasks) > tokens:
+            return f"sweep.max_tokens={tokens}"
+        if (hours := settings.max_hours) is not None:
+            times = [number(RunFolder(task.path).summary.get("train_time")) for task in tasks]
+            known = [time for time in times if time is not None]
+            if known and runs * fmean(known) > 3600 * hours:
+                return f"sweep.max_hours={hours:g}"
+        return None
+
+    def seeds(self, count: int) -> list[int]:
+        """Return the first seeds, in the order in which every setting gets them."""
+        seeds = list(self.current.seeds)
+        further = (s for s in range(seeds[0] + 1, seeds[0] + count + len(seeds)) if s not in seeds)
+        return [*seeds, *further][:count]
+
+    def train(self, going: Sequence[frozenset[str]], count: int) -> None:
+        """Train the first `count` seeds of settings, but for what this command has tried."""
+        new = [self.another(s, seed) for s in going for seed in self.seeds(count)
+               if seed not in self.settings[s]]  # fmt: skip
+        ledger = self.current.ledger
+        if new:
+            able, refused = self.current.checker.check(new)
+            for one in refused:
+                say(f"{one.name}  not started: {one.reason}")
+            for task in match(ledger, able, {}):
+                self.settings[setting_of(task.entry)][task.point.config.train.seed] = task
+            ledger.add_swept([SEED])
+            ledger.save()
+        tasks = [self.settings[s][seed] for seed in self.seeds(count) for s in going
+                 if seed in self.settings[s]]  # fmt: skip
+        tasks = [task for task in tasks if task.entry.folder not in self.asked]
+        self.asked |= {task.entry.folder for task in tasks}
+        run_points(self.current, tasks)
+
+    def another(self, setting: frozenset[str], seed: int) -> Point:
+        """Return the point of a setting with a seed that it does not have."""
+        point = next(iter(self.settings[setting].values())).point
+        assert point.composer is not None
+        overrides = [*unseeded(point.overrides), f"{SEED}={seed}"]
+        swept = list(dict.fromkeys([*point.swept, SEED]))
+        name = points.label(overrides, swept)
+        config = with_devices(typed(point.composer(overrides, name)), self.current.settings)
+        return dataclasses.replace(
+            point, overrides=overrides, swept=swept, label=name, config=config, checked=None
+        )
+
+    def findings(self, looks: Sequence[Look]) -> Findings:
+        """Find out what the runs show at these looks."""
+        ledger = self.current.ledger
+        records = [dataclasses.replace(r, looks=looks) for r in self.records()]
+        return findings(records, negligible=ledger.negligible)
+
+    def records(self) -> list[Record]:
+        """Return the runs of the sweep as they are compared."""
+        return reading.read(find([self.current.ledger.path])[0])
+
+    def standing(self, f: Findings) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+        """Return the settings that may get further seeds, and those that were shown to be worse."""
+        found: tuple[list[frozenset[str]], list[frozenset[str]]] = [], []
+        for r in f.ranked:
+            setting = self.setting_of(r)
+            if setting and not (r.verdict not in OUT and self.failed(setting)):
+                found[r.verdict in OUT].append(setting)
+        going, worse = (sorted(some, key=list(self.settings).index) for some in found)
+        return going, worse
+
+    def setting_of(self, r: Rival) -> frozenset[str] | None:
+        """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
+        runs = {run.path.name for run in r.entry.runs}
+        its = (s for s, tasks in self.settings.items()
+               if any(t.path.name in runs for t in tasks.values()))  # fmt: skip
+        return next(its, None)
+
+    def failed(self, setting: frozenset[str]) -> bool:
+        """Return whether a run of a setting has failed, so that it gets no further seeds."""
+        return any(t.entry.state == "failed" for t in self.settings[setting].values())
+
+    def name(self, setting: frozenset[str]) -> str:
+        """Return the short name of a setting."""
+        entry = next(iter(self.settings[setting].values())).entry
+        return named({k: v for k, v in values_of(entry, self.current.ledger.swept).items()
+                      if k != SEED}) or entry.label  # fmt: skip

@@ -1,0 +1,283 @@
+"""Sweeps that give their settings seeds until it is decided which is best (`sweep.decide`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from llmexp.compare.comparing import findings
+from llmexp.compare.evidence import Verdict
+from llmexp.compare.looks import ALPHA, expected_runs, following, level_of
+from llmexp.compare.records import Record
+from llmexp.runs import ledger as ledgers
+from llmexp.runs.ledger import Look
+from llmexp.sweep.deciding import Deciding
+from tests.conftest import TINY, llmexp, start
+from tests.sweep.running import current_sweep
+from tests.tools import all_gone, wait_for
+
+FULL = 8
+
+
+def record(setting: int, seed: int, loss: float) -> Record:
+    config = {"optimizer.lr": 1.0 + setting, "train.seed": seed, "train.max_steps": 1}
+    columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
+    facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
+    return Record(
+        Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
+        {"summary": {}}, {key: np.array([value]) for key, value in columns.items()},
+        swept=("optimizer.lr", "train.seed"),
+    )  # fmt: skip
+
+
+class Simulated(Deciding):
+    """A sweep whose training is a draw: everything else is that of a real one."""
+
+    def __init__(self, folder: Path, losses: np.ndarray, **knobs) -> None:
+        self.current = current_sweep(folder, decide=True, **knobs)
+        self.current.seeds = [1, 2]
+        self.settings = {frozenset([str(i)]): {} for i in range(len(losses))}
+        self.losses, self.made = losses, dict[tuple[int, int], Record]()
+
+    def train(self, going, count):
+        for setting in going:
+            for seed in self.seeds(count):
+                i = int(next(iter(setting)))
+                self.made[i, seed] = record(i, seed, float(self.losses[i, seed - 1]))
+
+    def records(self):
+        return list(self.made.values())
+
+    def failed(self, setting):
+        return False
+
+    def name(self, setting):
+        return next(iter(setting))
+
+    def setting_of(self, r):
+        return frozenset([r.entry.runs[0].path.name.partition("-")[0]])
+
+    def worse(self) -> set[int]:
+        """The settings that `compare` calls worse when the sweep has stopped."""
+        looks = self.current.ledger.looks
+        return called_worse([replace(r, looks=looks) for r in self.records()])
+
+
+def called_worse(records: list[Record]) -> set[int]:
+    found = findings(records, negligible=0.0).those(Verdict.WORSE)
+    return {int(r.entry.runs[0].path.name.partition("-")[0]) for r in found}
+
+
+def draw(rng, means, seeds: int = FULL) -> np.ndarray:
+    """Losses of settings over seeds: noise of one, and what a seed does to all of them."""
+    size = len(means), seeds
+    return np.asarray(means)[:, None] + rng.normal(size=size) + rng.normal(size=seeds) + 100
+
+
+def simulated(tmp_path, monkeypatch, means, sweeps: int):
+    """Mean shares over sweeps: with a false alarm, found of full power, and runs of all seeds."""
+    monkeypatch.setattr("llmexp.sweep.deciding.say", lambda text: None)
+    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
+    rng = np.random.default_rng(len(means))
+    alarms = found = of_full = runs = 0
+    for _ in range(sweeps):
+        losses = draw(rng, means)
+        sweep = Simulated(tmp_path, losses)
+        sweep.run()
+        worse = sweep.worse()
+        # A setting is worse that is not the best one.
+        alarms += bool(worse if len(set(means)) == 1 else 0 in worse)
+        runs += len(sweep.made)
+        found += len(worse - {0})
+        whole = [record(i, j + 1, float(x)) for (i, j), x in np.ndenumerate(losses)]
+        of_full += len(called_worse(whole) - {0}) if len(set(means)) > 1 else 0
+    return alarms / sweeps, found / max(1, of_full), runs / (sweeps * len(means) * FULL)
+
+
+def at_most(share: float, limit: float, sweeps: int) -> bool:
+    """Whether so many of the sweeps are no more than chance makes of this limit."""
+    return share * sweeps <= stats.binom.ppf(0.999, sweeps, limit)
+
+
+EQUAL, SPREAD = [0.0] * 8, list(np.linspace(0, 4, 8))
+ONE = [0.0] + [4.0] * 7
+
+
+def test_a_sweep_that_stops_by_itself_errs_seldom_and_costs_less(tmp_path, monkeypatch):
+    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 60)
+    assert at_most(alarms, 0.05, 60)
+    _, power, runs = simulated(tmp_path, monkeypatch, SPREAD, 20)
+    # Over twenty sweeps the ratio of two counts near a hundred has an sd of some 0.04.
+    assert power > 0.75
+    assert runs < 0.9
+    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 10)
+    assert runs < 0.65
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_false_alarms_of_sweeps_as_they_stopped(tmp_path, monkeypatch, count):
+    alarms, _, runs = simulated(tmp_path, monkeypatch, [0.0] * count, 1000)
+    print(f"{count} settings that are alike: false alarms {alarms:.1%}, runs {runs:.2f} of all")
+    assert at_most(alarms, 0.05, 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("means", "least", "most"), [(SPREAD, 0.9, 0.85), (ONE, 0.9, 0.6)])
+def test_power_and_cost_beside_all_seeds_for_all(tmp_path, monkeypatch, means, least, most):
+    alarms, power, runs = simulated(tmp_path, monkeypatch, means, 1000)
+    print(f"means {means}: the best called worse {alarms:.1%}, power {power:.3f}, runs {runs:.3f}")
+    assert (power >= least, runs <= most) == (True, True)
+    assert at_most(alarms, 0.05, 1000)
+
+
+@pytest.mark.parametrize(("first", "most"), [(2, 8), (2, 5), (3, 16), (4, 4)])
+def test_the_levels_of_all_looks_are_5_percent_together(first, most):
+    looks, count = [], first
+    while True:
+        looks.append(Look([], level_of(count, most, looks), most, [], [], ""))
+        assert looks[-1].level > 0
+        if count == most:
+            break
+        count = following(count, most)
+    assert math.fsum(look.level for look in looks) == pytest.approx(ALPHA)
+    assert level_of(most, most, looks) == 0
+
+
+def test_the_expected_cost_lies_between_the_least_and_the_most():
+    assert 2 * 16 < expected_runs(16, 2, 8) < 8 * 16
+    assert expected_runs(2, 2, 2) == 4
+
+
+def test_hours_and_tokens_end_a_sweep_and_cut_the_next_look_short(tmp_path, monkeypatch):
+    """Sixteen runs of four settings: behind 2 and 3 seeds there is a look at 4, not at 5."""
+    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
+    losses = draw(np.random.default_rng(0), [0.0] * 4)
+
+    class Limited(Simulated):
+        def beyond(self, more, runs, count):
+            return "sweep.max_tokens=16" if runs + more > 16 else None
+
+    sweep = Limited(tmp_path, losses)
+    sweep.run()
+    looks = sweep.current.ledger.looks
+    assert [len(look.seeds) for look in looks] == [2, 3, 4]
+    assert looks[-1].why == "further seeds would go beyond sweep.max_tokens=16"
+    assert math.fsum(look.level for look in looks) == pytest.approx(ALPHA / 4)
+
+
+RUN = [
+    *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null",
+    "train.eval_tokens=500", "checkpoint.every=2", "train.log_every=1",
+]  # fmt: skip
+GRID = ["optimizer.lr=1e-4,1e-2,2e-2"]
+
+
+def looks_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "sweep.json").read_text())["looks"]
+
+
+def losses_of(folder: Path) -> dict[str, float]:
+    return {
+        p.parent.name: json.loads(p.read_text())["summary"]["final val/loss"]
+        for p in folder.glob("*/status.json")
+    }
+
+
+def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path):
+    """Killed while the seeds of each look train, and once more after a look was recorded."""
+    limits = ["sweep.decide=true", "sweep.max_seeds=4", "hydra.sweep.dir=s"]
+    whole = llmexp("train", "-m", *RUN, *GRID, *limits[:2], "hydra.sweep.dir=w", cwd=tmp_path)
+    assert whole.code == 0, whole.err + whole.out
+    expected = looks_of(tmp_path / "w")
+    assert len(expected) > 1
+    assert "look 1, at 2 seeds: " in whole.out
+
+    command, there = ["train", "-m", *RUN, *GRID, *limits], tmp_path / "s"
+    seeds = [look["seeds"][-1] for look in expected]
+    for number, seed in enumerate(seeds):
+        process = start(*command, cwd=tmp_path)
+        rows = f"*seed_{seed}/metrics.jsonl"
+        wait_for(lambda rows=rows: list(there.glob(rows)), process)
+        process.kill()
+        process.communicate()
+        assert all_gone(process.pid, 60)
+        assert number == 0 or looks_of(there)[:number] == expected[:number]
+        command = ["resume", "s"]
+    done = llmexp("resume", "s", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    assert looks_of(there) == expected
+    assert losses_of(there) == losses_of(tmp_path / "w")
+    again = llmexp("resume", "s", cwd=tmp_path)
+    assert (again.code, looks_of(there)) == (0, expected)
+
+
+def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
+    constant = ["schedule=constant", "optimizer.lr=1e-4,2e-2", "hydra.sweep.dir=s"]
+    plain = llmexp("train", "-m", *RUN, *constant, cwd=tmp_path)
+    assert plain.code == 0, plain.err + plain.out
+    before = losses_of(tmp_path / "s")
+    done = llmexp("resume", "s", "sweep.decide=true", "sweep.max_seeds=3", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    after = losses_of(tmp_path / "s")
+    assert before.items() <= after.items()
+    looks = looks_of(tmp_path / "s")
+    assert [look["seeds"] for look in looks][:1] == [["1234", "1235"]]
+    assert f"{len(after)} runs, " in done.out
+    assert "3 seeds of all 2 settings are 6 runs" in " ".join(done.out.split())
+    wider = llmexp("resume", "s", "optimizer.lr=1e-4,5e-2", cwd=tmp_path)
+    assert wider.code == 0, wider.err + wider.out
+    assert after.items() <= losses_of(tmp_path / "s").items()
+    assert "all 3 settings are 9 runs" in " ".join(wider.out.split())
+    # The last command names two of the three settings; a longer budget is for all.
+    longer = llmexp("resume", "s", "train.max_steps=6", cwd=tmp_path)
+    assert longer.code == 0, longer.err + longer.out
+    assert {p.state for p in ledgers.read(tmp_path / "s").points} == {"finished"}
+    steps = {json.loads(p.read_text())["max_steps"] for p in (tmp_path / "s").glob("*/run.json")}
+    assert steps == {6}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        (["train.seed=1,2,3"], "train.seed=1,2,3: sweep.decide chooses the seeds"),
+        (["sweep.halving=0.5"], "sweep.halving=0.5: lets settings race by a seed each"),
+        (["sweep.first_seeds=9"], "sweep.max_seeds=8: is less than the 9 seeds"),
+        (["sweep.report=throughput"], "sweep.report=throughput: compares rates"),
+        (["sweep.max_tokens=10"], "sweep.max_tokens=10: is less than 2 seeds of 3 settings take"),
+        (["sweep.decide=false", "sweep.max_seeds=9"], "does nothing without sweep.decide=true"),
+        (["optimizer.lr=1e-4"], "sweep.decide=true: decides between settings, and there is one"),
+        (
+            ["batch.gradient_accumulation_steps=1,2"],
+            "train on unequal numbers of tokens, so no seeds decide; give all train.max_tokens=",
+        ),
+    ],
+)
+def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
+    command = [*RUN, *GRID, "sweep.decide=true", "hydra.sweep.dir=s", *given]
+    done = llmexp("train", "-m", *command, cwd=tmp_path)
+    assert done.code == 2
+    assert refused in " ".join(done.err.split())
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_single_run_decides_nothing(tmp_path):
+    done = llmexp("train", *RUN, "sweep.decide=true", cwd=tmp_path)
+    assert done.code == 2
+    assert "sweep.decide=true: does nothing without -m" in done.err
+
+
+def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path):
+    plan = llmexp("plan", "-m", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
+    assert (
+        "sweep.decide: 6 runs (2,304 tokens) at least, 24 runs (9,216 tokens) at most" in plan.out
+    )
+    asked = llmexp("plan", "-m", "--json", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
+    found = json.loads(asked.out)["total"]["sweep.decide"]
+    assert found["least"]["runs"] <= found["expected"]["runs"] <= found["most"]["runs"]
