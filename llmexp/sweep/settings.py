@@ -49,7 +49,8 @@ class Sweep:
     )
     decide: bool = knob(
         "train further seeds of the settings that can still be best, until one of them is, all "
-        "are alike, or the seeds, hours or tokens are used up"
+        "are alike, or the seeds, hours or tokens are used up",
+        default=False,
     )
     first_seeds: int = knob(
         "seeds of each setting before the first look, with sweep.decide", 2, at_least=2, default=2
@@ -60,11 +61,13 @@ class Sweep:
         "seeds; null: no limit",
         8.0,
         above=0,
+        default=None,
     )
     max_tokens: int | None = count(
         "tokens of all runs together, beyond which sweep.decide gives no further seeds; null: no "
         "limit",
         1_000_000_000,
+        default=None,
     )
     twins: int = knob(
         "times that the leading setting of a grid is trained once more at the end, different in "
