@@ -7,6 +7,8 @@ figures        which runs take part, and their figures at their end or at a comm
 settings       which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep
 statistics     means, intervals, differences, seeds that would be needed
+spending       5 % of error, shared out over the looks of a sweep that decides by itself
+looks          how settings stand at one look, or at several
 evidence       what runs show: differences over seeds, rounding, effects of single keys
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it

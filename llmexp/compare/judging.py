@@ -24,9 +24,10 @@ from llmexp.compare.evidence import (
     place_of,
 )
 from llmexp.compare.figures import is_loss, task
-from llmexp.compare.looks import ALPHA, Level, Stood, stood
+from llmexp.compare.looks import Level, Stood, stood
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
 from llmexp.compare.settings import varying
+from llmexp.compare.spending import ALPHA
 from llmexp.compare.statistics import Difference
 from llmexp.runs.ledger import Look
 from llmexp.system.text import shown

@@ -8,49 +8,14 @@ stays so, and gets no further seeds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmexp.compare.evidence import FEW, Fitted, Rival
-from llmexp.compare.inference import Judged, Model, Pair, fit, judged
+from llmexp.compare.inference import Judged, Model, fit, judged
 from llmexp.compare.statistics import Difference, estimate
-from llmexp.runs.ledger import Look
-
-ALPHA = 0.05  # the chance that any setting is called worse that is not
 
 Level = tuple[Collection[str] | None, float]  # the seeds that a look is over (None: all); its level
-
-
-def level_of(seeds: int, most: int, looks: Sequence[Look]) -> float:
-    """Return the level of a look at so many seeds a setting, behind these looks.
-
-    In all 5 % times the square of the share of the seeds are spent: little while differences are
-    uncertain, so that nearly all is left for the last look.
-    """
-    left = ALPHA * min(1.0, seeds / most) ** 2 - math.fsum(look.level for look in looks)
-    return left if left > 1e-6 else 0.0
-
-
-def following(seeds: int, most: int) -> int:
-    """Return the seeds a setting of the look after that at `seeds`: half as many again."""
-    return min(most, math.ceil(1.5 * seeds))
-
-
-def expected_runs(settings: int, first: int, most: int) -> int:
-    """Return about how many runs decide between settings that lie evenly over 4 sd of a seed."""
-    left = [4 * i / (settings - 1) for i in range(settings)]
-    looks, runs, last, count = list[Look](), 0.0, 0, first
-    while len(left) > 1:
-        runs += len(left) * (count - last)
-        if count == most:
-            break
-        level = level_of(count, most, looks)
-        looks.append(Look([], level, most, [], [], ""))
-        bound = Pair(0, math.sqrt(2 / count), (len(left) - 1) * (count - 1)).half(len(left), level)
-        left = [distance for distance in left if distance <= bound]
-        last, count = count, following(count, most)
-    return round(runs)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ current         what all parts share of the running sweep
 batch           check a batch of points, give them their places in the ledger; the answer
 matching        which points an existing sweep has already; another budget for all of them
 running         run the points, rungs of halving, retries
+deciding        seeds until it is decided which setting is best
 launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each
 slurm           job arrays, and their jobs; slurm_job is what runs inside

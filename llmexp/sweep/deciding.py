@@ -16,8 +16,8 @@ from llmexp.compare import budgets, reading
 from llmexp.compare.comparing import findings
 from llmexp.compare.evidence import Rival, Verdict
 from llmexp.compare.judging import Findings
-from llmexp.compare.looks import following, level_of
 from llmexp.compare.records import Record
+from llmexp.compare.spending import following, level_of
 from llmexp.compose.app import typed
 from llmexp.compose.overrides import key_of
 from llmexp.runs import ledger as ledgers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.compare.looks import expected_runs
+from llmexp.compare.spending import expected_runs
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
 from llmexp.runs.ledger import config_identity

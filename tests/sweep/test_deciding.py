@@ -13,8 +13,8 @@ from scipy import stats
 
 from llmexp.compare.comparing import findings
 from llmexp.compare.evidence import Verdict
-from llmexp.compare.looks import ALPHA, expected_runs, following, level_of
 from llmexp.compare.records import Record
+from llmexp.compare.spending import ALPHA, expected_runs, following, level_of
 from llmexp.runs import ledger as ledgers
 from llmexp.runs.ledger import Look
 from llmexp.sweep.deciding import Deciding
