@@ -9,7 +9,7 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from llmexp.compose import app, command_line, errors, origin
+from llmexp.compose import app, command_line, errors, forking, origin
 from llmexp.compose.environment import refuse_secrets, variables_kept
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.settings.values import ConfigError
@@ -52,7 +52,8 @@ def answer(args: Any) -> int:
                 if multirun:
                     child.say(f"# {' '.join(overrides)}")
                 how = args.cfg, args.package, args.resolve
-                hydra.show_cfg(origin.CONFIG_NAME, one_budget(overrides), *how)
+                root = forking.root_of(overrides, args.overrides)
+                hydra.show_cfg(root, one_budget(overrides), *how)
         elif args.info is not None:
             hydra.show_info(args.info, origin.CONFIG_NAME, args.overrides)
         else:

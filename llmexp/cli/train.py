@@ -23,7 +23,7 @@ from llmexp.compose.app import (
 )  # fmt: skip
 from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
-from llmexp.compose.forking import newest_step
+from llmexp.compose.forking import with_steps
 from llmexp.compose.origin import refuse_unused
 from llmexp.runs import rundir
 from llmexp.settings.config import plain
@@ -87,8 +87,8 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.discard()
                 say_tracker(cfg, points=True)
-                step = newest_step(args.overrides)
-                return sweep(hydra, cfg, [*args.overrides, *step], [*arguments, *step])
+                given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
+                return sweep(hydra, cfg, given, words)
             config = typed(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
         refuse_secrets(args.overrides, "the command line")

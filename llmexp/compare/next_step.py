@@ -109,11 +109,11 @@ class Known:
         found = {}
         for e in (e for e in self.f.c.entries if not e.values.get(TWIN)):
             given, config = self.overrides[e.runs[0].path], e.runs[0].config
-            if all(key in given or key.lstrip("+") in config for key in self.keys):
+            known = all(key in given or key.lstrip("+") in config for key in self.keys)
+            if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
                 own = ((key, given.get(key)) for key in self.keys)
                 found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
-        different = {tuple(own.values()) for own in found.values()}
-        return found if len(different) == len(found) else {}
+        return found if len({tuple(own.values()) for own in found.values()}) == len(found) else {}
 
     def name(self, key: str) -> str:
         """Return a key as the table shows it."""

@@ -128,12 +128,14 @@ def _rounding(f: Findings) -> Iterator[str]:
 
 
 def _trunk(f: Findings) -> Iterator[str]:
-    """Say that seeds share what they go on from, where the seeds of a setting are forks of one
+    """Say that seeds share what they go on from, where several seeds of a setting are forks of one
     run."""
     several = [r.entry.taking_part for r in f.ranked if len(r.seeds) > 1]
     trunks = [{str(run.parent.get("folder", "")) for run in runs} for runs in several]
     if any(len(found) == 1 and "" not in found for found in trunks):
         yield "The seeds go on from one trunk, so what they show holds for this trunk only."
+    elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
+        yield "Several seeds go on from one trunk, so their spread is less than that of trunks."
 
 
 def _matters(e: Effect, f: Findings) -> bool:

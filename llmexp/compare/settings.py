@@ -15,6 +15,7 @@ from llmexp.settings import labels
 from llmexp.settings.knobs import affects, is_record
 from llmexp.system.text import one_line
 
+FORK = "fork.run"
 _PREFERRED = (
     "batch.gradient_accumulation_steps",
     "batch.real_batch_size",
@@ -50,15 +51,16 @@ def cut_of(record: Record) -> str:
 
 
 def folded(records: Sequence[Record]) -> list[list[Record]]:
-    """Group runs that differ in nothing but the seed; repeats of one seed are no new evidence and
-    stay apart. A run that takes part goes before one that is left out, which it may have been made
-    to replace."""
+    """Group runs that differ in nothing but the seed, and in that of their trunks; repeats of one
+    seed are no new evidence and stay apart. A run that takes part goes before one that is left
+    out, which it may have been made to replace."""
     groups: dict[object, list[Record]] = {}
     repeats = Counter[object]()
     for r in sorted(records, key=lambda r: bool(r.out)):
         setting: object = r.path.resolve()
         if SEED in r.config:
-            setting = _essential(r, {SEED})
+            trunk = r.parent.get("setting") or r.config.get(FORK)
+            setting = _essential(r, {SEED, FORK}), trunk
         run = setting, repr(r.config.get(SEED))
         groups.setdefault((setting, repeats[run]), []).append(r)
         repeats[run] += 1
@@ -93,7 +95,8 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
     keys = [key for key in differing if first.config]
     if len(group) > 1:
         name = f"{_NAME_OF_SEED.sub('', name).strip('+,_- ')} x{len(group)}".strip()
-        keys = [key for key in keys if key != SEED]
+        several = len({r.config.get(FORK) for r in group}) > 1  # a trunk for each seed
+        keys = [key for key in keys if key != SEED and not (several and key == FORK)]
     usable = [r for r in group if not r.out] or group
     figures: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
@@ -193,9 +196,13 @@ def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
-    """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch
-    or a fork that decides the budget, or a tokenizer that decides the model's vocabulary."""
-    budget = key.startswith("train.max_") and other.startswith(("batch.", "fork."))
+    """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch,
+    a fork or a cooldown that decides the budget, a tokenizer that decides the model's vocabulary.
+    """
+    budgets = ("batch.", "fork.", "schedule.decay_")  # a fork ends with its cooldown
+    budget = key.startswith("train.max_") and other.startswith(budgets)
+    if other == FORK:
+        budget = True  # all that is not given is its parent's
     if other.startswith("fork.") and key.startswith(("schedule.decay_start", "schedule.warmup_")):
         budget = True  # what a fork fixes in its schedule
     ids = key == "model.vocab_size" and other.startswith("tokenizer.")

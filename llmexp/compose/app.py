@@ -39,14 +39,14 @@ def hydra_app(
     """Start Hydra over conf/ and the user's --config-dir.
 
     In the place of conf/config.yaml stands the config of `run`, where one is given, or that of the
-    parent of a fork, which the overrides ask for. Raises ConfigError."""
+    parents of forks, which the overrides ask for. Raises ConfigError."""
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     with ExitStack() as stack:
-        if (beneath := run or forking.parent_in(overrides)) is not None:
+        if beneath := [run] if run else forking.parents_in(overrides):
             folder = stack.enter_context(forking.options(beneath, fork=run is None))
             search_path.prepend("parent", f"file://{folder}")
         yield from started(search_path)

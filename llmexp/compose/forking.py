@@ -21,58 +21,89 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
+from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
+ROOT = "config"  # the config that Hydra begins with
 CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 
 
-def parent_in(overrides: Sequence[str]) -> Path | None:
-    """Return the run that a command line forks, None where it forks none.
+def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
+    """Return the runs that a command line forks, those of a sweep in their order, with the steps
+    that RUN@STEP names.
 
-    Given again, the last one counts, as for Hydra. Raises ConfigError for several, and for a folder
-    that holds no run."""
-    given = [o for o in overrides if o.lstrip("+").startswith("fork.run=")]
-    run = None
+    Given again, the last fork.run counts, as for Hydra. Raises ConfigError for a folder that holds
+    no run."""
+    given = [o for o in overrides if key_of(o) == "fork.run" and "=" in o]
+    found: list[Any] = []
     with suppress(HydraException):  # refused later, in words
         for override in parsed(given):
+            found = [override]
             if override.is_sweep_override():
-                text = "several runs are several sweeps; fork.step takes several steps of one run"
-                raise ConfigError(f"{override.input_line}: {text}")
-            run = override.value()
-    return None if run is None else existing_run(str(run))
+                words = [f"fork.run={text}" for text in override.sweep_string_iterator()]
+                found = parsed(words)
+    runs = [override.value() for override in found]
+    if len(runs) > 1 and None in runs:
+        way = "a run without a parent has none of its settings; train it by a command of its own"
+        raise ConfigError(f"{given[-1]}: {way}")
+    return [existing_run(str(run)) for run in runs if run is not None]
 
 
-def existing_run(given: str) -> Path:
-    """Return the folder of a run with a checkpoint. Raises ConfigError."""
-    path = Path(given)
+def parents_in(overrides: Sequence[str]) -> list[Path]:
+    """Return the folders of the runs that a command line forks, each once. Raises ConfigError."""
+    return list(dict.fromkeys(run for run, _ in forks_in(overrides)))
+
+
+def existing_run(given: str) -> tuple[Path, int | None]:
+    """Return the folder of a run with a checkpoint, and the step of RUN@STEP.
+
+    Raises ConfigError."""
+    path, step = Path(given), None
+    if "@" in given and not path.exists():
+        path, step = named_checkpoint(given)
     rundir.check_plain(path)
     if not rundir.is_run(path):
         raise ConfigError(f"fork.run={given}: {rundir.no_run(path)}")
     if not rundir.saved_steps(path):
         raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
-    return path
+    return path, step
 
 
-def newest_step(overrides: Sequence[str]) -> list[str]:
-    """Return the override of fork.step that a sweep over a fork lacks.
+def with_steps(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the command line of a sweep with the steps that its forks begin at.
 
-    The newest checkpoint may be another one when the sweep is resumed."""
-    run = parent_in(overrides)
-    given = [o for o in overrides if o.lstrip("+").startswith("fork.step=")]
-    if run is None or (given and not given[-1].endswith("=null")):
-        return []
-    return [f"fork.step={rundir.saved_steps(run)[-1]}"]
+    The newest checkpoints may be others when the sweep is resumed. `overrides`: those among the
+    words. Raises ConfigError."""
+    forks = forks_in(overrides)
+    steps = [o for o in overrides if key_of(o) == "fork.step"]
+    if not forks or (steps and not steps[-1].endswith("=null")):
+        return list(words)
+    named = [(run, rundir.saved_steps(run)[-1] if at is None else at) for run, at in forks]
+    if len({step for _, step in named}) == 1 and not any(at for _, at in forks):
+        return [*words, f"fork.step={named[0][1]}"]
+    last = [o for o in overrides if key_of(o) == "fork.run"][-1]
+    text = ",".join(quoted(f"{run}@{step}") for run, step in named)
+    return [f"fork.run={text}" if word == last else word for word in words]
 
 
 @contextmanager
-def options(run: Path, fork: bool) -> Iterator[Path]:
-    """Write the config of a run as a folder of options, and a config.yaml that chooses them.
+def options(runs: Sequence[Path], fork: bool) -> Iterator[Path]:
+    """Write the configs of runs as a folder of options, each with a root config that chooses them.
 
-    Yield the folder, which is removed at the end. Raises ConfigError."""
+    That of the first run is config.yaml. Yield the folder, which is removed at the end. Raises
+    ConfigError."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        for number, run in enumerate(runs):
+            _write_options(Path(name), number, run, fork)
+        yield Path(name)
+
+
+def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
+    """Write the config of one run as options, and the config that chooses them."""
     tree = plain(rundir.built_config(run))
     tree["train"]["stop_step"] = None  # it has been there
     if fork:
@@ -80,14 +111,30 @@ def options(run: Path, fork: bool) -> Iterator[Path]:
         tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
         del tree["fork"]
     whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-        for entry in whole["defaults"]:
-            group = next(iter(entry)) if isinstance(entry, dict) else ""
-            if group in tree:
-                entry[group] = OPTION
-                _write(Path(name, group, f"{OPTION}.yaml"), tree.pop(group))
-        _write(Path(name, "config.yaml"), whole | tree)
-        yield Path(name)
+    option = _numbered(OPTION, number)
+    for entry in whole["defaults"]:
+        group = next(iter(entry)) if isinstance(entry, dict) else ""
+        if group in tree:
+            entry[group] = option
+            _write(folder / group / f"{option}.yaml", tree.pop(group))
+    _write(folder / f"{_numbered(ROOT, number)}.yaml", whole | tree)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def root_of(point: Sequence[str], whole: Sequence[str]) -> str:
+    """Return the name of the config that a point of a sweep is composed over: that of its parent.
+
+    `whole`: the command line of the sweep. Raises ConfigError for a parent that is not in it."""
+    own, known = parents_in(point), parents_in(whole)
+    if not own and not known:
+        return ROOT
+    if not own or own[0] not in known:
+        run = own[0] if own else None
+        raise ConfigError(f"fork.run={run}: is not among the runs that this sweep forks")
+    return _numbered(ROOT, known.index(own[0]))
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
@@ -105,9 +152,15 @@ def settle(
     fork = tree.get("fork")
     if not isinstance(fork, dict) or fork.get("run") is None:
         return None
-    if (run := parent_in(overrides)) is None:
+    if not (forks := forks_in(overrides)):
         text = "is taken from the command line, because all that is not given follows from it"
         raise refuse("fork.run", fork["run"], text, "outputs/trunk")
+    run, at = forks[0]
+    if at is not None:
+        if fork.get("step") is not None:
+            text = f"fork.run={run}@{at} names a step too; leave one of them out"
+            raise refuse("fork.step", fork["step"], text)
+        fork |= {"run": str(run), "step": at}
     if fork.get("step") is None:
         before = rundir.read_run(folder()).get("parent") or {}
         same = before.get("folder") == str(run)

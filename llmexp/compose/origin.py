@@ -170,7 +170,8 @@ def origin(cfg: DictConfig, key: str) -> str | None:
     """Return the file in which a value was set last; None where the command line did that."""
     loader = GlobalHydra.instance().config_loader()
     given = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
-    sources = [layer.source for layer in layers(loader, CONFIG_NAME, given) if key in layer.values]
+    found = layers(loader, cfg.hydra.job.config_name, given)
+    sources = [layer.source for layer in found if key in layer.values]
     return sources[-1] if sources and sources[-1] != COMMAND_LINE else None
 
 

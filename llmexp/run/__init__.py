@@ -30,6 +30,7 @@ class Parent:
     tokens_seen: int  # target tokens that count, likewise
     order: str  # in words, how the data go on
     digest: str | dict[str, str]  # of the checkpoint (see Loaded.is_called)
+    setting: str = ""  # equal for parents that differ in the seed alone; "": of an older fork
 
 
 _BATCH = (

@@ -217,7 +217,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    run: str | None = knob("folder of the parent; null: none", "outputs/trunk", default=None)
+    run: str | None = knob("parent, RUN or RUN@STEP; null: none", "outputs/trunk", default=None)
     step: int | None = knob(
         "step of the parent's checkpoint; null: the newest",
         4000,

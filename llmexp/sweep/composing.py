@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from llmexp.compose import forking
 
 T = TypeVar("T")
 
@@ -46,6 +48,9 @@ class Composer:
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
         if cfg is None:
+            root = forking.root_of(overrides, self._base.hydra.overrides.task)
+            with read_write(self._base.hydra):
+                self._base.hydra.job.config_name = root
             cfg = self._loader.load_sweep_config(self._base, list(overrides))
             self._composed[shape] = cfg
         else:
@@ -72,6 +77,8 @@ class Composer:
         if o.type != OverrideType.CHANGE or o.package is not None or o.is_hydra_override():
             return False
         value, key = o.value(), o.key_or_group
+        if key == "fork.run":  # it decides what the others are put over
+            return False
         if isinstance(value, str) and "$" in value:
             return False
         scalar = value is None or isinstance(value, (bool, int, float, str))

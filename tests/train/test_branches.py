@@ -21,11 +21,13 @@ from llmexp.compare.figures import figures
 from llmexp.compare.reading import read
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
-from llmexp.compose.forking import newest_step
+from llmexp.compose.forking import with_steps
 from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
+from llmexp.sweep.main import settings_of
+from llmexp.sweep.points import expand, load_points
 from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
 from llmexp.train.assembly import solving
@@ -220,7 +222,90 @@ def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, monkeypat
     twice = composed([*asked, "fork.run=of_step_8"]).fork
     assert (twice.run, twice.step) == ("of_step_8", 8)
     assert composed([*asked, "fork.run=null"]).fork.run is None
-    assert newest_step([*asked, "fork.step=null"]) == ["fork.step=12"]
+    asked = [*asked, "fork.step=null"]
+    assert with_steps(["-m", *asked], asked) == ["-m", *asked, "fork.step=12"]
+
+
+def changed(trunk: Result, name: str, old: str, new: str) -> Result:
+    """A copy of the trunk with another word in its config."""
+    made = copy(trunk, name)
+    config = made.folder / "config.yaml"
+    text = config.read_text()
+    assert text.count(old) == 1
+    config.write_text(text.replace(old, new))
+    return made
+
+
+def points_of(overrides: list[str]) -> list[Config]:
+    """The configs of the points of a sweep; none may be refused."""
+    with hydra_app(None, overrides) as hydra:
+        cfg, _ = compose(hydra, overrides, True)
+        grid = expand(hydra, cfg, overrides)
+        settings = settings_of(cfg)[0]
+        found, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, Path("new"))
+        assert not refused
+        return [point.config for point in found]
+
+
+def test_each_point_of_a_sweep_over_trunks_has_the_config_of_its_own(trunk, monkeypatch):
+    """Seed, schedule and steps are those of its parent, whatever stands before it in the sweep."""
+    monkeypatch.chdir(trunk.folder.parent)
+    changed(trunk, "of seed 7", "seed: 1234", "seed: 7")
+    other = changed(trunk, "linear", "schedule.constant", "schedule.linear")
+    shutil.rmtree(other.checkpoint(12))
+    both = ["fork.run=trunk,'of seed 7',linear", "optimizer.lr=0.1,0.2"]
+    seeds = {"trunk": 1234, "of seed 7": 7, "linear": 1234}
+    found = points_of([*both, "fork.step=8"])
+    assert [(c.fork.run, c.optimizer["lr"]) for c in found] == [
+        (name, lr) for name in seeds for lr in (0.1, 0.2)
+    ]
+    for config in found:
+        name = str(config.fork.run)
+        assert config.train.seed == seeds[name]
+        assert config.schedule["_target_"].endswith("linear") == (name == "linear")
+    backwards = points_of(
+        ["optimizer.lr=0.2,0.1", "fork.run=linear,'of seed 7',trunk", "fork.step=8"]
+    )
+    assert sorted(map(str, backwards)) == sorted(map(str, found))
+    fixed = with_steps(["-m", *both], both)
+    assert fixed == ["-m", "fork.run=trunk@12,of seed 7@12,linear@8", "optimizer.lr=0.1,0.2"]
+    steps = {"trunk": 12, "of seed 7": 12, "linear": 8}
+    assert [(c.fork.run, c.fork.step) for c in points_of(fixed[1:])] == [
+        (name, steps[name]) for name in steps for _ in range(2)
+    ]
+    assert with_steps(fixed, fixed[1:]) == fixed
+    assert with_steps(both[:1], ["fork.run=trunk,'of seed 7'"])[1:] == ["fork.step=12"]
+    assert composed(["fork.run=trunk@4"]).fork == composed(["fork.run=trunk", "fork.step=4"]).fork
+
+
+def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, capsys):
+    """Each has a trunk of its own, so nothing is said of one trunk; a trunk of another setting is
+    another one, though the forks have the same settings themselves."""
+    cwd = trunk.folder.parent
+    more = ["data.train_files=[train.npy]", "schedule=constant", "schedule.warmup_ratio=0"]
+    second = train(cwd, "second", *SETTINGS, *more, "train.max_steps=12", "train.seed=2")
+    changed(trunk, "faster", "lr: 0.01", "lr: 0.02")
+    swept = ["fork.run=trunk,second,faster", "optimizer.lr=0.01,0.03", "fork.step=8"]
+    done = llmexp("train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks", cwd=cwd)
+    assert done.code == 0, done.err
+    for number, parent in ((0, trunk), (2, second)):
+        (point,) = (cwd / "trunks").glob(f"{number}-*")
+        (own,) = (row for row in parent.rows() if row["step"] == 9)
+        (row,) = rundir.read_rows(point / "metrics.jsonl")
+        assert row["data_digest"] == own["data_digest"]
+        assert row["train/loss"] == own["train/loss"]
+    compared = compare([cwd / "trunks"])
+    groups = sorted(
+        (e.values["optimizer.lr"], *sorted(str(r.config["fork.run"]) for r in e.runs))
+        for e in compared.entries
+    )
+    assert groups == [
+        (0.01, "faster"), (0.01, "second", "trunk"), (0.03, "faster"), (0.03, "second", "trunk"),
+    ]  # fmt: skip
+    assert run(["compare", str(cwd / "trunks"), "--why"]) == 0
+    assert "one trunk" not in capsys.readouterr().out
+    again = llmexp("resume", "trunks", cwd=cwd)
+    assert (again.code, "6 points, none of them new" in again.out) == (0, True), again.out
 
 
 def copy(trunk: Result, name: str) -> Result:
@@ -319,6 +404,10 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
             ["model.n_layers=1, model.d_model=8: a fork has"],
         ),
         (["fork.run=."], ["fork.run=.: is no run folder", "name a run in it: "]),
+        (["fork.run=trunk@5"], ["there is no checkpoint of step 5", "those of 4, 8, 12"]),
+        (["fork.run=trunk@8", "fork.step=4"], ["fork.step=4: fork.run=trunk@8 names a step too"]),
+        (["fork.run=trunk,null"], ["a run without a parent has none of its settings"]),
+        (["fork.run=trunk@4,trunk@8"], ["several values are a sweep, which needs -m"]),
         (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
         (["data.train_files=[gone.npy]"], ["gone.npy"]),
         (["train.max_steps=12"], ["train.max_steps=12: counts the parent's part too", "=15"]),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,16 @@ from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
-from llmexp.settings.knobs import differing, is_record
+from llmexp.settings.knobs import differing, essence, is_record
 from llmexp.settings.labels import shown
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
 
+SEED = "train.seed"
 # Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
-ORDER = ("batch.sequence_length", "train.seed")
+ORDER = ("batch.sequence_length", SEED)
 # Knobs of our own data that leave the training sequences as they are.
 BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
@@ -67,7 +71,17 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
         tokens_seen=int(loaded.manifest["tokens_seen"]),
         order=order,
         digest=loaded.digest,
+        setting=_setting(tree, before),
     )
+
+
+def _setting(there: Config, before: Mapping[str, Any]) -> str:
+    """Return a digest of what a parent's config decides, less its seed; `before`: its own parent.
+
+    Parents that differ in the seed alone, and whose own parents do, have the same one."""
+    flat = essence(flatten(plain(there)))
+    flat |= {SEED: None, "fork.run": before.get("setting") or flat.get("fork.run")}
+    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _listed(steps: list[int]) -> str:
