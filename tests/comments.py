@@ -10,9 +10,9 @@ from llmexp.cli.preparing import Prepare
 from llmexp.forecast.settings import Plan
 from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
+from llmexp.settings.targets import arguments_of, locate
 from llmexp.settings.values import Knob, section_knobs
 from llmexp.sweep.settings import Sweep
-from llmexp.train.assembly.targets import arguments_of, locate
 from tests.tools import option
 
 KNOBS = fields() | {

@@ -25,11 +25,11 @@ from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import build, converted
 from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.settings.parts import COMMON, arguments
+from llmexp.settings.targets import arguments_of, locate, resolve
 from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, field_key, flatten, section_knobs
 from llmexp.settings.values import as_yaml as written
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
-from llmexp.train.assembly.targets import arguments_of, locate, resolve
 from llmexp.train.evaluation import evaluate
 from llmexp.train.set_up import set_up
 from llmexp.train.step import OK, OUTLIER, seed_step, train_step

@@ -12,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from llmexp.settings.config import OPEN_SECTIONS
+from llmexp.settings.tracking import with_environment
 from llmexp.settings.values import ConfigError, nested
 from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system.redact import redacted, secrets
-from llmexp.tracker.fields import with_environment
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.overrides import key_of, parsed
+from llmexp.settings.targets import RESERVED, inside_allowed, locate, refuse_calls
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.train.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
 
 SWEEPERS = (
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.metrics.devices import Device
 from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
+from llmexp.system.devices import Device
 from llmexp.system.text import duration
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import Died, measured
-from llmexp.metrics import hardware
-from llmexp.metrics.devices import Device, device_called
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.values import AUTO, ConfigError, error_record, refuse
+from llmexp.system import hardware
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
+from llmexp.system.devices import Device, device_called
 from llmexp.system.redact import redacted
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts, assemble

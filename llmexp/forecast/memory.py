@@ -11,11 +11,11 @@ import torch
 
 from llmexp.forecast.process import process_bytes
 from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
-from llmexp.metrics import hardware
-from llmexp.metrics.devices import Device
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import solve_layout
 from llmexp.settings.execution import Parallelism
+from llmexp.system import hardware
+from llmexp.system.devices import Device
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp.forecast.duration import Cost
-from llmexp.metrics.console import banner
 from llmexp.run import Run
 from llmexp.run.banner import banner_sections
 from llmexp.settings.config import Config
+from llmexp.system.console import banner
 
 Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"

@@ -13,8 +13,6 @@ from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned, described
 from llmexp.forecast.settings import Plan
-from llmexp.metrics import hardware
-from llmexp.metrics.devices import Device, device_named
 from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
@@ -23,6 +21,8 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.system import hardware
+from llmexp.system.devices import Device, device_named
 from llmexp.train.assembly.assemble import Parts, assemble, kernel_of
 from llmexp.train.assembly.inputs import Shared
 from llmexp.train.assembly.remembered import MEMORY, kind_of, remember

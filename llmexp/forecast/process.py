@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import nn
 
-from llmexp.metrics import hardware
+from llmexp.system import hardware
 from llmexp.system.child import start
 from llmexp.train import worker  # noqa: F401  (a run has imported it)
 

@@ -20,11 +20,11 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
-from llmexp.metrics.devices import Device
 from llmexp.models.planned import planned_for
 from llmexp.run.layout import Layout
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.execution import Parallelism
+from llmexp.system.devices import Device
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.metrics.devices import device_named
 from llmexp.settings.convert import section
 from llmexp.settings.values import knob, refuse
+from llmexp.system.devices import device_named
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
 PEAK_SHARE = 0.3

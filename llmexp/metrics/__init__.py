@@ -8,8 +8,6 @@ ratio     the standard error of a ratio of sums
 norms     gradient norms: the clip table
 noise     the gradient noise scale
 outliers  steps far off those before
-devices   accelerators by name, from data sheets
-hardware  device names, memory, peak rates
-console   lines, banner and progress bar
+lines     a row as a line of the console
 plot      loss.png
 """

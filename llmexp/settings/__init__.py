@@ -8,6 +8,8 @@ config     the closed sections: meaning, unit, range and effect of each knob
 execution  the closed sections that change no result
 parts      the arguments that models, data sources, optimizers and schedules share
 convert    from a mapping to a checked `Config`
+targets    `_target_`: from a dotted name to a function, if its package is allowed
+tracking   wandb's variables in the section `tracker`
 knobs      where a knob acts and what it changes
 labels     short names of swept values
 """

@@ -46,6 +46,11 @@ def with_interval(value: float | None, half: float | None, digits: int) -> str:
     return f"{value:,.{decimals}f} ± {half:.{decimals}f}"
 
 
+def loss_text(value: float) -> str:
+    """Return a loss with four decimals; very small and large ones with an exponent."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4e}"
+
+
 def rounded(value: float) -> str:
     """Return a large number with three digits and a letter: 81.9k, 1.64M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.tracking import PROJECT, RUN_ID, SAFE_ID, SWEEP_ID, VARIABLES
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json, write_json
 
 POSITION_FILE = "tracker.json"
-# wandb, a URL and a shell take such an id as it is.
-SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -80,21 +79,8 @@ def upload_is_pending(run_dir: Path) -> bool:
 
 MAX_TAG_CHARS = 64  # wandb refuses longer ones
 MAX_NAME_CHARS = 128  # and so its server
-PROJECT = "llmexp"  # where neither the config nor the environment names one
-# `wandb agent` sets both for the command that it starts
-RUN_ID, SWEEP_ID = "WANDB_RUN_ID", "WANDB_SWEEP_ID"
-VARIABLES = {
-    "project": "WANDB_PROJECT",
-    "entity": "WANDB_ENTITY",
-    "name": "WANDB_NAME",
-    "group": "WANDB_RUN_GROUP",
-    "notes": "WANDB_NOTES",
-    "tags": "WANDB_TAGS",
-    "mode": "WANDB_MODE",
-}
 # Set for training; wandb would put them over the records of runs that are uploaded later.
 OF_ONE_RUN = (RUN_ID, SWEEP_ID, *(VARIABLES[key] for key in ("name", "group", "notes", "tags")))
-MODES = ("online", "offline", "dryrun", "disabled")
 
 
 @dataclass(frozen=True)
@@ -109,61 +95,6 @@ class Fields:
     notes: str | None
     config: dict[str, Any]
     run_id: str
-
-
-def with_environment(
-    tracker: Mapping[str, Any], env: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the section `tracker` filled from wandb's variables.
-
-    Return also a line for each variable that is not used. The config goes before the environment,
-    but for project and entity of a run that wandb's agent has started. Raises ConfigError for a
-    value that wandb would not take.
-    """
-    filled, unused = dict(tracker), []
-    if filled.get("kind") == "none":
-        return filled, []
-    _check_variables(env)
-    for key, variable in VARIABLES.items():
-        text = env.get(variable, "").strip()
-        if not text:
-            continue
-        value = _split_tags(text) if key == "tags" else text
-        own = filled.get(key)
-        if key in ("project", "entity") and SWEEP_ID in env:
-            filled[key] = value
-            if own not in (None, value):
-                unused.append(
-                    f"tracker.{key}={own} is not used: the run is wandb's agent's, of the {key} "
-                    f"{value}"
-                )
-        elif own is None or own == []:
-            filled[key] = value
-        elif own not in (value, "auto"):  # auto asks for the variable when the mirror starts
-            unused.append(
-                f"{variable}={env[variable]} is not used: tracker.{key}={own} goes before it"
-            )
-    if env.get("WANDB_RESUME"):
-        unused.append("WANDB_RESUME is not used: llmexp resume goes on with a run, here and there")
-    filled["project"] = filled.get("project") or PROJECT
-    return filled, unused
-
-
-def _check_variables(env: Mapping[str, str]) -> None:
-    mode, run_id = env.get("WANDB_MODE", "").strip(), env.get(RUN_ID)
-    if mode and mode not in MODES:
-        raise ConfigError(
-            f"WANDB_MODE={mode}: must be one of {', '.join(MODES)}; for example WANDB_MODE=offline"
-        )
-    if run_id and not SAFE_ID.fullmatch(run_id):
-        raise ConfigError(
-            f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example "
-            "run-1"
-        )
-
-
-def _split_tags(text: str) -> list[str]:
-    return [tag.strip() for tag in text.split(",") if tag.strip()]
 
 
 def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) -> Fields:

@@ -13,8 +13,6 @@ from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.data.text_bytes import TextBytes
-from llmexp.metrics import hardware
-from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
@@ -25,6 +23,8 @@ from llmexp.runs.rows import Rows
 from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.values import ConfigError, flatten, refuse
+from llmexp.system import hardware
+from llmexp.system.console import Console, banner
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.metrics import hardware
-from llmexp.system import fileio
+from llmexp.system import fileio, hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
 from llmexp.train.evaluation import evaluate, score_tasks

@@ -18,13 +18,13 @@ from llmexp.checkpoint.loading import CheckpointError
 from llmexp.data.stream import DataChanged
 from llmexp.mesh.agent import STARTED
 from llmexp.runs import ending, rundir
+from llmexp.settings.targets import own_line
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import FAILED, REFUSED, STOP
 from llmexp.system.fileio import Unwritable
 from llmexp.system.redact import redacted
 from llmexp.train import group
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.assembly.targets import own_line
 from llmexp.train.step import TrainingFailed
 
 

@@ -15,19 +15,18 @@ import yaml
 
 from llmexp.checkpoint import loading
 from llmexp.exchange.average import refuse_average
-from llmexp.metrics import hardware
 from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.naming import LINEAGE, refuse_folder, rows_up_to
 from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
+from llmexp.settings.targets import better_of
 from llmexp.settings.values import ConfigError, flatten, typed
-from llmexp.system import fileio
+from llmexp.system import fileio, hardware
 from llmexp.system.redact import as_recorded, concealed, marks
 from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.assembly.targets import better_of
 
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from llmexp.data.window import Window
 from llmexp.run import Run
-from llmexp.train.assembly.targets import own_line, place
+from llmexp.settings.targets import own_line, place
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
 

@@ -14,13 +14,13 @@ import torch
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.metrics import hardware
-from llmexp.metrics.console import format_row
+from llmexp.metrics.lines import format_row
 from llmexp.run import Run
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.config import Config
+from llmexp.settings.targets import place
+from llmexp.system import hardware
 from llmexp.system.child import STOP
-from llmexp.train.assembly.targets import place
 from llmexp.train.checkpointing import go_on_saving, save
 from llmexp.train.evaluation import evaluate, score_tasks
 from llmexp.train.hooks import call_hooks

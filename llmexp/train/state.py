@@ -12,13 +12,13 @@ from typing import Any
 
 from llmexp.data.text_bytes import TextBytes
 from llmexp.mesh import Mesh
-from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
+from llmexp.system.console import Console
 from llmexp.tracker.opening import Trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, Step

@@ -6,7 +6,6 @@ import contextlib
 import shlex
 from typing import Any
 
-from llmexp.metrics.console import banner
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
@@ -14,6 +13,7 @@ from llmexp.runs import rundir
 from llmexp.runs.naming import LINEAGE
 from llmexp.runs.rows import Figures
 from llmexp.system.child import STOP
+from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
 from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending

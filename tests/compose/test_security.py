@@ -26,13 +26,13 @@ from llmexp.__main__ import run
 from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ending, rundir
+from llmexp.settings import targets
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from llmexp.system import redact
-from llmexp.train.assembly import targets
 from llmexp.train.assembly.inputs import filled
 from tests.conftest import TINY, Result, llmexp
 

@@ -20,7 +20,7 @@ from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.train.assembly.targets import bind
+from llmexp.settings.targets import bind
 
 SIZES = {
     "vocab_size": 61, "max_position_embeddings": 32, "n_layers": 2, "n_heads": 6, "d_model": 48,

@@ -15,8 +15,8 @@ from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
-from llmexp.metrics.devices import device_named
 from llmexp.settings.config import Config
+from llmexp.system.devices import device_named
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up

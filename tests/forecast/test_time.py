@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from llmexp.__main__ import run
 from llmexp.forecast import measuring
 from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots, sections
-from llmexp.metrics.devices import device_named
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.recompute import recomputed_share
 from llmexp.run import Run
+from llmexp.system.devices import device_named
 from llmexp.train import calibration
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmexp.metrics.console import Console, banner, format_row
+from llmexp.metrics.lines import format_row
+from llmexp.system.console import Console, banner
 from llmexp.system.text import duration
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -297,7 +298,7 @@ def test_plain_stream_and_log_get_the_same_lines_without_escapes(tmp_path: Path)
 
 BAR = """
 import time
-from llmexp.metrics.console import Console
+from llmexp.system.console import Console
 console = Console(None, 300)
 console.line("before")
 for step in (101, 150, 200, 300):
@@ -380,7 +381,7 @@ def test_no_color_and_dumb_terminals() -> None:
 def test_bar_is_throttled_and_starts_no_thread() -> None:
     code = """
 import threading, time
-from llmexp.metrics.console import Console
+from llmexp.system.console import Console
 console = Console(None, 10**9)
 start = time.monotonic()
 calls = 0
@@ -397,7 +398,7 @@ assert calls > 500, calls
 @pytest.mark.parametrize("terminal", [False, True])
 def test_ascii_streams_print_replacements(tmp_path: Path, terminal: bool) -> None:
     code = f"""
-from llmexp.metrics.console import Console
+from llmexp.system.console import Console
 from pathlib import Path
 console = Console(Path({str(tmp_path / "log")!r}), 10)
 console.progress(1, 1.0, 1.0, 1.0)
@@ -417,7 +418,7 @@ def test_dead_stdout_leaves_training_unaffected(tmp_path: Path, kind: str) -> No
     code = f"""
 import sys
 from pathlib import Path
-from llmexp.metrics.console import Console
+from llmexp.system.console import Console
 console = Console(Path({str(tmp_path / "log")!r}), 10)
 for i in range(2000):
     console.line(f"line {{i}} " + "x" * 100)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.settings.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
-    SAFE_ID,
     Position,
     cut,
     cut_tags,
@@ -22,7 +22,6 @@ from llmexp.tracker.fields import (
     read_position,
     run_fields,
     upload_is_pending,
-    with_environment,
     write_position,
 )
 from llmexp.tracker.wandb import has_login

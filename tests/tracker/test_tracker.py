@@ -464,7 +464,7 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
 
 def test_importing_costs_no_heavy_library() -> None:
     code = (
-        "import sys, llmexp.tracker.mirror, llmexp.metrics.console, llmexp.metrics.plot\n"
+        "import sys, llmexp.tracker.mirror, llmexp.system.console, llmexp.metrics.plot\n"
         "print(sorted({'torch', 'wandb', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmexp.metrics import hardware
-from llmexp.metrics.devices import device_named
+from llmexp.system import hardware
+from llmexp.system.devices import device_named
 from tests.conftest import ROOT, TINY, environment, llmexp, train
 
 SYNTHETIC = [

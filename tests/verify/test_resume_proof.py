@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from llmexp.checkpoint import hashes
 from llmexp.runs import rundir
 from llmexp.settings.convert import build
+from llmexp.settings.targets import locate
 from llmexp.settings.values import ConfigError
-from llmexp.train.assembly.targets import locate
 from llmexp.verify import kills, record, resume, runs
 from llmexp.verify.kills import Kill
 from llmexp.verify.pair import Pair

@@ -7,7 +7,6 @@ inputs     tokenizer and data, each checked when it is built; without torch
 parts      tasks, model and optimizers, likewise
 parent     the checkpoint that a fork goes on from
 opening    a checkpoint for use without training
-targets    `_target_`: from a dotted name to a function, if its package is allowed
 remembered  what runs of a kind were found to take
 trial      one tiny batch through a user's own model, before anything is written
 """

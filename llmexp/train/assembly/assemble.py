@@ -21,12 +21,13 @@ from llmexp.data.reader import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Parent, Run, check_model
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.run.layout import Layout
 from llmexp.settings.config import Config
+from llmexp.settings.targets import hook
+from llmexp.system import hardware
 from llmexp.system.redact import redacted
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
@@ -53,7 +54,6 @@ from llmexp.train.assembly.placement import (
     threads_per_rank,
 )
 from llmexp.train.assembly.solving import corpus_of, facts_of_data, rate_factor, solve_run
-from llmexp.train.assembly.targets import hook
 from llmexp.train.assembly.trial import try_model
 
 

@@ -21,9 +21,9 @@ from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import checked_knob
+from llmexp.settings.targets import bind, described, locate, place, resolve
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill, remember
-from llmexp.train.assembly.targets import bind, described, locate, place, resolve
 
 T = TypeVar("T")
 OFFERED = ("tokenizer", "vocab_size", "sequence_length", "ask_again")  # to a source of data

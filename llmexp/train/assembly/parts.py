@@ -18,11 +18,11 @@ from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, Train
+from llmexp.settings.targets import bind
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses_tokenizer
-from llmexp.train.assembly.targets import bind
 from llmexp.update import optim, precision
 
 

@@ -17,11 +17,11 @@ from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.parts import COMMON
+from llmexp.settings.targets import bind
 from llmexp.settings.values import refuse
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import build_corpus, place_of
 from llmexp.train.assembly.remembered import known_memory
-from llmexp.train.assembly.targets import bind
 from llmexp.update import schedule
 
 Once = Callable[..., Any]

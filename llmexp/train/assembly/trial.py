@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp.metrics import hardware
+from llmexp.settings.targets import described, locate
+from llmexp.settings.targets import place as line_of
 from llmexp.settings.values import ConfigError
+from llmexp.system import hardware
 from llmexp.train.assembly.placement import Placement
-from llmexp.train.assembly.targets import described, locate
-from llmexp.train.assembly.targets import place as line_of
 from llmexp.update import precision
 
 ROWS, TOKENS = 2, 16  # of the batch

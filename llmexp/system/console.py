@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from llmexp.metrics.keys import KEYS, is_accuracy, is_of_named_set, title_of
-from llmexp.system.text import duration
+from llmexp.system.text import duration, loss_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -97,7 +96,7 @@ class Console:
             return
         cells = {"step": f"step {step}/{self._total_steps}"}
         if loss is not None:
-            cells["loss"] = f"loss {_loss(loss)}"
+            cells["loss"] = f"loss {loss_text(loss)}"
         if tokens_per_sec is not None:
             cells["rate"] = f"{tokens_per_sec:,.0f} tokens/s"
         if eta_s is not None:
@@ -140,7 +139,7 @@ class Console:
     def _draw(self, step: int, cells: dict[str, str]) -> None:
         bar = self._bar or self._make_bar()
         # A narrow terminal loses figures, never its line: the bar keeps at least ten columns.
-        text = _fitted(cells, "  ", ("rate", "eta", "loss"), bar.console.width - 12)
+        text = fitted(cells, "  ", ("rate", "eta", "loss"), bar.console.width - 12)
         bar.update(bar.task_ids[0], completed=step, text=text)
         if self._bar is None:
             bar.start()
@@ -212,73 +211,7 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _significant(value: float, digits: int) -> str:
-    """Return `value` with `digits` significant digits, in plain notation while that stays short."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return f"{0:.{digits - 1}f}"
-    # of the rounded value: 9.9996 is 10.00
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    if -3 <= exponent < 6:
-        return f"{value:.{max(digits - 1 - exponent, 0)}f}"
-    return f"{value:.{digits - 1}e}"
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4e}"
-
-
-def _epoch(value: float) -> str:
-    return f"{value:.4f}" if 0 < value < 0.1 else f"{value:.2f}"
-
-
-# The cells of a row in their order: the width of the value, and how it is shown; None: as the
-# table of keys says.
-CELLS: dict[str, tuple[int, Callable[[Any], str] | None]] = {
-    "epoch": (6, _epoch),
-    "step": (0, str),
-    "lr": (0, "{:.3e}".format),
-    "step_time": (7, None),
-    "tokens_per_sec": (9, "{:,.0f}".format),
-    "grad_norm": (8, None),
-    "train/loss": (7, _loss),
-    "val/loss": (7, _loss),
-    "val/ppl": (7, None),
-    "eta": (7, duration),
-}
-LEAST_NEEDED = ("epoch", "eta", "val/ppl", "step_time", "tokens_per_sec", "grad_norm", "lr")
-
-
-def format_row(
-    row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
-) -> str:
-    """Return one line for a row of metrics.jsonl, without keys that are absent or None.
-
-    The epoch of a run of one is left out, too. Widths are fixed, so that the lines of a log stand
-    in columns; a value far out of the usual range breaks its column rather than lose digits. With
-    `width` the less important cells give way until the line fits.
-    """
-    cells = {key: _cell(key, row[key]) for key in CELLS if row.get(key) is not None}
-    cells |= {
-        key: f"{title_of(key)} {_loss(value):>7}"
-        for key, value in row.items()
-        if is_of_named_set(key) and key.endswith("/loss") and value != row.get("val/loss")
-    }
-    cells |= {k: f"{k.split('/')[1]} acc {v:6.4f}" for k, v in row.items() if is_accuracy(k)}
-    if "eta" in cells:
-        cells["eta"] = cells.pop("eta")  # the last one
-    if total_epochs <= 1:
-        cells.pop("epoch", None)
-    if "step" in cells:
-        cells["step"] = f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"
-    if row.get("skipped"):
-        cells["skipped"] = "skipped"
-    named = [key for key in cells if is_of_named_set(key) or is_accuracy(key)]
-    return _fitted(cells, " | ", (*named, *LEAST_NEEDED), width)
-
-
-def _fitted(
+def fitted(
     cells: dict[str, str], between: str, least_needed: Iterable[str], width: float | None
 ) -> str:
     """Join cells to a line; the least needed ones give way until it fits."""
@@ -287,14 +220,6 @@ def _fitted(
             break
         cells.pop(key, None)
     return between.join(cells.values())
-
-
-def _cell(key: str, value: Any) -> str:
-    width, show = CELLS[key]
-    known = KEYS[key]
-    if show is not None:
-        return f"{known.label} {show(value):>{width}}"
-    return f"{known.label} {_significant(value, known.digits):>{width}} {known.unit}".rstrip()
 
 
 def _is_live_terminal(stream: TextIO | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from llmexp.metrics.devices import Device, device_called
+from llmexp.system.devices import Device, device_called
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
