@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llmexp.checkpoint.loading import Loaded
-from llmexp.checkpoint.loading import Stored as Piece
+from llmexp.checkpoint.pieces import StoredPiece
 from llmexp.data.tokenizers import as_tokenizer, byte_level
 from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export
@@ -73,7 +73,7 @@ def stored(model: nn.Module, folder: Path) -> Loaded:
     pieces = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        pieces[name] = [Piece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
+        pieces[name] = [StoredPiece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
     return Loaded(folder, 7, {}, {}, pieces, {}, {}, {})
 
 
