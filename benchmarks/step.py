@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from llmexp import mesh
 from llmexp.compose import app
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from llmexp.train import folder, loop, worker
 from llmexp.train.assembly.assemble import Parts, assemble
 
@@ -138,7 +139,7 @@ def ratio(case: str, rounds: int, log_every: int = 1) -> tuple[float, float, flo
             )
         finally:
             sys.stdout, (loop.report, loop.show_rows) = out, originals
-        rows = rundir.read_rows(Path(path) / rundir.METRICS)
+        rows = read_rows(Path(path) / rundir.METRICS)
         assert len(rows) == -(-(rounds + warm_up + 1) // log_every)
     pairs = zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)
     ratios = [(done - begun) / (next_begun - done) for (begun, done), (next_begun, _) in pairs]

@@ -18,7 +18,7 @@ import torch
 
 import llmexp
 from llmexp.__main__ import run as command
-from llmexp.runs.rundir import read_rows
+from llmexp.runs.rows import read_rows
 from tests.conftest import ROOT, TINY, environment
 from tests.conftest import llmexp as run_llmexp
 from tests.tools import printed

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmexp.runs import rows as module
-from llmexp.runs.rows import Rows
-from llmexp.runs.rundir import read_rows
+from llmexp.runs.rows import Rows, read_rows
 from tests.conftest import TINY, llmexp
 
 DYING = """

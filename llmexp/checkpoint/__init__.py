@@ -2,6 +2,7 @@
 
 In reading order:
 
+folders       their names
 pieces        the tensors of a model and its optimizers, and the boxes of them that a rank holds
 tensor_files  one file of tensors, hashed while it is written
 hashes        damage and change, found by size, sha256 and time

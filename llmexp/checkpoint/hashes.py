@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmexp.system.fileio import sha256
+from llmexp.system.fileio import file_state, sha256
 
 
 class CheckpointError(ValueError):
@@ -23,12 +23,6 @@ class NewerFormat(CheckpointError):
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return the size and sha256 of a file."""
     return {"size": path.stat().st_size, "sha256": sha256(path)}
-
-
-def state_of(file: Path) -> tuple[int, ...]:
-    """Return what changes when a file does."""
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
@@ -51,5 +45,5 @@ def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
 def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -> None:
     """Raise CheckpointError where a file that was read is no longer the one that was hashed."""
     for file in files:
-        if state_of(file) != before[file]:
+        if file_state(file) != before[file]:
             raise CheckpointError(f"{file} was changed while it was read; resume again")

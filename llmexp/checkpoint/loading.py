@@ -28,21 +28,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import (
     CheckpointError,
     NewerFormat,
     refuse_changed,
     refuse_damaged,
-    state_of,
 )
 from llmexp.checkpoint.pieces import StoredPiece, named_tensors, names_by_id, piece_of
 from llmexp.checkpoint.tensor_files import TYPES
-from llmexp.system.fileio import sha256
+from llmexp.system.fileio import file_state, sha256
 
 FORMAT_VERSION = 2
-STATE, MANIFEST = "state.pt", "manifest.json"
+STATE = "state.pt"
 KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
-ALL, NONE = (0, 1), (1, 1)  # of the hashes, as (rank, world)
 FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -77,37 +76,27 @@ class Loaded:
         return bool(digest == self.digest)
 
 
-def steps(root: Path) -> list[Path]:
-    """Return the checkpoint folders under `root`, oldest first."""
-    return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
-
-
-def of_step(root: Path, step: int) -> Path:
-    """Return the checkpoint folder of a step under `root`."""
-    return root / f"step_{step:08d}"
-
-
 def latest(
     root: Path,
     warn: Callable[[str], None],
     agree: Callable[[bool], bool] = lambda bad: bad,
-    part: tuple[int, int] = ALL,
     kinds: tuple[str, ...] = KINDS,
+    hash_share: tuple[int, int] | None = (0, 1),
     only: int | None = None,
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`.
 
-    Each damaged one before it is named in a warning. On many ranks all call it: `part`, (rank,
-    world), shares out the hashing, and `agree` tells whether its argument is true on any rank.
-    Ranks that know the damage name it. None when there is no checkpoint at all. Raises
+    Damaged ones are skipped with a warning. On many ranks all call it: `agree` tells whether its
+    argument is true on any rank, and the ranks that know the damage name it. `kinds` and
+    `hash_share` are those of `read_checkpoint`. None when there is no checkpoint at all. Raises
     CheckpointError when there are some and all are damaged, and NewerFormat for one of a newer
     format version, on all ranks.
     """
-    found = [path for path in steps(root) if only in (None, int(path.name[5:]))]
+    found = [path for path in checkpoint_folders(root) if only in (None, step_of(path))]
     for path in reversed(found):
         loaded = None
         try:
-            loaded = read_checkpoint(path, part, kinds)
+            loaded = read_checkpoint(path, kinds, hash_share)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -128,17 +117,18 @@ def unhashed(root: Path) -> Loaded | None:
     """Return the newest checkpoint by its manifest and state: no hash is checked, no tensor found.
 
     None when there is no checkpoint. Raises CheckpointError when all are damaged."""
-    return latest(root, lambda text: None, part=NONE, kinds=())
+    return latest(root, lambda text: None, kinds=(), hash_share=None)
 
 
 def read_checkpoint(
-    path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
+    path: Path, kinds: tuple[str, ...] = KINDS, hash_share: tuple[int, int] | None = (0, 1)
 ) -> Loaded:
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
-    This rank checks every part[1]-th hash. With `kinds` ("model",) the optimizer's files are not
-    opened. Raises CheckpointError naming the damage, NewerFormat with both versions. The names and
-    sizes of its files are checked, and nothing is unpickled.
+    With `kinds` ("model",) the optimizer's files are not opened. `hash_share`: (rank, world), this
+    rank hashes every world-th file; None: no file is hashed. The names and sizes of its files are
+    checked, and nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
+    both versions.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
@@ -151,9 +141,10 @@ def read_checkpoint(
             )
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if name.startswith((*kinds, STATE)) and number % part[1] == part[0]:
+        mine = hash_share is not None and number % hash_share[1] == hash_share[0]
+        if mine and name.startswith((*kinds, STATE)):
             hashed[file] = expected
-    seen = {path / name: state_of(path / name) for name, _ in files}
+    seen: dict[Path, tuple[int, ...]] = {path / name: file_state(path / name) for name, _ in files}
     refuse_damaged(hashed)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import fingerprint
 from llmexp.checkpoint.loading import (
     FORMAT_VERSION,
-    MANIFEST,
     NOT_RESTORED,
     STATE,
-    of_step,
-    steps,
 )
 from llmexp.checkpoint.pieces import (
     Piece,
@@ -38,7 +36,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
 )
 from llmexp.checkpoint.tensor_files import write_tensors
-from llmexp.system.fileio import flush_to_disk
+from llmexp.system.fileio import flush_to_disk, write_json
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
             metadata = {"format": "pt", "step": str(step), "pieces": json.dumps(boxes)}
             tensors = {key: p.local for key, p in own.items()}
             written[name] = write_tensors(temporary / name, tensors, metadata)
-        _write_json(temporary / _note(pieces.rank), written)
+        write_json(temporary / _note(pieces.rank), written)
 
 
 def commit_checkpoint(
@@ -153,7 +151,7 @@ def commit_checkpoint(
     `whole` are the steps that this process loaded or committed, as others may be damaged. Raises
     OSError; the files of this save are then removed and what was there before is untouched.
     """
-    final, temporary = of_step(root, step), _temporary(root, step)
+    final, temporary = checkpoint_folder(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
         files = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
@@ -162,7 +160,7 @@ def commit_checkpoint(
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
         about = {"format_version": FORMAT_VERSION, "step": step, **meta}
-        _write_json(temporary / MANIFEST, about | {"files": files})
+        write_json(temporary / MANIFEST, about | {"files": files})
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
@@ -191,8 +189,8 @@ def _collect(temporary: Path, world: int) -> dict[str, Any]:
 
 
 def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
-    for found in steps(root):
-        number = int(found.name[5:])
+    for found in checkpoint_folders(root):
+        number = step_of(found)
         stays = keep_every is not None and number > 0 and number % keep_every == 0
         if number < step and not stays:
             with contextlib.suppress(OSError):
@@ -226,8 +224,3 @@ def _temporary(root: Path, step: int) -> Path:
 
 def _note(rank: int) -> str:
     return f"written-{rank:05d}.json"
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False), encoding="utf-8")
-    flush_to_disk(path)

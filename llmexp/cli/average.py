@@ -11,7 +11,8 @@ from pathlib import Path
 
 from llmexp.compose import command_line
 from llmexp.runs import rundir
-from llmexp.runs.naming import add_weights, check_new, named_checkpoint
+from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.rundir import check_new
 from llmexp.settings.values import ConfigError
 
 

@@ -151,13 +151,13 @@ def _judged(
     """Return the figures of an opened model on tasks, or without names on the data of `config`."""
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
 
-    judge = placed_model(opened)
-    if judge.note:
-        _warn(judge.note)
+    model = placed_model(opened)
+    if model.note:
+        _warn(model.note)
     if names:
         folder = args.tasks_folder or config.train.tasks_folder
-        return evaluate_tasks(judge, names, folder, args.by == "item")
-    return evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+        return evaluate_tasks(model, names, folder, args.by == "item")
+    return evaluate_sets(model, config, tokens, args.by == "document", _warn)
 
 
 def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:

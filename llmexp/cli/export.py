@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmexp.compose import command_line
-from llmexp.runs.naming import add_weights, check_new, named_checkpoint
+from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.rundir import check_new
 
 if TYPE_CHECKING:
     from llmexp.exchange.export import Exported

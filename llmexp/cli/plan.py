@@ -10,7 +10,7 @@ from llmexp.compose import app, command_line, origin
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import build_plan
 from llmexp.runs import rundir
-from llmexp.runs.naming import refuse_folder
+from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 

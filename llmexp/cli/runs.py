@@ -7,7 +7,6 @@ import contextlib
 import fnmatch
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
@@ -222,8 +222,7 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
 
     With `yes` they are removed; those that cannot be go into `failed`. The caller holds the lock.
     """
-    steps = [p for p in where.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
-    steps.sort(key=lambda p: int(p.name.removeprefix("step_")))
+    steps = checkpoint_folders(where)
     if len(steps) < 2:
         return
     kept = next((p for p in reversed(steps) if _is_whole(p)), None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
-from llmexp.runs.naming import check_new
+from llmexp.runs.rundir import check_new
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import write_whole
 
@@ -58,7 +58,7 @@ def tokenizer(arguments: list[str]) -> int:
 
 def trained(args: Any) -> TrainedTokenizer:
     """Train the tokenizer of a command line that was parsed and write it. Raises ConfigError."""
-    from llmexp.data.tokenizer_files import PATTERNS
+    from llmexp.data.tokenizers import PATTERNS
     from llmexp.data.train_tokenizer import SMALLEST, train_bpe
     from llmexp.train.assembly.inputs import filled
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from llmexp.run.budget import BUDGETS
-from llmexp.settings.labels import label
+from llmexp.settings.labels import short_label
 
 # share by which budgets and schedules may differ, such as by a last window that is left out
 CLOSE = 0.01
@@ -43,11 +43,11 @@ def by_cause(points: Sequence[Spent]) -> dict[str, int]:
         for some in combinations(keys, size):
             found: dict[str, list[int]] = {}
             for point in points:
-                name = label({key: point.values[key] for key in some if key in point.values})
+                name = short_label({key: point.values[key] for key in some if key in point.values})
                 found.setdefault(name, []).append(point.tokens)
             if all(equal(tokens) for tokens in found.values()):
                 return {name: tokens[0] for name, tokens in found.items()}
-    return {label(point.values): point.tokens for point in points}
+    return {short_label(point.values): point.tokens for point in points}
 
 
 def common(points: Sequence[Spent]) -> int:

@@ -21,7 +21,7 @@ from llmexp.compare.records import TWIN, Entry, Record
 from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, estimate
 from llmexp.metrics.keys import TIMINGS
-from llmexp.settings.labels import label
+from llmexp.settings.labels import short_label
 from llmexp.settings.labels import shown as value
 from llmexp.system.text import number
 
@@ -212,7 +212,7 @@ def _cells(rivals: Sequence[Rival], keys: Sequence[str], key: str, fitted: Fitte
     for r in rivals:
         number = fitted.number.get(r.identity)
         if number is not None:
-            rest = label({k: r.entry.values.get(k) for k in keys if k != key})
+            rest = short_label({k: r.entry.values.get(k) for k in keys if k != key})
             cells[value(r.entry.values.get(key))].setdefault(rest, number)
     return cells
 

@@ -14,7 +14,7 @@ from llmexp.compare.evidence import Verdict
 from llmexp.compare.figures import figure, half_width, is_score
 from llmexp.compare.plotting import GREY, LEADING, Plot, looks, menus, metric, palette, plot, text
 from llmexp.compare.records import APART, Comparison, Entry
-from llmexp.settings.labels import label, short_keys
+from llmexp.settings.labels import short_keys, short_label
 from llmexp.system.text import shown
 
 NAMED = 10  # settings of the other keys at most that have colours and names
@@ -45,7 +45,7 @@ def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Pl
     assert column is not None
     groups: dict[str, list[Entry]] = defaultdict(list)
     for e in sorted(entries, key=lambda e: float(e.values[key])):
-        groups[label({k: e.values[k] for k in c.factors if k != key})].append(e)
+        groups[short_label({k: e.values[k] for k in c.factors if k != key})].append(e)
     few = len(groups) <= NAMED
     legend = few and len(groups) > 1
     colours = palette(len(groups)) if few else [GREY] * len(groups)

@@ -12,7 +12,7 @@ from llmexp.compare.rows import Columns
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
-from llmexp.runs.naming import LINEAGE
+from llmexp.runs.rows import LINEAGE
 from llmexp.settings.knobs import default_of
 from llmexp.system.redact import clean
 

@@ -231,7 +231,7 @@ def label(entry: Entry, keys: Sequence[str]) -> str:
     if entry.out not in APART and entry.values and len(keys) <= 4:
         shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
     if shown or len(entry.runs) == 1 or len(keys) > 4:
-        return labels.label(shown) or entry.name
+        return labels.short_label(shown) or entry.name
     seeds = sorted({s for r in entry.runs if isinstance(s := r.config.get(SEED), int)})
     if len(seeds) == 2 or not seeds or seeds[-1] - seeds[0] != len(seeds) - 1:
         return f"seeds {seeds[0]} and {seeds[1]}" if len(seeds) == 2 else f"{len(entry.runs)} seeds"

@@ -21,11 +21,11 @@ beside       the files beside a shard of documents
 text_bytes   bytes of text that ids stand for
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
-places       files here, and addresses that fsspec reads
+remote       files here, and addresses that fsspec reads
 encode       pieces of text that are encoded one by one, by several threads
 token_files  ids that somebody else has prepared
 labels       which of them are no targets
-cache        write into the token cache: lock, errors
+cache        the cache folder: its lock, and what is known of files
 progress     a line while a preparation lasts
 files        find and identify input files
 tokenizers   tiktoken's encodings, bytes, the user's own

@@ -1,17 +1,35 @@
-"""Write into the token cache: one process at a time, on the disk before it counts."""
+"""Keep token shards and what is known of files in the cache folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.settings.values import refuse
+from llmexp.system.fileio import write_whole
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp.
+
+    Nothing is made here. Raises ValueError.
+    """
+    if not isinstance(cache_dir, str | None):
+        raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
+    folder = cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp"
+    return Path(folder).expanduser().absolute()
 
 
 def id_type(tokenizer: Tokenizer) -> np.dtype:
@@ -53,3 +71,47 @@ def _locked(path: Path, kind: int) -> Iterator[None]:
             )
             fcntl.flock(file, kind)
         yield
+
+
+def cached(
+    cache: Path,
+    what: str,
+    settings: Any,
+    paths: Sequence[Path],
+    compute: Callable[[], Any],
+) -> Any:
+    """Return `compute()`, or what it returned for files of the same sizes and times of change.
+
+    The value is plain. An entry that cannot be written or read is no error: it is computed again.
+    """
+    states = [
+        (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
+    ]
+    key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
+    entry = cache / "notes" / f"{what}-{key[:32]}.json"
+    if "value" in (known := read_entry(entry)):
+        return known["value"]
+    value = compute()
+    # A file that changed just now can change again within one tick of its clock without a new time.
+    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
+    unchanged = all(
+        p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
+    )
+    if settled and unchanged:
+        write_entry(entry, {"value": value})
+    return value
+
+
+def read_entry(entry: Path) -> dict[str, Any]:
+    """Return what an entry of the cache holds; {} where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(entry.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def write_entry(entry: Path, content: dict[str, Any]) -> None:
+    """Write an entry of the cache. A disk that does not take it is no error."""
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(entry, json.dumps(content))

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from llmexp.data.files import cache_folder
+from llmexp.data.cache import cache_folder
 from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
-from llmexp.data.places import Answers, Unreachable
-from llmexp.data.prepared import Forgotten, Prepared, prepare_source
+from llmexp.data.prepared import Prepared, StaleCache, prepare_source
 from llmexp.data.records import Counts
+from llmexp.data.remote import RemoteCache, Unreachable
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
 from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.tokenizers import Tokenizer, end_of_text_id, tokenizer_identity
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import Work, refuse_shared_files, with_kinds, work_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import knob
@@ -70,59 +70,60 @@ def corpus(  # noqa: PLR0913 (its knobs)
     cache = cache_folder(cache_dir)
 
     def made(anew: bool) -> Corpus:
-        return _corpus(data, tokenizer, sequence_length, Answers(cache, anew))
+        return _corpus(data, tokenizer, sequence_length, RemoteCache(cache, anew))
 
     try:
         return made(ask_again)
-    except Forgotten:
+    except StaleCache:
         return made(True)
     except Unreachable as error:
         if not ask_again:
             raise
         try:
             found = made(False)
-        except Forgotten:
+        except StaleCache:
             raise error from None
         return replace(found, description=f"{found.description}; not asked now: {error}")
 
 
 def corpus_sources(
-    answers: Answers, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
+    remote: RemoteCache, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
 ) -> Sources:
     """Return the sources that the knobs of data=corpus name. Raises ValueError."""
     check_kinds(val, stages)
     skip = on_bad_record == "skip"
-    held_out, shares = read_validation(val, skip, answers)
-    return read_sources(sources, shares, skip, answers), held_out
+    held_out, shares = read_validation(val, skip, remote)
+    return read_sources(sources, shares, skip, remote), held_out
 
 
-def works_of(some: Sources, tokenizer: Tokenizer, answers: Answers) -> list[dict[str, Work]]:
+def works_of(some: Sources, tokenizer: Tokenizer, remote: RemoteCache) -> list[dict[str, Work]]:
     """Return what there is to prepare for each source and validation set. Raises ValueError."""
-    end_of_text_id(tokenizer)  # ends each document
+    tokenizer.end_of_text()  # ends each document
     return [
-        {name: work_of(source, tokenizer, answers) for name, source in each.items()}
-        for each in some
+        {name: work_of(source, tokenizer, remote) for name, source in each.items()} for each in some
     ]
 
 
-def documents_to_train(some: Sources, answers: Answers) -> Iterator[Iterator[str]]:
+def documents_to_train(some: Sources, remote: RemoteCache) -> Iterator[Iterator[str]]:
     """Yield the pieces of each training document, one source after the other. Raises ValueError."""
     for source in some[0].values():
-        for document in with_kinds(source, answers).read(Counts()):
+        for document in with_kinds(source, remote).read(Counts()):
             if document.split == TRAIN:
                 yield document.pieces
 
 
-def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers: Answers) -> Corpus:
+def _corpus(
+    data: Mapping[str, Any], tokenizer: Tokenizer, length: int, remote: RemoteCache
+) -> Corpus:
     names = list(data["val"])
     main = main_set(data["val_main"], names)
-    chosen, held_out = corpus_sources(answers, **data)
-    works, works_val = works_of((chosen, held_out), tokenizer, answers)
+    chosen, held_out = corpus_sources(remote, **data)
+    works, works_val = works_of((chosen, held_out), tokenizer, remote)
     refuse_shared_files([*works.values(), *works_val.values()])
     mixed = read_stages(data["stages"], list(works), length)
     weights = {name: s.weight for name, s in chosen.items() if s.weight is not None}
     ready, ready_val = (
-        {name: prepare_source(one, answers) for name, one in some.items()}
+        {name: prepare_source(one, remote) for name, one in some.items()}
         for some in (works, works_val)
     )
     texts = {name: _texts(name, ready, ready_val) for name in names}
@@ -149,10 +150,10 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
-        description=_description(ready, list(trained), answers),
+        description=_description(ready, list(trained), remote),
         fingerprint={
             "tokenizer": tokenizer.name,
-            "tokenizer_sha256": tokenizer_identity(tokenizer),
+            "tokenizer_sha256": tokenizer.identity,
             "sources": {name: one.content for name, one in ready.items()},
             "val_sets": {name: one.content for name, one in ready_val.items()},
             "val_files": texts[main] if main else {},
@@ -164,7 +165,7 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
         val_sets=val_sets,
         val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
-        warnings=warnings_of(trained, ready_val, answers),
+        warnings=warnings_of(trained, ready_val, remote),
     )
 
 
@@ -174,7 +175,7 @@ def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
         raise ValueError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
-def _description(ready: Mapping[str, Prepared], trained: list[str], answers: Answers) -> str:
+def _description(ready: Mapping[str, Prepared], trained: list[str], remote: RemoteCache) -> str:
     parts = [f"{name} {len(ready[name].streams[TRAIN]):,} tokens" for name in trained]
     bad = sum(one.counts.bad for one in ready.values())
     text = f"corpus of {', '.join(parts)}"
@@ -186,8 +187,8 @@ def _description(ready: Mapping[str, Prepared], trained: list[str], answers: Ans
         text += f"; {bad:,} {records} left out"
     commits = {one.source.hf: one.source.revision for one in ready.values()}
     text += "".join(f"; {name} at {commit[:12]}" for name, commit in commits.items() if commit)
-    if answers.remembered:
-        day = min(answers.remembered.values())
+    if remote.remembered:
+        day = min(remote.remembered.values())
         text += f"; buckets and hub as they were on {day} (llmexp prepare asks again)"
     return text
 

@@ -13,15 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from llmexp.data.files import cpu_count
-from llmexp.data.tokenizer_files import PATTERNS, HuggingFaceTokenizer
-from llmexp.data.tokenizers import CustomTokenizer, Tokenizer, is_byte_level
+from llmexp.data.tokenizers import Tokenizer
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
 
-# The places where a text may be cut without a change of its tokens. In the split patterns of the
-# encodings below no match crosses these places, and none looks past them, so that
-# split(a + b) = split(a) + split(b):
+# The places where a text may be cut without a change of its tokens. In the split patterns of
+# `tokenizers.PUBLISHED` and PATTERNS no match crosses these places, and none looks past them, so
+# that split(a + b) = split(a) + split(b):
 # x| y   before a space that follows a non-space: only the first character of a match may be a
 #        space before other things, and a run of spaces looks one character ahead, which is still
 #        x's side or all of y's
@@ -38,28 +37,16 @@ BOUNDARY = re.compile(
     r"|(?<=[A-Za-z0-9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
     r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
 )
-# A document of another tokenizer is one piece, unless it splits text by one of PATTERNS.
-CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def is_cuttable(tokenizer: Tokenizer) -> bool:
-    """Return whether BOUNDARY holds for the tokenizer, by the pattern that it splits text with."""
-    if isinstance(tokenizer, CustomTokenizer):
-        return (
-            isinstance(tokenizer.given, HuggingFaceTokenizer)
-            and tokenizer.given.pattern is not None
-        )
-    return tokenizer.name in CUTTABLE or tokenizer._pat_str in PATTERNS.values()
-
-
 def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
     """Return the function that cuts the blocks of a text into pieces to encode one by one."""
-    if is_byte_level(tokenizer):
+    if tokenizer.is_byte_level:
         return iter
-    return split_text if is_cuttable(tokenizer) else lambda texts: iter(("".join(texts),))
+    return split_text if tokenizer.is_cuttable else lambda texts: iter(("".join(texts),))
 
 
 def ahead(

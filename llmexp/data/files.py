@@ -1,4 +1,4 @@
-"""Find the files that a data source reads, identify their content, and remember it in the cache."""
+"""Find the files that a data source reads, and identify their content."""
 
 from __future__ import annotations
 
@@ -10,30 +10,18 @@ import math
 import os
 import resource
 import sysconfig
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from llmexp.settings.values import refuse
-from llmexp.system.fileio import sha256, write_whole
+from llmexp.system.fileio import sha256
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
 READ_SAVED = "data=corpus data.sources.main.hf="
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 OTHER_FILES = 512  # that a process may have open beside those of its data
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp.
-
-    Nothing is made here. Raises ValueError.
-    """
-    if not isinstance(cache_dir, str | None):
-        raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
-    folder = cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp"
-    return Path(folder).expanduser().absolute()
 
 
 def allow_open_files(count: int) -> None:
@@ -168,56 +156,3 @@ def cut_files(states: Mapping[str, int]) -> str:
 
 def cut_text(path: str, before: int, now: int) -> str:
     return f"{path}: this token file was cut from {before:,} to {now:,} bytes while it was in use"
-
-
-def state_of(path: Path) -> tuple[int, int]:
-    """Return (bytes, time of change in ns) of a file; (-1, -1) of one that is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
-
-
-def remembered(
-    cache: Path,
-    what: str,
-    settings: Any,
-    paths: Sequence[Path],
-    compute: Callable[[], Any],
-) -> Any:
-    """Return `compute()`, or what it returned for files of the same sizes and times of change.
-
-    The value is plain. A note that cannot be written or read is no error: it is computed again.
-    """
-    states = [
-        (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
-    ]
-    key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
-    note = cache / "notes" / f"{what}-{key[:32]}.json"
-    if "value" in (known := read_note(note)):
-        return known["value"]
-    value = compute()
-    # A file that changed just now can change again within one tick of its clock without a new time.
-    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
-    unchanged = all(
-        p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
-    )
-    if settled and unchanged:
-        write_note(note, {"value": value})
-    return value
-
-
-def read_note(note: Path) -> dict[str, Any]:
-    """Return what a note in the cache holds; {} where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(note.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def write_note(note: Path, content: dict[str, Any]) -> None:
-    """Write a note into the cache. A disk that does not take it is no error."""
-    with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, json.dumps(content))

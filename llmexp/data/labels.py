@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.data.files import allow_open_files, files_fingerprint, match_files, remembered
+from llmexp.data.cache import cached
+from llmexp.data.files import allow_open_files, files_fingerprint, match_files
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.token_files import open_tokens
 from llmexp.settings.values import refuse
@@ -67,7 +68,7 @@ def read_labels(
             _check(key, path, array, beside, there)
         return True
 
-    remembered(cache, "labels", key, [*paths, *(path for path, _ in ids)], scan)
+    cached(cache, "labels", key, [*paths, *(path for path, _ in ids)], scan)
     digests = [sample_digest(TokenStream([array])) for array in arrays]
     return TokenStream(arrays), files_fingerprint(paths, digests)
 

@@ -1,28 +1,27 @@
 """Count the documents of a validation set that are trained on, by the digests beside the shards.
 
 No text is read. The digests of at most MOST training documents are, once for a set: the counts are
-noted in the cache.
+kept in the cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
 from llmexp.data.beside import DIGEST, digests_beside
-from llmexp.data.files import read_note, write_note
-from llmexp.data.places import Answers
+from llmexp.data.cache import cached
 from llmexp.data.prepared import Prepared
+from llmexp.data.remote import RemoteCache
 from llmexp.data.source import TRAIN
 
 MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
 
 
 def warnings_of(
-    training: Mapping[str, Prepared], held_out: Mapping[str, Prepared], answers: Answers
+    training: Mapping[str, Prepared], held_out: Mapping[str, Prepared], remote: RemoteCache
 ) -> tuple[str, ...]:
     """Return a warning for each validation set that shares documents with training.
 
@@ -30,7 +29,11 @@ def warnings_of(
     """
     found = []
     for name, one in held_out.items():
-        counts = _noted(training, one, answers)
+        known = [MOST, [[source, each.content] for source, each in training.items()], one.content]
+        try:
+            counts = cached(remote.cache, "overlap", known, [], partial(shared, training, one))
+        except OSError:  # a file of digests is gone: `verify data` names it
+            continue
         if both := sum(counts.values()):
             there = ", ".join(f"{source} {count:,}" for source, count in counts.items() if count)
             found.append(
@@ -39,21 +42,6 @@ def warnings_of(
                 "too low: leave these out of one of the two (llmexp verify data names the first)"
             )
     return tuple(found)
-
-
-def _noted(training: Mapping[str, Prepared], val: Prepared, answers: Answers) -> dict[str, int]:
-    """Return by source how many documents of `val` are trained on, noted in the cache."""
-    known = [[name, one.content] for name, one in training.items()]
-    key = hashlib.sha256(json.dumps([MOST, known, val.content]).encode()).hexdigest()
-    note = answers.cache / "notes" / f"overlap-{key[:32]}.json"
-    counts: dict[str, int] | None = read_note(note).get("counts")
-    if counts is None:
-        try:
-            counts = shared(training, val)
-        except OSError:  # a file of digests is gone: `verify data` names it
-            return {}
-        write_note(note, {"counts": counts})
-    return counts
 
 
 def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:

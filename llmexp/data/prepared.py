@@ -18,12 +18,12 @@ import numpy as np
 from llmexp.data import shards
 from llmexp.data.cache import building, id_type
 from llmexp.data.files import allow_open_files
-from llmexp.data.places import Answers, is_remote
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
+from llmexp.data.remote import RemoteCache, is_remote
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer, identified, tokenizer_identity
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import FORMAT, Part, SourceKey, Work, work_of
 
 MANIFEST = "manifest.json"
@@ -47,20 +47,20 @@ class Prepared:
         return f"{self.key.shards} without {bad} records" if bad else self.key.shards
 
 
-class Forgotten(Exception):
-    """The shards that remembered answers of a bucket or the hub describe are missing: ask again."""
+class StaleCache(Exception):
+    """What is remembered of a bucket or the hub describes shards that are missing: ask again."""
 
 
-def prepare_source(work: Work, answers: Answers) -> Prepared:
+def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
     """Return the shards of a source, from the cache where they are there.
 
     Raises ValueError, and Forgotten.
     """
-    cache, source = answers.cache, work.source
+    cache, source = remote.cache, work.source
     if (found := _open(work)) is not None:
         return found
-    if source.key in answers.remembered:
-        raise Forgotten
+    if source.key in remote.remembered:
+        raise StaleCache
     with building(work.folder, cache):
         if (found := _open(work)) is None:  # else another process was faster
             _begin(work)
@@ -146,7 +146,7 @@ def _refuse_changed(work: Work, cache: Path) -> None:
     """Ask buckets again, and raise DataChanged if a file changed while it was read."""
     source = work.source
     if any(map(is_remote, source.files)):
-        now = work_of(source, work.tokenizer, Answers(cache, anew=True))
+        now = work_of(source, work.tokenizer, RemoteCache(cache, anew=True))
         if now.key != work.key:
             raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
 
@@ -168,14 +168,14 @@ def _finish(work: Work) -> None:
     found = {
         "format": FORMAT,
         "dtype": id_type(work.tokenizer).str,
-        "tokenizer": identified(work.tokenizer),
+        "tokenizer": {"name": work.tokenizer.name, "sha256": work.tokenizer.identity},
         "counts": total.record(),
         "samples": {},
         "chunks": chunks,
     }
     streams = {split: _stream(folder, found, split) for split in source.splits}
     found["samples"] = {split: sample_digest(stream) for split, stream in streams.items()}
-    shards.write_json(folder / MANIFEST, found)
+    shards.commit_json(folder / MANIFEST, found)
 
 
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
@@ -239,13 +239,12 @@ def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise ValueError if the shards in a folder of the cache were made by another tokenizer."""
     try:
         noted = json.loads((folder / MANIFEST).read_text())["tokenizer"]
-        mine = tokenizer_identity(tokenizer)
-        other = noted["sha256"] != mine
+        other = noted["sha256"] != tokenizer.identity
     except (OSError, ValueError, KeyError, TypeError):
         return
     if other:
         raise ValueError(
             f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
-            f"({noted['sha256'][:8]}), and {tokenizer.name} ({mine[:8]}) is another one; "
-            "give the tokenizer that made them, for example tokenizer=gpt2"
+            f"({noted['sha256'][:8]}), and {tokenizer.name} ({tokenizer.identity[:8]}) is another "
+            "one; give the tokenizer that made them, for example tokenizer=gpt2"
         )

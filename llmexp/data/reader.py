@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ from llmexp.data.mixture import Mixture
 from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
+from llmexp.models.operands import IGNORE_INDEX
 
-MASKED = -100  # cross_entropy's ignore_index
 # Small windows are made many at a time: the thread holds the interpreter lock for some microseconds
 # per call of numpy or torch, and waits for it after each, so calls are what the training loop pays
 # for.
 _BLOCK_TOKENS = 1 << 17
-# Where sequences begin is found for many at a time: a call for each source of a mixture costs half
-# a millisecond, however few are asked for.
+# Where sequences begin is found for many at a time: a call for a mixture costs half a millisecond,
+# however few are asked for.
 _STARTS = 1 << 14
 
 
@@ -69,7 +70,7 @@ class Sampler:
     total_sequences: int
     seed: int
     shuffle: bool = True
-    hidden: TargetMask = TargetMask()
+    mask: TargetMask = TargetMask()
     mixed: Mixture | None = None  # where the stream holds several sources
     skipped: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
 
@@ -83,12 +84,14 @@ class Sampler:
         found = self.stream.hidden(starts_nr.ravel(), self.sequence_length + 1)
         return None if found is None else found.reshape(*starts_nr.shape, -1)
 
-    def starts(self, k: np.ndarray) -> np.ndarray:
-        """Return int64 [n]: the first token of each of the sequences `k` of the run."""
+    def starts(self, k_nr: np.ndarray) -> np.ndarray:
+        """Return int64 (n, r): the first token of each of the sequences `k_nr` of the run."""
+        k, n = k_nr.ravel(), self.stream.n_sequences(self.sequence_length)
         if self.mixed is not None:
-            return self.mixed.starts(k, self.seed, self.shuffle, self.sequence_length)
-        n = self.stream.n_sequences(self.sequence_length)
-        return sequence_index(self.seed, k, n, self.shuffle) * self.sequence_length
+            found = self.mixed.starts(k, self.seed, self.shuffle, self.sequence_length)
+        else:
+            found = sequence_index(self.seed, k, n, self.shuffle) * self.sequence_length
+        return found.reshape(k_nr.shape)
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ class RankSlice:
 
 
 def read_windows(
-    order: Sampler,
-    cut: RankSlice,
+    sampler: Sampler,
+    part: RankSlice,
     start_step: int,
     max_steps: int,
     *,
@@ -115,44 +118,38 @@ def read_windows(
     All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
     reading thread is raised here, and closing the iterator ends the thread.
     """
-    if order.real_batch_size % (cut.micro_batch_size * cut.dp_size):
+    if sampler.real_batch_size % (part.micro_batch_size * part.dp_size):
         raise ValueError(
-            f"batch.real_batch_size={order.real_batch_size}: must be a multiple of "
-            f"micro_batch_size {cut.micro_batch_size} x dp_size {cut.dp_size}"
+            f"batch.real_batch_size={sampler.real_batch_size}: must be a multiple of "
+            f"micro_batch_size {part.micro_batch_size} x dp_size {part.dp_size}"
         )
-    if order.stream.n_sequences(order.sequence_length) < 1:
+    if sampler.stream.n_sequences(sampler.sequence_length) < 1:
         raise ValueError(
-            f"batch.sequence_length={order.sequence_length}: {len(order.stream)} tokens do not "
+            f"batch.sequence_length={sampler.sequence_length}: {len(sampler.stream)} tokens do not "
             "fill one sequence"
         )
-    windows = _windows(order, cut, range(start_step, max_steps), digest, pin_memory)
+    windows = _windows(sampler, part, range(start_step, max_steps), digest, pin_memory)
     return _read_ahead(windows, prefetch, torch.cuda.current_device() if pin_memory else None)
 
 
 def _windows(
-    order: Sampler, cut: RankSlice, steps: range, digest: bool, pin_memory: bool
+    sampler: Sampler, part: RankSlice, steps: range, digest: bool, pin_memory: bool
 ) -> Iterator[Window]:
-    real, per_rank = order.real_batch_size, order.real_batch_size // cut.dp_size
-    first_row = cut.rank * per_rank
-    block = max(1, _BLOCK_TOKENS // (per_rank * order.sequence_length))
-    step = known_from = steps.start
-    known_nr: np.ndarray = np.empty((0, per_rank), np.int64)
+    real, per_rank = sampler.real_batch_size, sampler.real_batch_size // part.dp_size
+    first_row = part.rank * per_rank
+    block = max(1, _BLOCK_TOKENS // (per_rank * sampler.sequence_length))
+    step, starts = steps.start, _starts(sampler, first_row, per_rank, steps)
     while step < steps.stop:
-        left = order.total_sequences - order.skipped - step * real
+        left = sampler.total_sequences - sampler.skipped - step * real
         # The tail window comes alone; rank 0 has the most rows in it.
         count = min(block, max(1, left // real), steps.stop - step)
         rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
-        if step + count > known_from + len(known_nr):
-            windows = step + np.arange(max(block, min(_STARTS // per_rank, steps.stop - step)))
-            k_nr = windows[:, None] * real + order.skipped + first_row + np.arange(per_rank)
-            known_nr = order.starts(k_nr.ravel()).reshape(k_nr.shape)
-            known_from = step
-        starts_nr = known_nr[step - known_from :][:count, :rows]
-        tokens_nrs = order.read(starts_nr)
-        micro_steps = max(1, -(-most // cut.micro_batch_size))
-        masked = order.hidden.at(tokens_nrs, order.labels(starts_nr))
+        starts_nr = np.stack(list(itertools.islice(starts, count)))[:, :rows]
+        tokens_nrs = sampler.read(starts_nr)
+        micro_steps = max(1, -(-most // part.micro_batch_size))
+        masked = sampler.mask.at(tokens_nrs, sampler.labels(starts_nr))
         batches, target_counts = _micro_batches(
-            tokens_nrs, micro_steps, cut.micro_batch_size, masked, pin_memory
+            tokens_nrs, micro_steps, part.micro_batch_size, masked, pin_memory
         )
         for i in range(count):
             digested = _digest(tokens_nrs[i], first_row) if digest else 0
@@ -160,27 +157,36 @@ def _windows(
         step += count
 
 
+def _starts(sampler: Sampler, first_row: int, per_rank: int, steps: range) -> Iterator[np.ndarray]:
+    """Yield for each step int64 [per_rank]: where the sequences of its rows begin."""
+    many = max(1, _STARTS // per_rank)
+    for first in range(steps.start, steps.stop, many):
+        step_n = np.arange(first, min(first + many, steps.stop))
+        row_r = sampler.skipped + first_row + np.arange(per_rank)
+        yield from sampler.starts(step_n[:, None] * sampler.real_batch_size + row_r)
+
+
 def eval_batches(
     stream: TokenStream,
-    cut: RankSlice,
+    part: RankSlice,
     *,
     sequence_length: int,
     max_sequences: int,
-    hidden: TargetMask,
+    mask: TargetMask,
 ) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
     """Yield (starts_b, tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences.
 
     They are spread evenly over the stream; the inputs of row b begin there at starts_b[b]. All
     ranks have equally many batches; rows that are missing are masked, and begin at 0.
     """
-    micro, all_starts = cut.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
+    micro, all_starts = part.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
     total = len(all_starts)
-    per_rank = -(-total // cut.dp_size)
-    stop = min(total, (cut.rank + 1) * per_rank)
-    for first in range(cut.rank * per_rank, (cut.rank + 1) * per_rank, micro):
+    per_rank = -(-total // part.dp_size)
+    stop = min(total, (part.rank + 1) * per_rank)
+    for first in range(part.rank * per_rank, (part.rank + 1) * per_rank, micro):
         starts = all_starts[first : max(first, min(first + micro, stop))]
         tokens_rs = stream.gather(starts, sequence_length + 1)
-        masked = hidden.at(tokens_rs, stream.hidden(starts, sequence_length + 1))
+        masked = mask.at(tokens_rs, stream.hidden(starts, sequence_length + 1))
         masked = None if masked is None else masked[None]
         ((tokens_bt, targets_bt),) = _micro_batches(tokens_rs[None], 1, micro, masked, False)[0][0]
         yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
@@ -212,10 +218,10 @@ def _micro_batches(
     )
     filled_tokens, filled_targets = tokens.numpy(), targets.numpy()
     filled_tokens[:, :rows], filled_tokens[:, rows:] = tokens_nrs[..., :-1], 0
-    filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], MASKED
+    filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], IGNORE_INDEX
     valid = np.full(windows, rows * length)
     if masked_nrt is not None:
-        filled_targets[:, :rows][masked_nrt] = MASKED
+        filled_targets[:, :rows][masked_nrt] = IGNORE_INDEX
         valid -= masked_nrt.sum((1, 2))
     cut_tokens = tokens.view(-1, micro_batch_size, length).unbind()
     cut_targets = targets.view(-1, micro_batch_size, length).unbind()

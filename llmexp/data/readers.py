@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from llmexp.data.places import is_remote, need_package, open_file, reading
 from llmexp.data.records import (
     BadRecord,
     Counts,
@@ -31,6 +30,7 @@ from llmexp.data.records import (
     count_records,
     record_text,
 )
+from llmexp.data.remote import is_remote, need_package, open_file, reading
 from llmexp.data.sniffing import HEAD, sniffed
 from llmexp.data.tables import arrow, parquet
 from llmexp.settings.values import refuse

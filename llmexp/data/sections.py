@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llmexp.data.places import Answers, match_places
+from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.source import TRAIN, Source
-from llmexp.settings.values import refuse, typed
+from llmexp.settings.convert import converted, section
+from llmexp.settings.values import Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-PLACE_KEYS = ("files", "hf", "split", "text_key")
+WEIGHT = Knob("share in the mixture; 0 leaves the source out", 0.5, at_least=0)
+
+
+@dataclass(frozen=True)
+class PlaceKnobs:
+    files: Any = knob("paths, globs or addresses", default=None)
+    hf: str | None = knob("a folder of save_to_disk, or a name on the hub", default=None)
+    split: str | None = knob("of the dataset; null: train", "train", default=None)
+    text_key: str | None = knob("the field with the text; null: text", "text", default=None)
+
+
+@dataclass(frozen=True)
+class SourceKnobs(PlaceKnobs):
+    weight: float | None = knob(WEIGHT.doc, 0.5, at_least=0, default=None)
+
+
+@dataclass(frozen=True)
+class ValidationKnobs(PlaceKnobs):
+    share: float | None = knob("of the documents of all sources", 0.01, above=0, below=1,
+                               default=None)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageKnobs:
+    from_tokens: int = knob("tokens before the stage", 1_000_000, at_least=1)
+    weights: dict[str, Any] = knob("a weight for each source")
 
 
 def check_kinds(val: Any, stages: Any) -> None:
@@ -24,7 +50,10 @@ def check_kinds(val: Any, stages: Any) -> None:
 
 
 def read_sources(
-    sections: Mapping[str, Any], shares: Sequence[tuple[str, float]], skip: bool, answers: Answers
+    sections: Mapping[str, Any],
+    shares: Sequence[tuple[str, float]],
+    skip: bool,
+    remote: RemoteCache,
 ) -> dict[str, Source]:
     """Return the sources, each with its weight, or all without. Raises ValueError."""
     if not isinstance(sections, Mapping) or not sections:
@@ -32,15 +61,10 @@ def read_sources(
         raise ValueError(f"data.sources: name one source at least; for example {example}")
     found: dict[str, Source] = {}
     for name, value in sections.items():
-        key = f"data.sources.{name}"
-        section = _section(key, name, value, (*PLACE_KEYS, "weight"))
-        weight = section.get("weight")
-        if weight == 0 and not isinstance(weight, bool):
-            weight = 0.0  # leaves the source out
-        elif weight is not None:
-            weight = _number(f"{key}.weight", weight, "from 0", "0.5")
-        source = _source(key, section, answers)
-        found[name] = replace(source, shares=tuple(shares), weight=weight, skip_bad=skip)
+        key = _key("data.sources", name)
+        given = section(SourceKnobs, value, f"{key}.")
+        source = _source(key, given, remote)
+        found[name] = replace(source, shares=tuple(shares), weight=given.weight, skip_bad=skip)
     weights = {name: source.weight for name, source in found.items()}
     missing = [name for name, weight in weights.items() if weight is None]
     if missing and len(missing) < len(found):
@@ -53,60 +77,45 @@ def read_sources(
 
 
 def read_validation(
-    sections: Mapping[str, Any], skip: bool, answers: Answers
+    sections: Mapping[str, Any], skip: bool, remote: RemoteCache
 ) -> tuple[dict[str, Source], list[tuple[str, float]]]:
     """Return the validation sets with files of their own, and the shares of the others."""
     held_out, shares = {}, []
     for name, value in sections.items():
-        key = f"data.val.{name}"
-        section = _section(key, name, value, (*PLACE_KEYS, "share"))
+        key = _key("data.val", name)
+        given = section(ValidationKnobs, value, f"{key}.")
         if name in TAKEN:
             raise ValueError(f"{key}: is the name of {TAKEN[name]}; choose another one")
-        if (share := section.get("share")) is None:
-            held_out[name] = replace(_source(key, section, answers), skip_bad=skip)
+        if given.share is None:
+            held_out[name] = replace(_source(key, given, remote), skip_bad=skip)
             continue
-        if len(section) > 1:
+        if other := next((k for k, v in vars(given).items() if k != "share" and v is not None), ""):
             text = "a validation set is a share of the sources, or has files of its own"
-            other = next(k for k in section if k != "share")
             raise ValueError(f"{key}: has share and {other}; {text}")
-        shares.append((name, _number(f"{key}.share", share, "above 0 and below 1", "0.01")))
+        shares.append((name, given.share))
     if (total := sum(share for _, share in shares)) >= 1:
         raise ValueError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
     return held_out, shares
 
 
-def _section(key: str, name: Any, value: Any, known: Sequence[str]) -> dict[str, Any]:
+def _key(parent: str, name: Any) -> str:
     if NAME.fullmatch(str(name)) is None:
-        raise ValueError(f"{key}: a name has letters, digits, - and _, at most 40; for example web")
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key}={value}: keys are needed; for example {key}.files=corpus/*.jsonl")
-    for found in value:
-        if found not in known:
-            raise ValueError(f"{key}.{found}: there is no such key; known: {', '.join(known)}")
-    return {str(found): item for found, item in value.items() if item is not None}
+        text = "a name has letters, digits, - and _, at most 40; for example web"
+        raise ValueError(f"{parent}.{name}: {text}")
+    return f"{parent}.{name}"
 
 
-def _source(key: str, section: Mapping[str, Any], answers: Answers) -> Source:
-    text_key = section.get("text_key", "text")
-    if not isinstance(text_key, str) or not text_key:
-        raise refuse(f"{key}.text_key", text_key, "the name of a field is needed", "text")
-    if ("files" in section) == ("hf" in section):
+def _source(key: str, given: PlaceKnobs, remote: RemoteCache) -> Source:
+    text_key = given.text_key or "text"
+    if (given.files is None) == (given.hf is None):
         example = f"{key}.files=corpus/*.jsonl"
         raise ValueError(f"{key}: either files or hf is needed; for example {example}")
-    if "hf" in section:
-        split = str(section.get("split", TRAIN))
-        return Source(f"{key}.hf", text_key, hf=str(section["hf"]), split=split)
-    if "split" in section:
-        raise refuse(f"{key}.split", section["split"], "belongs to hf, and the source has files")
-    places = match_places(f"{key}.files", section["files"], answers)
+    if given.hf is not None:
+        return Source(f"{key}.hf", text_key, hf=given.hf, split=given.split or TRAIN)
+    if given.split is not None:
+        raise refuse(f"{key}.split", given.split, "belongs to hf, and the source has files")
+    places = match_places(f"{key}.files", given.files, remote)
     return Source(f"{key}.files", text_key, tuple(places))
-
-
-def _number(key: str, value: Any, what: str, example: str) -> float:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not 0 < value < (1 if "below 1" in what else float("inf")):
-        raise refuse(key, value, f"a number {what} is needed", example)
-    return float(value)
 
 
 def main_set(given: str | None, names: list[str]) -> str | None:
@@ -124,28 +133,25 @@ def read_stages(
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
     found: dict[int, dict[str, float]] = {}
-    stages_like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
-    example = f"for example {typed('data.stages', stages_like)}"
-    for number, stage in enumerate(stages):
+    like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
+    for number, value in enumerate(stages):
         key = f"data.stages[{number}]"
-        if not isinstance(stage, Mapping) or set(stage) != {"from_tokens", "weights"}:
-            raise refuse(key, stage, f"from_tokens and weights are needed; {example}")
-        tokens, weights = stage["from_tokens"], stage["weights"]
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            text = f"a whole number above 0 is needed; {example}"
-            raise refuse(f"{key}.from_tokens", tokens, text)
-        if not isinstance(weights, Mapping) or set(weights) != set(names):
+        if not isinstance(value, Mapping) or set(value) != {"from_tokens", "weights"}:
+            example = f"for example {typed('data.stages', like)}"
+            raise refuse(key, value, f"from_tokens and weights are needed; {example}")
+        given = section(StageKnobs, value, f"{key}.")
+        if set(given.weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
-            raise refuse(f"{key}.weights", weights, text)
-        checked = dict.fromkeys(names, 0.0)
-        for name in names:
-            if weights[name] != 0:
-                checked[name] = _number(f"{key}.weights.{name}", weights[name], "from 0", "0.5")
-        start = -(-tokens // sequence_length)
-        if not any(checked.values()):
-            raise refuse(f"{key}.weights", weights, "one weight must be above 0")
+            raise refuse(f"{key}.weights", given.weights, text)
+        weights = {
+            name: converted(float, given.weights[name], f"{key}.weights.{name}", WEIGHT)
+            for name in names
+        }
+        start = -(-given.from_tokens // sequence_length)
+        if not any(weights.values()):
+            raise refuse(f"{key}.weights", given.weights, "one weight must be above 0")
         if found and start <= max(found):
             text = "stages stand in order; the one before begins there or later"
-            raise refuse(f"{key}.from_tokens", tokens, text)
-        found[start] = checked
+            raise refuse(f"{key}.from_tokens", given.from_tokens, text)
+        found[start] = weights
     return found

@@ -26,7 +26,7 @@ import numpy as np
 from llmexp.data.cache import id_type
 from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.records import Counts, Document
-from llmexp.data.tokenizers import CustomTokenizer, Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import Work
 from llmexp.system.fileio import flush_to_disk, write_whole
 
@@ -137,42 +137,12 @@ def encoded(
 
     def encode(job: Job) -> Encoded:
         try:
-            return encode_job(job, tokenizer)
+            texts = [piece.text for piece in job.pieces]
+            return tokenizer.encode_documents(texts, not texts or job.pieces[-1].ends)
         except ValueError as error:
             raise ValueError(f"the tokenizer {tokenizer.name} gave up on a text: {error}") from None
 
     return ahead(encode, _jobs(documents, counts, tokenizer, wanted), threads)
-
-
-def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
-    """Return (the ids of all pieces, where each piece stops in them).
-
-    The end-of-text token ends a document. There is one call for all pieces: a thread that encodes
-    has to wait for the interpreter lock after each.
-    """
-    end, pieces = end_of_text_id(tokenizer), job.pieces
-    if not pieces:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if isinstance(tokenizer, CustomTokenizer):
-        found = tokenizer.encode_all([piece.text for piece in pieces])
-    elif is_byte_level(tokenizer):
-        found = [np.frombuffer(piece.text.encode(), np.uint8) for piece in pieces]
-    else:
-        name = next(text for text, number in tokenizer._special_tokens.items() if number == end)
-        text = name.join(piece.text for piece in pieces) + name * pieces[-1].ends
-        ids = tokenizer.encode_to_numpy(text, allowed_special={name}, disallowed_special=())
-        stops = np.flatnonzero(ids == end) + 1
-        if not pieces[-1].ends:
-            stops = np.append(stops, len(ids))
-        overlaps = any(name.endswith(name[:size]) for size in range(1, len(name)))
-        if len(stops) == len(pieces) and not overlaps:
-            return ids, stops
-        # The name of the token is in a document, where it is ordinary text.
-        found = [tokenizer.encode_to_numpy(p.text, disallowed_special=()) for p in pieces]
-    ended = [
-        np.append(ids, end) if piece.ends else ids for piece, ids in zip(pieces, found, strict=True)
-    ]
-    return np.concatenate(ended), np.cumsum([len(ids) for ids in ended])
 
 
 def _jobs(
@@ -247,7 +217,7 @@ class _Writer:
         """Make the chunk count: its shards are on the disk before its .json is."""
         shards = {split: shard.close() for split, shard in self._shards.items()}
         flush_to_disk(self._path.parent)
-        write_json(self._path, {"counts": counts, "last": last, "shards": shards})
+        commit_json(self._path, {"counts": counts, "last": last, "shards": shards})
 
     def remove(self) -> None:
         for shard in self._shards.values():
@@ -306,7 +276,7 @@ class _Shard:
         self._temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def commit_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
     write_whole(path, json.dumps(value))
     flush_to_disk(path.parent)

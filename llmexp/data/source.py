@@ -13,9 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.places import Answers, need_package, reading
 from llmexp.data.readers import documents
 from llmexp.data.records import Counts, Document, Found, count_records, record_text, split_document
+from llmexp.data.remote import RemoteCache, need_package, reading
 from llmexp.settings.values import refuse
 
 TRAIN = "train"
@@ -100,7 +100,7 @@ def _of_folder(datasets: Any, key: str, name: str, split: str) -> Any:
     return parts[split]
 
 
-def hub_identity(key: str, name: str, answers: Answers) -> tuple[str, str | None]:
+def hub_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str | None]:
     """Return what identifies the content of a dataset, and its commit if it is on the hub.
 
     A folder is identified by the digests of its files. Raises ValueError.
@@ -109,12 +109,12 @@ def hub_identity(key: str, name: str, answers: Answers) -> tuple[str, str | None
     if folder.is_dir():
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         names = [str(path.relative_to(folder)) for path in paths]
-        return json.dumps([names, answers.digests(paths)]), None
+        return json.dumps([names, remote.digests(paths)]), None
 
     def ask() -> str:
         hub = need_package("huggingface_hub", key, f"reading {name}")
         with reading(key, name):
             return str(hub.HfApi().dataset_info(name).sha)
 
-    commit = answers.get(key, f"hub {name}", ask)
+    commit = remote.get(key, f"hub {name}", ask)
     return f"{name}@{commit}", commit

@@ -15,24 +15,23 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from llmexp.data.cache import cache_folder, cached
 from llmexp.data.corpus import Sources, works_of
 from llmexp.data.files import (
     allow_open_files,
-    cache_folder,
     files_fingerprint,
     match_files,
-    remembered,
     stdlib_files,
 )
 from llmexp.data.labels import add_labels
 from llmexp.data.order import sequence_index
 from llmexp.data.overlap import warnings_of
-from llmexp.data.places import Answers
 from llmexp.data.prepared import prepare_source, refuse_tokenizer
+from llmexp.data.remote import RemoteCache
 from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
-from llmexp.data.tokenizers import Tokenizer, tokenizer_identity
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 
@@ -65,12 +64,12 @@ def stdlib(
 
     That is real text on every machine.
     """
-    amount, answers = Amount(val_ratio, max_tokens, seed), Answers(cache_folder(cache_dir))
-    found = _text_corpus(stdlib_sources(answers, **vars(amount)), amount, tokenizer, answers)
+    amount, remote = Amount(val_ratio, max_tokens, seed), RemoteCache(cache_folder(cache_dir))
+    found = _text_corpus(stdlib_sources(remote, **vars(amount)), amount, tokenizer, remote)
     return replace(found, description=f"Python's standard library, {found.description}")
 
 
-def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **_: Any) -> Sources:
+def stdlib_sources(remote: RemoteCache, *, val_ratio: float, seed: int, **_: Any) -> Sources:
     """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
     return {"text": _source("data", stdlib_files(), val_ratio, seed)}, {}
 
@@ -91,13 +90,13 @@ def text(
     chosen by their content, of fewer the last part of each. They are read in an order by `seed`
     then. A byte order mark at the start of a file is left out; everything else stays as it is.
     """
-    amount, answers = Amount(val_ratio, max_tokens, seed), Answers(cache_folder(cache_dir))
+    amount, remote = Amount(val_ratio, max_tokens, seed), RemoteCache(cache_folder(cache_dir))
     knobs = {"train_files": train_files, "val_files": val_files, **vars(amount)}
-    return _text_corpus(text_sources(answers, **knobs), amount, tokenizer, answers)
+    return _text_corpus(text_sources(remote, **knobs), amount, tokenizer, remote)
 
 
 def text_sources(
-    answers: Answers, *, train_files: Any, val_files: Any, val_ratio: float, seed: int, **_: Any
+    remote: RemoteCache, *, train_files: Any, val_files: Any, val_ratio: float, seed: int, **_: Any
 ) -> Sources:
     """Return the sources that the knobs of data=text name. Raises ValueError."""
     paths = _match_both(train_files, val_files)
@@ -125,10 +124,12 @@ def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
     return found
 
 
-def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: Answers) -> Corpus:
+def _text_corpus(
+    some: Sources, amount: Amount, tokenizer: Tokenizer, remote: RemoteCache
+) -> Corpus:
     """Return the corpus of one source, with its share or another source for validation."""
-    works, works_val = works_of(some, tokenizer, answers)
-    ready = [prepare_source(work, answers) for work in (*works.values(), *works_val.values())]
+    works, works_val = works_of(some, tokenizer, remote)
+    ready = [prepare_source(work, remote) for work in (*works.values(), *works_val.values())]
     if works_val:
         most: tuple[int | None, int | None] = (amount.max_tokens, None)
         val = ready[1].streams[TRAIN]
@@ -151,7 +152,7 @@ def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: A
     ]
     fingerprint: dict[str, Any] = {
         "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer_identity(tokenizer),
+        "tokenizer_sha256": tokenizer.identity,
         "train_files": marks[0],
         "val_files": marks[1] if works_val else {},
         "max_tokens": amount.max_tokens,
@@ -170,7 +171,7 @@ def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: A
         description=description,
         fingerprint=fingerprint,
         is_text=True,
-        warnings=warnings_of({"text": ready[0]}, held_out, answers),
+        warnings=warnings_of({"text": ready[0]}, held_out, remote),
     )
 
 
@@ -265,7 +266,7 @@ def _check_all_ids(
         return True
 
     settings = [vocab_size, [a.dtype.str for a in arrays.values()], dtype]
-    remembered(cache, "ids", settings, list(arrays), scan)
+    cached(cache, "ids", settings, list(arrays), scan)
 
 
 def _split_stream(stream: TokenStream, amount: Amount) -> list[TokenStream]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from llmexp.data.files import cut_text
 from llmexp.data.mixture import Mixture
+from llmexp.system.fileio import file_state
 
 OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
 OTHER_IDS += "missing"
@@ -49,7 +49,7 @@ class Shard:
         """
         try:
             self.check_size()
-            if self.state is None or (now := _state(self.name)) == self.state:
+            if self.state is None or (now := file_state(self.name)) == self.state:
                 return None
         except DataChanged as error:
             return str(error), True
@@ -63,18 +63,13 @@ class Shard:
         return f"{self.name}: this token file was written to while it was in use{grown}", True
 
 
-def _state(path: str) -> tuple[int, int, int]:
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _opened(array: np.ndarray) -> Shard:
     mapped, name = getattr(array, "_mmap", None), getattr(array, "filename", None)
     if mapped is None or name is None:
         return Shard("an array in memory", array)
     size, state = mapped.size(), None
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
-        inode, _, changed = _state(str(name))
+        inode, _, changed = file_state(str(name))
         state = inode, size, changed
     return Shard(str(name), array, mapped, size, state)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.data.places import need_package, open_file
 from llmexp.data.records import BadRecord, Counts, Found, as_text
+from llmexp.data.remote import need_package, open_file
 from llmexp.settings.values import refuse
 
 ROWS = 1024  # read at a time

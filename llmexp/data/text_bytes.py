@@ -11,11 +11,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from llmexp.data.beside import bytes_beside, ends_beside
 from llmexp.data.stream import Shard, TokenStream
-from llmexp.data.tokenizers import Tokenizer, token_byte_lengths
+from llmexp.data.tokenizers import Tokenizer
 
 Documents = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -24,10 +23,10 @@ class TextBytes:
     """The bytes of text at places of streams, which one tokenizer made."""
 
     def __init__(self, tokenizer: Tokenizer, is_text: bool, vocab_size: int | None) -> None:
-        lengths = token_byte_lengths(tokenizer)
+        lengths = tokenizer.byte_lengths
         self._lengths = np.pad(lengths, (0, max(0, (vocab_size or 0) - len(lengths))))
         self._is_text = is_text
-        self._by_id = isinstance(tokenizer, tiktoken.Encoding)
+        self._by_id = tokenizer.counts_bytes
         self._exact = getattr(tokenizer, "exact_bytes", True)
         self._known: dict[int, tuple[TokenStream, Documents | None]] = {}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmexp.data.files import remembered
-from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.data.cache import cached
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.settings.values import refuse
 
 NUMPY = b"\x93NUMPY"
@@ -77,7 +77,7 @@ def documents_of(
 
     That is the tokenizer's end-of-text id.
     """
-    end = None if tokenizer is None else end_of_text(tokenizer)
+    end = None if tokenizer is None else tokenizer.eot_token
 
     def count() -> list[int]:
         there = unmarked = 0
@@ -91,7 +91,7 @@ def documents_of(
                 unmarked += int((last != end).sum()) if end is not None else 0
         return [there, unmarked]
 
-    there, unmarked = remembered(cache, "documents", end, list(arrays), count)
+    there, unmarked = cached(cache, "documents", end, list(arrays), count)
     return there, unmarked
 
 

@@ -15,21 +15,12 @@ from typing import Annotated, Any
 import numpy as np
 import tiktoken
 
-from llmexp.data.places import need_package
-from llmexp.data.tokenizers import PROBE
+from llmexp.data.remote import need_package
+from llmexp.data.tokenizers import END_OF_TEXT, PATTERNS, PROBE, Tokenizer, as_tokenizer
 from llmexp.settings.values import knob, refuse
 
-# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. The
-# expressions mean the same to tiktoken and to tokenizers, where {1,3}+ would be a repetition.
-PATTERNS = {
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    "cl100k_base": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-    ),
-}
 # The usual names of the token between documents, looked for in this order.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 def from_file(
@@ -48,7 +39,7 @@ def from_file(
             "gpt2",
         ),
     ],
-) -> Any:
+) -> Tokenizer:
     """Return the tokenizer of a file.
 
     That is a Hugging Face tokenizer.json or the folder that holds it, a .tiktoken file, or a
@@ -71,13 +62,13 @@ def from_file(
     except OSError as error:
         raise refuse("tokenizer.path", path, f"cannot be read: {error.strerror}") from None
     if file.suffix == ".tiktoken":
-        return _tiktoken(path, file, content, end_of_text, pattern)
+        return as_tokenizer(_tiktoken(path, file, content, end_of_text, pattern))
     if pattern is not None:
         text = f"belongs to a .tiktoken file; {file.name} says itself how text is split"
         raise refuse("tokenizer.pattern", pattern, text)
     if content.lstrip()[:1] == b"{":
-        return HuggingFaceTokenizer(path, file, end_of_text)
-    return SentencePieceTokenizer(path, content, end_of_text)
+        return as_tokenizer(HuggingFaceTokenizer(path, file, end_of_text))
+    return as_tokenizer(SentencePieceTokenizer(path, content, end_of_text))
 
 
 def _tiktoken(
@@ -100,7 +91,7 @@ def _tiktoken(
     if sorted(ranks.values()) != sorted(set(ranks.values())) or max(ranks.values()) >= 1 << 31:
         raise refuse("tokenizer.path", path, "two tokens have one number, or one is too large")
     split = PATTERNS.get(pattern or "gpt2", pattern)
-    special = {end_of_text or ENDS[0]: max(ranks.values()) + 1}
+    special = {end_of_text or END_OF_TEXT: max(ranks.values()) + 1}
     try:
         return tiktoken.Encoding(
             name=file.name, pat_str=str(split), mergeable_ranks=ranks, special_tokens=special
@@ -132,7 +123,7 @@ class HuggingFaceTokenizer:
             raise refuse("tokenizer.path", path, f"is no tokenizer.json ({error})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.pattern = _pattern(json.loads(self._tokenizer.to_str()))
+        self.is_cuttable = _is_cuttable(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
         self.n_vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -166,25 +157,22 @@ class HuggingFaceTokenizer:
         return lengths
 
 
-def _pattern(content: dict[str, Any]) -> str | None:
-    """Return the expression in PATTERNS that alone decides how a tokenizer.json splits text.
-
-    None where it is another one, or where anything else takes part.
-    """
+def _is_cuttable(content: dict[str, Any]) -> bool:
+    """Return whether one of PATTERNS alone decides how a tokenizer.json splits text."""
     if content["normalizer"] or content["model"].get("dropout"):
-        return None
+        return False
     if not all(token["special"] for token in content["added_tokens"]):
-        return None
+        return False
     before = content["pre_tokenizer"] or {}
     parts = before.get("pretokenizers", [before])
     if parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
-        return None
-    if len(parts) == 1:
-        return PATTERNS["gpt2"] if parts[0]["use_regex"] else None
+        return False
+    if len(parts) == 1:  # it has GPT-2's
+        return bool(parts[0]["use_regex"])
     split = parts[0].get("pattern", {}).get("Regex")
     alone = len(parts) == 2 and not parts[1]["use_regex"]
     isolated = parts[0].get("behavior") == "Isolated" and not parts[0].get("invert")
-    return split if alone and isolated and split in PATTERNS.values() else None
+    return alone and isolated and split in PATTERNS.values()
 
 
 def _declared_end(file: Path) -> str | None:

@@ -1,7 +1,7 @@
 """Make text into ids: tiktoken's encodings, bytes, and tokenizers of the user's own.
 
-A tokenizer is a `tiktoken.Encoding`, or an object with the parts in `PARTS`, as a
-`CustomTokenizer`.
+A function of conf/tokenizer returns a `tiktoken.Encoding`, or an object with the parts in `PARTS`;
+`as_tokenizer` makes a `Tokenizer` of either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import hashlib
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Annotated, Any
 
@@ -21,6 +21,17 @@ from llmexp.settings.parts import TokenizerKnobs
 from llmexp.settings.values import ConfigError, knob, nearest, refuse
 
 END_OF_TEXT = "<|endoftext|>"
+# Encodings and split patterns for which `encode.BOUNDARY` holds. A .tiktoken file does not say how
+# text is split before the bytes of a piece are merged. The expressions mean the same to tiktoken
+# and to tokenizers, where {1,3}+ would be a repetition.
+PUBLISHED = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+}
 # A tokenizer of the user's own needs these.
 PARTS = {
     "n_vocab": "the number of ids",
@@ -35,11 +46,132 @@ REPEATS = 40
 MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
-class CustomTokenizer:
-    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here.
+class Tokenizer:
+    """Text to ids and back; all that is not here is asked of the library's object, `given`."""
 
-    All others are the user's object's. Raises ValueError, naming the part, for an object that lacks
-    one.
+    given: Any
+    name: str
+    n_vocab: int
+    eot_token: int | None  # the id between documents
+    byte_lengths: np.ndarray  # int64 [n_vocab]: bytes of text that each id stands for, 0 for none
+    special_ids: Sequence[int]  # known ones that stand for no bytes, such as `eot_token`
+    is_byte_level = False  # text becomes its UTF-8 bytes, one id per byte and equal to it
+    is_cuttable = False  # `encode.BOUNDARY` holds: a cut there changes no ids
+    counts_bytes = False  # the byte lengths of the ids of any text add up to the bytes of the text
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "given":
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return as_tokenizer, (self.given,)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        raise NotImplementedError
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids of a text, in which no name of a special token counts."""
+        ids: list[int] = self.encode_all([text])[0].tolist()
+        return ids
+
+    def encode_documents(
+        self, texts: Sequence[str], last_ends: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (the ids of all texts, where each text stops in them).
+
+        The end-of-text id follows each text; the last one only if it ends its document.
+        """
+        end, found = self.end_of_text(), self.encode_all(texts)
+        ended = [np.append(ids, end) for ids in found[: len(found) - (not last_ends)]]
+        ended += found[len(ended) :]
+        ids = np.concatenate(ended) if ended else np.empty(0, np.int64)
+        return ids, np.cumsum([len(one) for one in ended], dtype=np.int64)
+
+    def end_of_text(self) -> int:
+        """Return the id between documents. Raises ConfigError where there is no such token."""
+        if self.eot_token is None:
+            text = f"{self.name} has no end-of-text token, which stands between documents"
+            way = f"add {END_OF_TEXT} to its special tokens"
+            if names := getattr(self, "special_names", []):
+                way += f", or take one that it has ({', '.join(names[:8])}): "
+                way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
+            raise ConfigError(f"tokenizer: {text}; {way}")
+        return self.eot_token
+
+    def has_meaning(self) -> np.ndarray:
+        """Return bool [n_vocab]: whether an id stands for bytes or is a special token.
+
+        No text can be made of another.
+        """
+        found: np.ndarray = self.byte_lengths > 0
+        found[[*self.special_ids]] = True
+        return found
+
+    @functools.cached_property  # a tenth of a second for 100,000 ids, and asked for several times
+    def identity(self) -> str:
+        """Return a digest of all that decides how text becomes ids: the name alone does not."""
+        digest = hashlib.sha256()
+        for part in self._deciding():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def _deciding(self) -> Iterator[bytes]:
+        raise NotImplementedError
+
+
+class TiktokenTokenizer(Tokenizer):
+    """An encoding of tiktoken."""
+
+    counts_bytes = True
+
+    def __init__(self, given: tiktoken.Encoding) -> None:
+        self.given, self.name, self.n_vocab = given, given.name, given.n_vocab
+        self._ranks, self._special = given._mergeable_ranks, given._special_tokens
+        # the only special token of a file ends documents, whatever it is called
+        alone = next(iter(self._special.values())) if len(self._special) == 1 else None
+        self.eot_token = self._special.get(END_OF_TEXT) if alone is None else alone
+        self.is_byte_level = self._ranks == {bytes([b]): b for b in range(256)}
+        self.is_cuttable = given.name in PUBLISHED or given._pat_str in PATTERNS.values()
+        self.special_ids = list(self._special.values())
+        self.byte_lengths = np.zeros(self.n_vocab, dtype=np.int64)
+        self.byte_lengths[[*self._ranks.values()]] = [*map(len, self._ranks)]
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if self.is_byte_level:
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return [self.given.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def encode_documents(
+        self, texts: Sequence[str], last_ends: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode all texts by one call: a thread waits for the interpreter lock after each."""
+        end = self.end_of_text()
+        name = next(text for text, number in self._special.items() if number == end)
+        overlaps = any(name.endswith(name[:size]) for size in range(1, len(name)))
+        if not texts or self.is_byte_level or overlaps:
+            return super().encode_documents(texts, last_ends)
+        joined = name.join(texts) + name * last_ends
+        ids = self.given.encode_to_numpy(joined, allowed_special={name}, disallowed_special=())
+        stops = np.flatnonzero(ids == end) + 1
+        if not last_ends:
+            stops = np.append(stops, len(ids))
+        if len(stops) == len(texts):
+            return ids, stops
+        # the name of the token is in a document, where it is ordinary text
+        return super().encode_documents(texts, last_ends)
+
+    def _deciding(self) -> Iterator[bytes]:
+        yield repr((self.given._pat_str, sorted(self._special.items()))).encode()
+        yield b"".join(struct.pack("<q", len(token)) + token for token in self._ranks)
+        yield np.fromiter(self._ranks.values(), np.int64, len(self._ranks)).tobytes()
+
+
+class CustomTokenizer(Tokenizer):
+    """A tokenizer of the user's own, or of another library: an object with the parts in `PARTS`.
+
+    Raises ValueError, naming the part, for an object that lacks one.
     """
 
     def __init__(self, given: Any) -> None:
@@ -51,6 +183,7 @@ class CustomTokenizer:
         self.given = given
         self.name = str(getattr(given, "name", type(given).__name__))
         self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
+        self.is_cuttable = bool(getattr(given, "is_cuttable", False))
         self._lock = threading.Lock()  # nobody promises that it may be called by several threads
         if not _whole(self.n_vocab) or self.n_vocab < 1:
             raise self._wrong("n_vocab", f" is {self.n_vocab!r}; it")
@@ -62,19 +195,13 @@ class CustomTokenizer:
             text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
             raise ConfigError(f"{self.name}.byte_lengths {text}")
         self.byte_lengths = lengths.astype(np.int64)
+        self.special_ids = [] if end is None else [end]
+        self._one_by_one = True
         self.decode(self.encode_ordinary(PROBE))
         self._one_by_one = self._depends_on_others()
 
     def _wrong(self, part: str, how: str, more: str = "") -> ValueError:
         return ValueError(f"{self.name}.{part}{how} must be {PARTS[part]}{more}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "given":
-            raise AttributeError(name)
-        return getattr(self.given, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # the lock stays here
-        return CustomTokenizer, (self.given,)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, all in one call where that changes no ids.
@@ -83,7 +210,7 @@ class CustomTokenizer:
         return.
         """
         if self._one_by_one:
-            return [self.encode_to_numpy(text) for text in texts]
+            return [self._encode_batch([text])[0] for text in texts]
         return self._encode_batch(texts)
 
     def _depends_on_others(self) -> bool:
@@ -92,7 +219,7 @@ class CustomTokenizer:
         Raises ValueError where a short text is padded, or a long one cut, even alone.
         """
         texts = (PROBE, PROBE * REPEATS)
-        short, long = alone = [self.encode_to_numpy(text) for text in texts]
+        short, long = alone = self.encode_all(texts)
         if len(short) > len(long) / REPEATS + MOST_ADDED:
             text = f"makes {len(short)} ids of a text and {len(long)} of {REPEATS} times that text"
             way = "with the library tokenizers by no_padding() and no_truncation()"
@@ -118,37 +245,25 @@ class CustomTokenizer:
             raise ConfigError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
         return ids
 
-    def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
-        return self._encode_batch([text])[0]
-
-    def encode_ordinary(self, text: str) -> list[int]:
-        ids: list[int] = self.encode_to_numpy(text).tolist()
-        return ids
-
     def decode(self, ids: list[int], **unused: Any) -> str:
         text = self.given.decode(ids)
         if not isinstance(text, str):
             raise self._wrong("decode", f" returned {text!r:.80}; it")
         return text
 
-    def identity(self) -> str:
-        """Return a digest of what it was seen to do: the text of every id, a text's ids."""
-        known = self.n_vocab, self.eot_token, self.encode_ordinary(PROBE)
-        digest = hashlib.sha256(repr(known).encode())
-        digest.update(self.byte_lengths.tobytes())
+    def _deciding(self) -> Iterator[bytes]:
+        """Yield what it was seen to do: a text's ids, the text of every id."""
+        yield repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode()
+        yield self.byte_lengths.tobytes()
         for token in range(self.n_vocab):
             try:
-                digest.update(repr(self.given.decode([token])).encode())
+                yield repr(self.given.decode([token])).encode()
             except Exception:  # an id without a text of its own
-                digest.update(b"-")
-        return digest.hexdigest()
+                yield b"-"
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-Tokenizer = tiktoken.Encoding | CustomTokenizer
 
 
 def as_tokenizer(found: Any) -> Tokenizer:
@@ -156,29 +271,35 @@ def as_tokenizer(found: Any) -> Tokenizer:
 
     Raises ValueError for what is no tokenizer.
     """
+    if isinstance(found, Tokenizer):
+        return found
     return (
-        found if isinstance(found, tiktoken.Encoding | CustomTokenizer) else CustomTokenizer(found)
+        TiktokenTokenizer(found) if isinstance(found, tiktoken.Encoding) else CustomTokenizer(found)
     )
 
 
-def byte_level() -> tiktoken.Encoding:
+def byte_level() -> Tokenizer:
     """Return a token per byte: byte b has id b, the end-of-text token has id 256.
 
     It needs no file and no network.
     """
-    return tiktoken.Encoding(
-        name="bytes",
-        pat_str=r"[\s\S]+",
-        mergeable_ranks={bytes([b]): b for b in range(256)},
-        special_tokens={END_OF_TEXT: 256},
-        explicit_n_vocab=257,
+    ranks = {bytes([b]): b for b in range(256)}
+    special = {END_OF_TEXT: 256}
+    return as_tokenizer(
+        tiktoken.Encoding(
+            "bytes",
+            pat_str=r"[\s\S]+",
+            mergeable_ranks=ranks,
+            special_tokens=special,
+            explicit_n_vocab=257,
+        )
     )
 
 
 def pretrained(
     name: Annotated[str, knob("name of the encoding", "gpt2")],
     download_timeout_s: TokenizerKnobs.download_timeout_s = 8.0,
-) -> tiktoken.Encoding:
+) -> Tokenizer:
     """Return the published encoding `name`, from tiktoken's cache or, once, from the network.
 
     Raises ValueError for an unknown name, and when the encoding is neither cached nor there within
@@ -201,84 +322,9 @@ def pretrained(
     threading.Thread(target=ask, name="llmexp-download", daemon=True).start()
     wait([found], download_timeout_s)
     if found.done() and found.exception() is None:
-        return found.result()
+        return as_tokenizer(found.result())
     why = f"no answer within {download_timeout_s:g} s"
     why = type(found.exception()).__name__ if found.done() else why
     text = f"its files are neither cached nor could they be downloaded ({why})"
     way = "set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them"
     raise refuse("tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")
-
-
-def is_byte_level(encoding: Tokenizer) -> bool:
-    """Return whether text becomes its UTF-8 bytes, one id per byte and equal to it."""
-    if isinstance(encoding, CustomTokenizer):
-        return False
-    ranks = encoding._mergeable_ranks
-    return len(ranks) == 256 and all(ranks.get(bytes([b])) == b for b in range(256))
-
-
-def end_of_text(encoding: Tokenizer) -> int | None:
-    """Return the id between documents; None where there is no such token."""
-    if isinstance(encoding, CustomTokenizer):
-        return encoding.eot_token
-    special = encoding._special_tokens
-    if len(special) == 1:  # of a file, whatever it is called
-        return next(iter(special.values()))
-    return special.get(END_OF_TEXT)
-
-
-def end_of_text_id(encoding: Tokenizer) -> int:
-    """Return the id between documents. Raises ValueError where the encoding has no such token."""
-    if (found := end_of_text(encoding)) is None:
-        text = f"{encoding.name} has no end-of-text token, which stands between documents"
-        way = f"add {END_OF_TEXT} to its special tokens"
-        if names := getattr(encoding, "special_names", []):
-            way += f", or take one that it has ({', '.join(names[:8])}): "
-            way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
-        raise ConfigError(f"tokenizer: {text}; {way}")
-    return found
-
-
-def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
-    """Return int64 [n_vocab]: the bytes of text that each id stands for.
-
-    They are 0 for special tokens and ids without a meaning.
-    """
-    if isinstance(encoding, CustomTokenizer):
-        return encoding.byte_lengths
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    ranks = encoding._mergeable_ranks
-    ids = np.fromiter(ranks.values(), np.int64, len(ranks))
-    lengths[ids] = np.fromiter(map(len, ranks), np.int64, len(ranks))
-    return lengths
-
-
-def has_meaning(encoding: Tokenizer) -> np.ndarray:
-    """Return bool [n_vocab]: whether an id stands for bytes or is a special token.
-
-    No text can be made of another.
-    """
-    found: np.ndarray = token_byte_lengths(encoding) > 0
-    if not isinstance(encoding, CustomTokenizer):
-        found[[*encoding._special_tokens.values()]] = True
-    elif encoding.eot_token is not None:
-        found[encoding.eot_token] = True
-    return found
-
-
-def identified(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what shards note of the tokenizer that made them."""
-    return {"name": tokenizer.name, "sha256": tokenizer_identity(tokenizer)}
-
-
-@functools.lru_cache(maxsize=4)  # a tenth of a second for 100,000 ids, and asked for several times
-def tokenizer_identity(encoding: Tokenizer) -> str:
-    """Return a digest of all that decides how text becomes ids: the name alone does not."""
-    if isinstance(encoding, CustomTokenizer):
-        return encoding.identity()
-    ranks = encoding._mergeable_ranks
-    known = encoding._pat_str, sorted(encoding._special_tokens.items())
-    digest = hashlib.sha256(repr(known).encode())
-    digest.update(b"".join(struct.pack("<q", len(token)) + token for token in ranks))
-    digest.update(np.fromiter(ranks.values(), np.int64, len(ranks)).tobytes())
-    return digest.hexdigest()

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llmexp.data.encode import split_text
-from llmexp.data.places import need_package
-from llmexp.data.tokenizer_files import PATTERNS
+from llmexp.data.remote import need_package
+from llmexp.data.tokenizers import END_OF_TEXT, PATTERNS
 from llmexp.settings.values import ConfigError
 
-END = "<|endoftext|>"
 SMALLEST = 257  # the bytes, and the token between documents
 BATCH_CHARACTERS = 1 << 21  # of text, handed to the library at a time
 
@@ -69,7 +68,7 @@ def train_bpe(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str)
     tokenizer.train_from_iterator(batches(), trainer)
     if not counted:
         raise ConfigError("data: there are no documents to train a tokenizer on")
-    tokenizer.add_special_tokens([library.AddedToken(END, special=True)])
+    tokenizer.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True)])
     tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
     size = sum(len(text.encode()) for text in sample)
     lines, ids = _tiktoken(tokenizer.to_str()), tokenizer.get_vocab_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -10,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.files import state_of
-from llmexp.data.places import Answers, contents_of, is_remote
 from llmexp.data.readers import kind_of_file
+from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.source import FEW_FILES, Source, hub_identity
 from llmexp.data.stream import DataChanged
-from llmexp.data.tokenizers import Tokenizer, tokenizer_identity
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.system.fileio import file_state
 
 FORMAT = 1  # of the shards; part of their key
 UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
@@ -43,7 +44,7 @@ class Work:
     contents: dict[str, str]  # what identifies the content of each file, or of the dataset
     units: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]  # bytes of each file
-    states: dict[str, tuple[int, int]]  # of the files here, from before they were hashed
+    states: dict[str, tuple[int, ...] | None]  # of the files here, from before they were hashed
     tokenizer: Tokenizer
 
     @property
@@ -63,7 +64,7 @@ class Work:
         Else other text would be found under its hash.
         """
         for name in files:
-            if name in self.states and state_of(Path(name)) != self.states[name]:
+            if name in self.states and _state_of(name) != self.states[name]:
                 raise DataChanged(f"{name}: this file changed while it was prepared; start again")
 
 
@@ -93,29 +94,29 @@ class Part:
         return at * self.of // (total << 64) == self.number - 1
 
 
-def work_of(source: Source, tokenizer: Tokenizer, answers: Answers) -> Work:
+def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
     """Return what there is to do for a source. Raises ValueError."""
-    states = {name: state_of(Path(name)) for name in source.files if not is_remote(name)}
+    states = {name: _state_of(name) for name in source.files if not is_remote(name)}
     sizes: list[int] = []
     if source.hf is None:
-        contents, sizes = contents_of(source.key, source.files, answers)
-        source = with_kinds(source, answers)
+        contents, sizes = contents_of(source.key, source.files, remote)
+        source = with_kinds(source, remote)
     else:
-        content, commit = hub_identity(source.key, source.hf, answers)
+        content, commit = hub_identity(source.key, source.hf, remote)
         contents, source = [content], replace(source, revision=commit)
     places = source.files or (f"{source.hf}, split {source.split}",)
     text = _digest([contents, source.text_key, source.split if source.hf else None])
-    recipe = [FORMAT, tokenizer_identity(tokenizer), text, source.shares]
+    recipe = [FORMAT, tokenizer.identity, text, source.shares]
     key = SourceKey(text, _digest([*recipe, "cut"] if source.cuts_texts else recipe))
     name = f"{key.shards}-skipped" if source.skip_bad else key.shards
-    folder = answers.cache / "corpus" / name
+    folder = remote.cache / "corpus" / name
     of_files = dict(zip(source.files, sizes, strict=True))
     units = _units(source, sizes)
     known = dict(zip(places, contents, strict=True))
     return Work(source, folder, key, known, units, of_files, states, tokenizer)
 
 
-def with_kinds(source: Source, answers: Answers) -> Source:
+def with_kinds(source: Source, remote: RemoteCache) -> Source:
     """Return the source, and whether it cuts texts.
 
     It does with shares, and few files, if plain text is among them.
@@ -123,7 +124,7 @@ def with_kinds(source: Source, answers: Answers) -> Source:
     if not source.shares or len(source.files) >= FEW_FILES:
         return source
     kinds = (
-        answers.get(source.key, f"kind {name}", partial(kind_of_file, source.key, name))
+        remote.get(source.key, f"kind {name}", partial(kind_of_file, source.key, name))
         if is_remote(name)
         else kind_of_file(source.key, name)
         for name in source.files
@@ -148,6 +149,12 @@ def refuse_shared_files(works: Iterable[Work]) -> None:
                 alike = "" if other == name else f" under the name {other}"
                 text = f"{name} is in {there} too{alike}; a file belongs to one source"
                 raise ValueError(f"{key}: {text}")
+
+
+def _state_of(name: str) -> tuple[int, ...] | None:
+    with contextlib.suppress(OSError):  # it is gone
+        return file_state(name)
+    return None
 
 
 def _digest(recipe: list[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmexp.data.places import need_package
+from llmexp.data.remote import need_package
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import one_line

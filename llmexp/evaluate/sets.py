@@ -19,7 +19,6 @@ from llmexp import mesh
 from llmexp.data.reader import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
-from llmexp.data.tokenizers import end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss
 from llmexp.runs import rundir
@@ -93,7 +92,7 @@ BEGINNING_TOKENS = 24  # of a document, to show which one it is
 
 
 @dataclass(frozen=True)
-class Judge:
+class PlacedModel:
     """A model in place, ready to score. `note`: why it does not compute as in its run."""
 
     opened: Opened
@@ -103,7 +102,7 @@ class Judge:
     note: str
 
 
-def placed_model(opened: Opened) -> Judge:
+def placed_model(opened: Opened) -> PlacedModel:
     """Put the model where its run computed, or where it can be computed here."""
     config, note = opened.config, ""
     wanted = config.train.device
@@ -120,14 +119,18 @@ def placed_model(opened: Opened) -> Judge:
         note, kind = f"{str(error).partition(';')[0]}; computing in fp32", "fp32"
     precision.apply(kind)
     opened.model.eval().to(device)
-    return Judge(opened, WindowLoss(opened.model), device, kind, note)
+    return PlacedModel(opened, WindowLoss(opened.model), device, kind, note)
 
 
 def evaluate_sets(
-    judge: Judge, config: Config, tokens: int | None, by_document: bool, warn: Callable[[str], None]
+    model: PlacedModel,
+    config: Config,
+    tokens: int | None,
+    by_document: bool,
+    warn: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return what `llmexp evaluate` finds on the data of `config`. Raises ConfigError."""
-    opened = judge.opened
+    opened = model.opened
     config = filled(config)
     ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
     corpus = build_corpus(config, opened.tokenizer, ids)
@@ -136,34 +139,34 @@ def evaluate_sets(
     if config.data == opened.config.data and recorded not in (None, read):
         warn("the data changed since the run started")
     return {
-        "device": judge.device.type,
-        "precision": judge.precision,
+        "device": model.device.type,
+        "precision": model.precision,
         "data": redacted(corpus.description),
         "sets": [
-            score_set(judge, config, corpus, name, tokens, by_document)
+            score_set(model, config, corpus, name, tokens, by_document)
             for name in streams_of(corpus)
         ],
     }
 
 
 def evaluate_tasks(
-    judge: Judge, names: Sequence[str], folder: str | None, by_item: bool
+    model: PlacedModel, names: Sequence[str], folder: str | None, by_item: bool
 ) -> dict[str, Any]:
     """Return the figures of tasks, and with `by_item` the scores of each item.
 
     Raises ConfigError.
     """
-    batch, tokenizer = judge.opened.config.batch, judge.opened.tokenizer
+    batch, tokenizer = model.opened.config.batch, model.opened.tokenizer
     found = []
     tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
-    alone = mesh.join(judge.device.type, "single", 1, 1, 1)
+    alone = mesh.join(model.device.type, "single", 1, 1, 1)
     tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:
-        figures, samples = scoring.score_task(task, judge.loss, alone, judge.precision, tokens)
+        figures, samples = scoring.score_task(task, model.loss, alone, model.precision, tokens)
         found.append({"task": task.name, "items": len(task.items), **figures})
         if by_item:
             found[-1]["scores"] = samples
-    return {"device": judge.device.type, "precision": judge.precision, "tasks": found}
+    return {"device": model.device.type, "precision": model.precision, "tasks": found}
 
 
 def streams_of(corpus: Corpus) -> dict[str, TokenStream]:
@@ -174,7 +177,12 @@ def streams_of(corpus: Corpus) -> dict[str, TokenStream]:
 
 
 def score_set(
-    judge: Judge, config: Config, corpus: Corpus, name: str, tokens: int | None, by_document: bool
+    model: PlacedModel,
+    config: Config,
+    corpus: Corpus,
+    name: str,
+    tokens: int | None,
+    by_document: bool,
 ) -> dict[str, Any]:
     """Return the figures of a set, over `tokens` of it (None: all), spread evenly as in training.
 
@@ -188,11 +196,11 @@ def score_set(
             f"{name}: {len(stream):,} tokens do not fill one sequence; batch.sequence_length="
             f"{length} needs {length + 1:,}"
         )
-    tokenizer = judge.opened.tokenizer
-    end = end_of_text(tokenizer) if corpus.is_text else None
+    tokenizer = model.opened.tokenizer
+    end = tokenizer.eot_token if corpus.is_text else None
     ends = document_ends(stream, end)
     sums = Sums(ends if len(ends) > 1 else ends[:0])
-    add_all(judge, config, corpus, stream, sequences, sums)
+    add_all(model, config, corpus, stream, sequences, sums)
     units, figures = sums.take()
     if not len(units):
         raise ConfigError(f"{name}: has no target that counts")
@@ -216,7 +224,7 @@ def score_set(
         found["documents"] = [
             {
                 "document": number,
-                "begins": _beginning(judge, stream, int(starts[number]), end),
+                "begins": _beginning(model, stream, int(starts[number]), end),
                 "tokens": int(column[1]),
                 **_figures(*column[:, None]),
             }
@@ -227,7 +235,7 @@ def score_set(
 
 @torch.no_grad()
 def add_all(
-    judge: Judge,
+    model: PlacedModel,
     config: Config,
     corpus: Corpus,
     stream: TokenStream,
@@ -235,18 +243,18 @@ def add_all(
     sums: Sums,
 ) -> None:
     """Score so many sequences of a stream, and add what each target costs to `sums`."""
-    tokenizer, batch = judge.opened.tokenizer, config.batch
-    vocab_size = getattr(judge.opened.model, "vocab_size", None)
+    tokenizer, batch = model.opened.tokenizer, config.batch
+    vocab_size = getattr(model.opened.model, "vocab_size", None)
     text_bytes = TextBytes(tokenizer, corpus.is_text, vocab_size)
     for starts_b, tokens_bt, targets_bt in eval_batches(
         stream,
         RankSlice(int(batch.micro_batch_size or 8)),
         sequence_length=batch.sequence_length,
         max_sequences=sequences,
-        hidden=TargetMask(config.data.get("ignore_id"), document_end(config, tokenizer)),
+        mask=TargetMask(config.data.get("ignore_id"), document_end(config, tokenizer)),
     ):
-        with precision.autocast(judge.precision, judge.device):
-            nll_bt = judge.loss(tokens_bt.to(judge.device), targets_bt.to(judge.device), each=True)
+        with precision.autocast(model.precision, model.device):
+            nll_bt = model.loss(tokens_bt.to(model.device), targets_bt.to(model.device), each=True)
         targets = targets_bt.numpy()
         bytes_bt = text_bytes.at(stream, starts_b, targets)
         sums.add(starts_b, nll_bt.double().cpu().numpy(), targets >= 0, bytes_bt)
@@ -267,8 +275,8 @@ def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> d
     return found
 
 
-def _beginning(judge: Judge, stream: TokenStream, start: int, end: int | None) -> str:
+def _beginning(model: PlacedModel, stream: TokenStream, start: int, end: int | None) -> str:
     """Return the first words of a document, on one line."""
     ids = stream.read(start, min(BEGINNING_TOKENS, len(stream) - start)).tolist()
     ids = ids[: ids.index(end)] if end in ids else ids
-    return " ".join(judge.opened.tokenizer.decode(ids, errors="replace").split())
+    return " ".join(model.opened.tokenizer.decode(ids, errors="replace").split())

@@ -9,6 +9,7 @@ from typing import Any
 from llmexp.exchange.average import facts_of
 from llmexp.metrics.keys import EMA, is_of_named_set
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 
 SHOWN = {
     "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),
@@ -32,7 +33,7 @@ def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[s
         ("precision", run.get("precision")),
         ("llmexp commit", run.get("commit")),
     ]
-    rows = [row for row in rundir.read_rows(path / rundir.METRICS) if row["step"] <= step]
+    rows = [row for row in read_rows(path / rundir.METRICS) if row["step"] <= step]
     keys = list(SHOWN[weights])
     if weights == "model":
         named = dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))

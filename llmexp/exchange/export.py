@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmexp.checkpoint import tensor_files
 from llmexp.checkpoint.loading import Loaded, whole_tensor
-from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
@@ -155,7 +155,7 @@ def export(
     `check`: read the files with transformers before the folder gets its name. Raises ConfigError
     for a model that transformers does not have.
     """
-    end = end_of_text(tokenizer)
+    end = tokenizer.eot_token
     described, rules = _described(loaded, section, end)
     padding = 0
     if form.vocabulary is not None and "vocab_size" in section:

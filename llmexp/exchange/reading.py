@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from llmexp.checkpoint import loading
-from llmexp.checkpoint.loading import ALL, NONE, Loaded, whole_tensor
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, is_step, step_of
+from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.sizes import FREE, knobs_of
@@ -60,8 +61,8 @@ def open_source(given: Any, hashed: bool = True) -> Source:
     folder = Path(given).expanduser()
     if folder.is_file():
         raise ConfigError(f"is a file; name the folder that holds it: {folder.parent}")
-    if (folder / loading.MANIFEST).is_file() and folder.name[5:].isdigit():
-        name = f"{folder.parent.parent}@{int(folder.name[5:])}"
+    if (folder / MANIFEST).is_file() and is_step(folder):
+        name = f"{folder.parent.parent}@{step_of(folder)}"
         raise ConfigError(f"is a checkpoint; name it {name}")
     if folder.is_dir() and not rundir.is_run(folder):
         if not (folder / "config.json").is_file():
@@ -83,9 +84,8 @@ def open_source(given: Any, hashed: bool = True) -> Source:
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
             raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS
-    loaded = loading.read_checkpoint(
-        loading.of_step(root, step), ALL if hashed else NONE, ("model",)
-    )
+    share = (0, 1) if hashed else None
+    loaded = loading.read_checkpoint(checkpoint_folder(root, step), ("model",), share)
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
@@ -101,7 +101,7 @@ def open_checkpoint(
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
     if step is not None:
-        found: Loaded | None = loading.read_checkpoint(loading.of_step(root, step), kinds=kinds)
+        found: Loaded | None = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
     else:
         found = loading.latest(root, warn, kinds=kinds)
     if found is None:

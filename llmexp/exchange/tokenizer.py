@@ -13,7 +13,7 @@ from typing import Any
 import tiktoken
 
 from llmexp.data.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer, from_file
-from llmexp.data.tokenizers import PROBE, Tokenizer, as_tokenizer, end_of_text
+from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.data.train_tokenizer import byte_names
 
 # AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
@@ -34,8 +34,8 @@ def tokenizer_files(
 
     Nobody else knows how that one cuts text. `length`: the tokens that the model can read.
     """
-    if isinstance(tokenizer, tiktoken.Encoding):
-        content = json.dumps(_of_tiktoken(tokenizer), ensure_ascii=False, indent=1)
+    if isinstance(tokenizer.given, tiktoken.Encoding):
+        content = json.dumps(_of_tiktoken(tokenizer.given), ensure_ascii=False, indent=1)
     elif isinstance(tokenizer.given, HuggingFaceTokenizer):
         # without what the run does without: a token before each text, cut or filled texts
         without = dict.fromkeys(("post_processor", "truncation", "padding"))
@@ -72,8 +72,7 @@ def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
             "AutoTokenizer does not; it becomes a tokenizer.json where the package protobuf is "
             "installed, unless it has symbols of its user"
         ]
-    given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
-    if isinstance(given, SentencePieceTokenizer) and '"Precompiled"' in str(
+    if isinstance(tokenizer.given, SentencePieceTokenizer) and '"Precompiled"' in str(
         files["tokenizer.json"]
     ):
         return [
@@ -88,7 +87,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     names = ("tokenizer.json", "tokenizer.model")
     if not any((folder / name).is_file() for name in names):
         return None
-    return as_tokenizer(from_file(str(folder), None, None))
+    return from_file(str(folder), None, None)
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
@@ -102,8 +101,8 @@ def _config(tokenizer: Tokenizer, length: int | None) -> dict[str, Any]:
         "model_max_length": length or int(1e30),  # the library's own word for no limit
         "clean_up_tokenization_spaces": False,
     }
-    if (end := end_of_text(tokenizer)) is not None:
-        given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
+    if (end := tokenizer.eot_token) is not None:
+        given = tokenizer.given
         if isinstance(given, SentencePieceTokenizer):  # it decodes a control piece to nothing
             text = given.piece(end)
         else:

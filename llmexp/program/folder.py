@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
+from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, nearest
 
@@ -71,7 +72,7 @@ class Run:
         """
         import numpy as np
 
-        rows = rundir.read_rows(self.path / rundir.METRICS)
+        rows = read_rows(self.path / rundir.METRICS)
         if not keys:
             return rows
         known = {key for row in rows for key in row}

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from llmexp.runs import ending, rundir
+from llmexp.runs.rows import read_rows
 from llmexp.settings.convert import today
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
@@ -88,7 +89,7 @@ class RunFolder:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl. Raises ConfigError for damage."""
-        return rundir.read_rows(self.path / rundir.METRICS)
+        return read_rows(self.path / rundir.METRICS)
 
     def last_row(self, key: str = "step") -> dict[str, Any]:
         """Return the last finished row that has the key, read from the end; empty without one."""

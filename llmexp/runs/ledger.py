@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import state_now
+from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.convert import section
 from llmexp.settings.knobs import essence
@@ -35,7 +36,6 @@ FORMAT = 1
 TWIN = "train.twin="  # begins the override that makes a point a twin
 LEDGER = "sweep.json"  # in a sweep's folder
 CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
-STATES = ("queued", "running", "finished", "failed", "preempted")
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
 KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")

@@ -1,4 +1,4 @@
-"""Write metrics.jsonl, the rows of a run, some at a time; keep of them only what the end needs."""
+"""Read metrics.jsonl, the rows of a run, and write it some rows at a time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,59 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs.rundir import walk_rows
+from llmexp.runs.rundir import METRICS
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 
 # json.dumps with options would make one for each row
 ROW = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 MOST_WAITING = 10  # rows
 LONGEST_WAIT_S = 1.0
+LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the whole rows of a metrics file in order. Raises ConfigError for damage."""
+    return [row for row, _ in walk_rows(path)]
+
+
+def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the whole rows of a metrics file in order, each with the place where it ends.
+
+    One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
+    """
+    if not path.exists():
+        return
+    end = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # it was never finished
+                return
+            end += len(line)
+            try:
+                row = json.loads(line)
+                if isinstance(row["step"], bool) or not isinstance(row["step"], int):
+                    raise ValueError("no step")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ConfigError(
+                    f"{path}: line {number} is not a row of metrics: {line[:-1][:60]!r}; the "
+                    "checkpoints are intact: take the line out, or give the file another name, and "
+                    "resume"
+                ) from None
+            yield row, end
+
+
+def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of a run and of its own parents up to a step, those that can be read."""
+    found: list[dict[str, Any]] = []
+    for name in (LINEAGE, METRICS):
+        with contextlib.suppress(ConfigError, OSError):
+            found += read_rows(path / name)
+    return [row for row in found if row["step"] <= step]
 
 
 class Figures:

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, renamed
 from llmexp.settings.values import ConfigError
@@ -259,9 +261,8 @@ def _overwrite(path: Path, text: str) -> None:
 
 def saved_steps(path: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, the newest last."""
-    manifests = (path / CHECKPOINTS).glob("step_*/manifest.json")
-    names = [manifest.parent.name.removeprefix("step_") for manifest in manifests]
-    return sorted(int(name) for name in names if name.isdigit())
+    found = checkpoint_folders(path / CHECKPOINTS)
+    return [step_of(folder) for folder in found if (folder / MANIFEST).exists()]
 
 
 def saved_step(path: Path) -> int | None:
@@ -280,32 +281,28 @@ def allowed_again() -> str:
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the whole rows of a metrics file in order. Raises ConfigError for damage."""
-    return [row for row, _ in walk_rows(path)]
+def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
+    """Raise ConfigError where checkpoint.resume does not allow a run in its chosen folder."""
+    if holds_run and resume == "never":
+        state = read_status(wanted).get("state", "unknown")
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
+            f"{how_to_resume(wanted)}"
+        )
+    if not holds_run and resume == "must":
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
+        )
 
 
-def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the whole rows of a metrics file in order, each with the place where it ends.
-
-    One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
-    """
-    if not path.exists():
-        return
-    end = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # it was never finished
-                return
-            end += len(line)
-            try:
-                row = json.loads(line)
-                if isinstance(row["step"], bool) or not isinstance(row["step"], int):
-                    raise ValueError("no step")
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise ConfigError(
-                    f"{path}: line {number} is not a row of metrics: {line[:-1][:60]!r}; the "
-                    "checkpoints are intact: take the line out, or give the file another name, and "
-                    "resume"
-                ) from None
-            yield row, end
+def check_new(folder: Path, key: str) -> None:
+    """Raise ConfigError where something is there already, or no folder can be made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already; name a new folder")
+    existing = check_writable(folder, key)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".llmexp-", dir=existing):
+            pass  # a read-only file system, or a full one, is found out by trying
+    except OSError as error:
+        text = f"{key} {folder}: {existing} cannot be written: {error.strerror}"
+        raise ConfigError(f"{text}; for example {key} /tmp/new") from None

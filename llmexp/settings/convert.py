@@ -98,6 +98,7 @@ def section(cls: type[T], mapping: Any, prefix: str) -> T:
     for key in mapping:
         if key not in fields:
             own = f" A key of your own goes into the section user: +user.{key}=..."
+            own = own if prefix.count(".") < 2 else ""
             near = nearest(str(key), fields)
             tail = f"{near}{own}" if near else f"{own}{hint(str(key), fields)}"
             raise ConfigError(f"{prefix}{key}: there is no such key.{tail}")
@@ -144,7 +145,7 @@ def converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
 
 def _open_section(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        needed = "" if key == "user" else ", with `_target_` naming a function"
+        needed = "" if key == "user" or "." in key else ", with `_target_` naming a function"
         raise refuse(key, value, f"a section of keys is needed here{needed}")
     _look_through(value, key)
     return dict(value)

@@ -63,7 +63,7 @@ def parse_value(text: str) -> Any:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def label(values: Mapping[str, Any]) -> str:
+def short_label(values: Mapping[str, Any]) -> str:
     """Return `clip=0.5 lr=0.1` for {"clip.max_norm": 0.5, "optimizer.lr": 0.1}."""
     names = short_keys(values)
     return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())

@@ -37,12 +37,12 @@ def is_secret(name: str) -> bool:
     return MAYBE_SECRET.search(name) is not None and long
 
 
-def remember(node: Any) -> None:
+def remember_names(node: Any) -> None:
     """Remember the variables that a run of this process names: no message has their values."""
     if isinstance(node, str):
         NAMED.update(VARIABLE.findall(node))
     for _, child in nested(node):
-        remember(child)
+        remember_names(child)
 
 
 def fill(value: Any, key: str) -> Any:

@@ -25,8 +25,8 @@ from llmexp.runs import rundir
 from llmexp.runs.find import find, setting_of
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, Look
-from llmexp.settings.labels import label as named
 from llmexp.settings.labels import plural
+from llmexp.settings.labels import short_label as named
 from llmexp.settings.values import refuse
 from llmexp.sweep import points
 from llmexp.sweep.current import Current

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -82,7 +83,7 @@ def score(path: Path, step: int) -> float:
     It is per byte where that is known, for points of several tokenizers.
     """
     with contextlib.suppress(ConfigError):
-        for row in rundir.read_rows(path / rundir.METRICS):
+        for row in read_rows(path / rundir.METRICS):
             if row["step"] == step:
                 keys = ("val/bits_per_byte", "val/loss", "train/loss")
                 known = (number(row.get(key)) for key in keys)

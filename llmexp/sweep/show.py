@@ -17,7 +17,7 @@ from llmexp.compare import budgets
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
-from llmexp.settings.labels import label, parse_value, short_keys, shown
+from llmexp.settings.labels import parse_value, short_keys, short_label, shown
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import say
@@ -136,7 +136,7 @@ def values_of(entry: LedgerEntry, swept: Sequence[str]) -> dict[str, Any]:
 
 def name_of(entry: LedgerEntry, swept: Sequence[str]) -> str:
     """Return the number of a point and the short names of what is swept."""
-    return f"{entry.number} {label(values_of(entry, swept)) or entry.label}"
+    return f"{entry.number} {short_label(values_of(entry, swept)) or entry.label}"
 
 
 def waits(entry: LedgerEntry, where: Path) -> bool:
@@ -239,7 +239,7 @@ def naming(
     whole = [(*a, *b) for a, b in zip(columns, rest, strict=True)]
     if width is None or len(aligned(whole, left=0).partition("\n")[0]) <= width:
         return columns
-    names = [f"{n} {label(values)}".rstrip() for n, values in points]
+    names = [f"{n} {short_label(values)}".rstrip() for n, values in points]
     return [("run",), *((name,) for name in names)]
 
 

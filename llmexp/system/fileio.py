@@ -101,6 +101,12 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def file_state(path: Path | str) -> tuple[int, int, int]:
+    """Return (inode, bytes, time of change in ns) of a file: another where it has changed."""
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from llmexp import mesh
-from llmexp.data.reader import MASKED
-from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss, plain_cross_entropy
+from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.values import ConfigError
 from llmexp.tasks.items import Item
 from llmexp.update import precision
@@ -77,7 +77,7 @@ def encode_pair(
     (TemplateLM._encode_pair and loglikelihood.)
     """
     if not context.strip():
-        end = end_of_text(tokenizer)
+        end = tokenizer.eot_token
         return [] if end is None else [end], tokenizer.encode_ordinary(context + continuation)
     spaces = len(context) - len(context.rstrip())
     if spaces:
@@ -107,7 +107,7 @@ def pad(chosen: Sequence[Request]) -> tuple[Tensor, Tensor]:
     """
     width = max((len(one.ids) - 1 for one in chosen), default=1)
     tokens = np.zeros((max(1, len(chosen)), width), np.int64)
-    targets = np.full(tokens.shape, MASKED, np.int64)
+    targets = np.full(tokens.shape, IGNORE_INDEX, np.int64)
     for row, one in enumerate(chosen):
         stop = len(one.ids) - 1
         tokens[row, :stop] = one.ids[:-1]

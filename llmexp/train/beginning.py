@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.meter import Meter
@@ -31,7 +32,7 @@ from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Measured, Outputs, Progress
 from llmexp.train.step import Setup
-from llmexp.update import precision
+from llmexp.update.twin import perturb
 
 
 def log_line(text: str) -> None:
@@ -65,7 +66,7 @@ def checkpoint_at(
         root,
         console.line if joined.rank == 0 else log_line,
         lambda bad: mesh.any_rank(joined, bad)[0],
-        (joined.rank, joined.world_size),
+        hash_share=(joined.rank, joined.world_size),
         only=only,
     )
 
@@ -90,7 +91,7 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
     if main_rank:
         saving.remove_leftovers(root)
-    listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
+    listed = hashlib.sha256(" ".join(p.name for p in checkpoint_folders(root)).encode()).digest()
     # after this no rank can be writing what is cleaned away
     if differing := mesh.differing_ranks(joined, listed):
         raise ConfigError(
@@ -121,7 +122,7 @@ def resume(
     try:
         loading.restore_model(loaded, setup.model)
         if forked:
-            precision.nudge(setup.model, config.train.seed, config.train.twin, piece_of)
+            perturb(setup.model, config.train.seed, config.train.twin, piece_of)
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if setup.ema is not None:

@@ -73,7 +73,7 @@ def evaluate_stream(
         RankSlice(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=sequences,
-        hidden=parts.hidden,
+        mask=parts.hidden,
     )
     with setup.loss.evaluating():
         for starts_b, tokens_bt, targets_bt in batches:

@@ -17,7 +17,8 @@ from llmexp.checkpoint import loading
 from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
-from llmexp.runs.naming import LINEAGE, refuse_folder, rows_up_to
+from llmexp.runs.rows import LINEAGE, rows_up_to
+from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
+from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer
 from llmexp.models.sampling import generate
 from llmexp.settings.values import ConfigError
 from llmexp.train.state import Loop
@@ -37,7 +37,7 @@ def sample(
     Raises ConfigError where there is nothing to begin with: no prompt, and no token for the start
     of a document.
     """
-    end = end_of_text(encoding)
+    end = encoding.eot_token
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
     if not ids:
         raise ConfigError(
@@ -55,7 +55,7 @@ def sample(
             top_k=top_k,
             generator=torch.Generator(device=device).manual_seed(seed),
             context_length=context_length,
-            allowed_v=torch.from_numpy(has_meaning(encoding)),
+            allowed_v=torch.from_numpy(encoding.has_meaning()),
         ):
             if token == end:
                 break
@@ -70,7 +70,7 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = 
     follows that token is no target."""
     if not corpus.is_text:
         return ""
-    if document_end is None and corpus.train.holds(end_of_text(encoding)):
+    if document_end is None and corpus.train.holds(encoding.eot_token):
         return ""
     text = corpus.val if corpus.val is not None else corpus.train
     ids = text.read(0, min(64, len(text))).tolist()

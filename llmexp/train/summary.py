@@ -10,8 +10,7 @@ from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
 from llmexp.runs import rundir
-from llmexp.runs.naming import LINEAGE
-from llmexp.runs.rows import Figures
+from llmexp.runs.rows import LINEAGE, Figures, walk_rows
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
@@ -107,8 +106,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         if text is not None:
             sections.append(("sample", text))
         if loop.out.rows is not None and parts.config.metrics.picture:
-            before = (row for row, _ in rundir.walk_rows(path / LINEAGE))
-            rows = (row for row, _ in rundir.walk_rows(path / rundir.METRICS))
+            before = (row for row, _ in walk_rows(path / LINEAGE))
+            rows = (row for row, _ in walk_rows(path / rundir.METRICS))
             if png := plot_losses(rows, f"{parts.config.name}/{path.name}", before):
                 write_whole(path / "loss.png", png)
             if (path / "loss.png").exists():

@@ -6,4 +6,5 @@ precision  autocast, loss scale, dtype of parameters
 clip       limit a gradient by its norm or by value
 schedule   the learning rate's factor after so many updates
 optim      the optimizers, and an update that the device can skip
+twin       other last bits of the initial weights
 """

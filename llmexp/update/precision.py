@@ -6,14 +6,12 @@ Master weights, gradients and optimizer state stay fp32 (fp64 in fp64).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmexp.settings.values import ConfigError
 
@@ -105,37 +103,6 @@ def deterministic_within(wanted: bool) -> Iterator[None]:
 def parameter_dtype(kind: str) -> torch.dtype:
     """Return the dtype of parameters, gradients and optimizer state."""
     return torch.float64 if kind == "fp64" else torch.float32
-
-
-@torch.no_grad()
-def nudge(
-    model: nn.Module, seed: int, twin: int, piece_of: Callable[[Tensor], Any] | None = None
-) -> None:
-    """Move each entry of the parameters by -1, 0 or +1 unit in the last place.
-
-    The draws differ with (seed, twin). They come from a generator of their own, so the training RNG
-    stays as it is; twin 0 moves nothing. `piece_of` tells this rank's `local` piece of a split
-    tensor and its `offset`.
-    """
-    if twin == 0:
-        return
-    number = int.from_bytes(
-        hashlib.blake2b(f"{seed}/twin {twin}".encode(), digest_size=8).digest(), "big"
-    )
-    generator = torch.Generator().manual_seed(number)
-    for p in model.parameters():
-        if p.is_meta or not p.is_floating_point():
-            continue
-        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8)
-        held: Tensor = p
-        if piece_of is not None:
-            piece = piece_of(p)
-            held = piece.local
-            cuts = zip(piece.offset, held.shape, strict=True)
-            directions = directions[tuple(slice(at, at + size) for at, size in cuts)]
-        directions = directions.to(held.device)
-        towards = directions.to(held.dtype) * math.inf  # nan where the direction is 0
-        held.copy_(torch.where(directions == 0, held, torch.nextafter(held, towards)))
 
 
 def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -20,10 +20,11 @@ from llmexp.data.beside import DIGEST, digests_beside, ends_beside
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepared import noted_sha256
-from llmexp.data.reader import MASKED, RankSlice, Sampler, read_windows
+from llmexp.data.reader import RankSlice, Sampler, read_windows
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
+from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
@@ -263,12 +264,12 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
         ids = order.stream.read(start, length + 1)
         wanted = ids[1:]
         labels = order.labels(np.array([start]))
-        if (hidden := order.hidden.at(ids, None if labels is None else labels[0])) is not None:
-            wanted = np.where(hidden, MASKED, wanted)
+        if (hidden := order.mask.at(ids, None if labels is None else labels[0])) is not None:
+            wanted = np.where(hidden, IGNORE_INDEX, wanted)
         if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):
             return f"row {row} is not sequence {first + row:,} of the run"
-        valid += int((wanted != MASKED).sum())
-    surplus = np.flatnonzero((targets[len(starts) :] != MASKED).any(axis=1))
+        valid += int((wanted != IGNORE_INDEX).sum())
+    surplus = np.flatnonzero((targets[len(starts) :] != IGNORE_INDEX).any(axis=1))
     if len(surplus):
         return f"row {len(starts) + surplus[0]}, which is missing, is not masked"
     if window.target_count != valid:

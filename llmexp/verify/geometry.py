@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
@@ -236,7 +237,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
     """
     model = parts.build_model()
     try:
-        loaded = loading.read_checkpoint(loading.of_step(path / rundir.CHECKPOINTS, step))
+        loaded = loading.read_checkpoint(checkpoint_folder(path / rundir.CHECKPOINTS, step))
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -268,6 +269,6 @@ def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
         if p.requires_grad and not torch.equal(p, first[name]):
             differing.append(f"first value of {name}")
     run = Followed(column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"))
-    if loading.of_step(path / rundir.CHECKPOINTS, len(want.counts)).is_dir():
+    if checkpoint_folder(path / rundir.CHECKPOINTS, len(want.counts)).is_dir():
         run.end = dict(read_parameters(parts, path, len(want.counts)).named_parameters())
     return dataclasses.replace(off_from(want, run, start), differing=tuple(differing))

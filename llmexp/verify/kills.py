@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folders, step_of
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -137,7 +137,7 @@ def strike(
 def _moment(unbroken: Path, kind: str) -> float:
     """Return for how many seconds, at most, to wait in what was met: a step, or half of a save."""
     if kind == "save":  # it took from the first of its files to the last
-        newest = loading.steps(unbroken / rundir.CHECKPOINTS)[-1]
+        newest = checkpoint_folders(unbroken / rundir.CHECKPOINTS)[-1]
         times = [file.stat().st_mtime for file in newest.iterdir()]
         return (max(times) - min(times)) / 2
     return statistics.median(row["step_time"] for row in runs.rows(unbroken))
@@ -178,8 +178,7 @@ def _saving(root: Path) -> int | None:
 
 def _saved(root: Path) -> int:
     """Return the step of the newest whole checkpoint under `root`, 0 where there is none."""
-    there = loading.steps(root)
-    return int(there[-1].name.removeprefix("step_")) if there else 0
+    return max(map(step_of, checkpoint_folders(root)), default=0)
 
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:

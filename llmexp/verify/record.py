@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors, names_by_id
-from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.system import fileio
 
@@ -54,14 +54,12 @@ def record(event: str, context: Any) -> None:
 def read(run: Path) -> Records:
     """Return what the ranks of a run recorded."""
     files = {int(p.stem.removeprefix("rank-")): p for p in (run / "verify").glob("rank-*.jsonl")}
-    return {
-        rank: {row["step"]: row for row in rundir.read_rows(path)} for rank, path in files.items()
-    }
+    return {rank: {row["step"]: row for row in read_rows(path)} for rank, path in files.items()}
 
 
 def starts(run: Path) -> list[int]:
     """Return the step at which each process of rank 0 began."""
-    return [row["step"] for row in rundir.read_rows(run / "verify" / STARTS)]
+    return [row["step"] for row in read_rows(run / "verify" / STARTS)]
 
 
 def digest(value: Any) -> str:
@@ -112,7 +110,7 @@ class _Recorder:
             with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
                 begun.write(json.dumps({"step": context.step}) + "\n")
         # step 0 is written anew
-        kept = [row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1]
+        kept = [row for row in read_rows(self.path) if row["step"] < context.step > 1]
         fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         if context.step == 1:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.verify import record, runs
@@ -95,7 +96,7 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
     loaded = []
     for run in (unbroken, broken):
         try:
-            loaded.append(loading.read_checkpoint(loading.steps(run / rundir.CHECKPOINTS)[-1]))
+            loaded.append(loading.read_checkpoint(checkpoint_folders(run / rundir.CHECKPOINTS)[-1]))
         except (loading.CheckpointError, IndexError) as error:
             why = "there is none" if isinstance(error, IndexError) else str(error)
             return [Check("both runs have left a checkpoint", False, note=f"{run}: {why}")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
@@ -134,4 +135,4 @@ def last_words(path: Path) -> str:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, oldest first."""
-    return rundir.read_rows(path / rundir.METRICS)
+    return read_rows(path / rundir.METRICS)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from llmexp.checkpoint import hashes, loading, saving
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
 from llmexp.checkpoint.pieces import is_dtensor, named_tensors
 from llmexp.checkpoint.tensor_files import write_tensors
 from tests.conftest import ROOT, environment
@@ -50,9 +51,9 @@ def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=Fa
 
 def rewrite(path: Path, file: str) -> None:
     """Makes the manifest agree with what the file now holds."""
-    manifest = json.loads((path / loading.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][file] = hashes.fingerprint(path / file)
-    (path / loading.MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
@@ -91,13 +92,13 @@ def test_equal_states_give_equal_files_and_one_ulp_another_hash(tmp_path):
     found = []
     for number in range(8):
         path = save(tmp_path / str(number), 1, model=model, optimizers=[optimizer])
-        found.append((path / loading.MANIFEST).read_text())
+        found.append((path / MANIFEST).read_text())
     assert len(set(found)) == 1
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
     path = save(tmp_path / "ulp", 1, model=model, optimizers=[optimizer])
     before, after = (
-        json.loads(text)["files"] for text in (found[0], (path / loading.MANIFEST).read_text())
+        json.loads(text)["files"] for text in (found[0], (path / MANIFEST).read_text())
     )
     assert before["optimizer.safetensors"] == after["optimizer.safetensors"]
     assert before[MODEL] != after[MODEL]
@@ -105,9 +106,9 @@ def test_equal_states_give_equal_files_and_one_ulp_another_hash(tmp_path):
 
 def test_an_older_checkpoint_with_digests_of_its_tensors_is_read_and_known_by_them(tmp_path):
     path = save(tmp_path, 1)
-    manifest = json.loads((path / loading.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     digests = {"model": "0123456789abcdef", "optimizer": "fedcba9876543210"}
-    (path / loading.MANIFEST).write_text(json.dumps(manifest | {"digest": digests}))
+    (path / MANIFEST).write_text(json.dumps(manifest | {"digest": digests}))
     loaded = loading.latest(tmp_path, print)
     assert loaded is not None
     assert loaded.step == 1
@@ -134,17 +135,17 @@ def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
     for step in many:
         save(root, step, whole=whole)
         whole.append(step)
-    return [p.name[-3:] for p in loading.steps(root)]
+    return [p.name[-3:] for p in checkpoint_folders(root)]
 
 
 def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
     saves(tmp_path, 100, 200, 300)
-    assert [p.name for p in loading.steps(tmp_path)] == ["step_00000200", "step_00000300"]
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step_00000200", "step_00000300"]
     (tmp_path / "step_00000300" / loading.STATE).write_bytes(b"x")
     warnings: list[str] = []
     assert loading.latest(tmp_path, warnings.append).step == 200
     assert "step_00000300 is damaged" in warnings[0]
-    (tmp_path / "step_00000200" / loading.MANIFEST).unlink()  # killed while it was being pruned
+    (tmp_path / "step_00000200" / MANIFEST).unlink()  # killed while it was being pruned
     assert saves(tmp_path, 210, 220, loaded=200) == ["210", "220", "300"]
     save(tmp_path, 300, whole=[210, 220])  # the damaged one's place
     assert loading.latest(tmp_path, warnings.append).step == 300
@@ -212,7 +213,7 @@ DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path, damage):
     path = save(tmp_path, 100)
-    manifest, model = path / loading.MANIFEST, path / MODEL
+    manifest, model = path / MANIFEST, path / MODEL
     content, tensors = json.loads(manifest.read_text()), load_file(model)
     with safe_open(model, "pt") as opened:
         header = opened.metadata()
@@ -369,7 +370,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
                 model.embed.weight.add_(1)
         gate.set()
     assert [stage.result() for stage in stages] == [None] * 3
-    found = [load_file(path / MODEL)["embed.weight"] for path in loading.steps(tmp_path)]
+    found = [load_file(path / MODEL)["embed.weight"] for path in checkpoint_folders(tmp_path)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -528,7 +529,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
         for layout, world in LAYOUTS.items():
             # the others have no cut that these two do not have
             if rank < world and (layout == "single" or {saved, layout} & {"fsdp3", "fsdp_tp"}):
-                loaded = loading.latest(root / saved, print, part=(rank, world))
+                loaded = loading.latest(root / saved, print, hash_share=(rank, world))
                 assert loaded is not None
                 model, optimizer = build(layout, meshes, 20)
                 with CommDebugMode() as counted:
@@ -552,7 +553,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
     save_all("hsdp", "shared", 3, 32)
     for damaged, chosen in ((3, 2), (2, 1), (1, None)):
         path = root / "shared" / f"step_{damaged:08d}"
-        file = sorted(json.loads((path / loading.MANIFEST).read_text())["files"])[damaged % 2]
+        file = sorted(json.loads((path / MANIFEST).read_text())["files"])[damaged % 2]
         dist.barrier()
         if rank == 0:
             data = bytearray((path / file).read_bytes())
@@ -562,9 +563,9 @@ def on_four_ranks(rank: int, folder: str) -> None:
         warnings: list[str] = []
         if chosen is None:
             with pytest.raises(loading.CheckpointError, match="all 3 checkpoints are damaged"):
-                loading.latest(root / "shared", warnings.append, agree, (rank, 4))
+                loading.latest(root / "shared", warnings.append, agree, hash_share=(rank, 4))
         else:
-            loaded = loading.latest(root / "shared", warnings.append, agree, (rank, 4))
+            loaded = loading.latest(root / "shared", warnings.append, agree, hash_share=(rank, 4))
             assert loaded is not None
             assert loaded.step == chosen
         (said,) = [w for w in warnings if path.name in w]

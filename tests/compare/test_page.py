@@ -19,7 +19,7 @@ from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
 from llmexp.metrics.plot import running_mean
-from llmexp.settings.labels import label
+from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
 from tests.compare.made import comparison, entry, grid
 
@@ -47,7 +47,9 @@ def menu(figure: dict[str, Any], number: int) -> list[list[Any]]:
 
 
 def labelled(made: Comparison) -> Comparison:
-    return replace(made, entries=tuple(replace(e, label=label(e.values)) for e in made.entries))
+    return replace(
+        made, entries=tuple(replace(e, label=short_label(e.values)) for e in made.entries)
+    )
 
 
 class Outline(HTMLParser):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.settings.labels import label
+from llmexp.settings.labels import short_label
 from tests.conftest import TINY, llmexp
 
 SWEEP = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
@@ -36,7 +36,7 @@ def points_of(sweep: Path) -> dict[str, dict[int, float]]:
             for o in point["overrides"]
             if o.split("=")[0] in (s.split("=")[0] for s in SWEEP)
         )
-        found[label(values)] = losses_of(sweep / point["folder"])
+        found[short_label(values)] = losses_of(sweep / point["folder"])
     return found
 
 

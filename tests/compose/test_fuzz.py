@@ -22,7 +22,8 @@ from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
 from llmexp.data.sources import tokens
-from llmexp.runs import ledger, rundir
+from llmexp.runs import ledger
+from llmexp.runs.rows import read_rows
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
@@ -311,7 +312,7 @@ def test_rows(tmp_path, content):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(content)
     with contextlib.suppress(ConfigError):
-        assert len(rundir.read_rows(file)) <= content.count(b"\n")
+        assert len(read_rows(file)) <= content.count(b"\n")
 
 
 @given(

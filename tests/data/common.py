@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiktoken
 
-from llmexp.data.tokenizers import pretrained
+from llmexp.data.tokenizers import Tokenizer, pretrained
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 
 
-def encoding(name: str, folder: Path) -> tiktoken.Encoding:
+def encoding(name: str, folder: Path) -> Tokenizer:
     """A published encoding from a copy of the shared files in `folder` (tiktoken deletes what it
     finds damaged)."""
     if not (SHARED / "tiktoken").is_dir():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from llmexp.data import places, sources, tokenizers
+from llmexp.data import remote, sources, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
 from tests.conftest import TINY, llmexp, train
@@ -225,7 +225,7 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
             os.utime(tmp_path / file, ns=(10**18, 10**18))
 
     put()
-    sha256_of = places.sha256_of
+    sha256_of = remote.sha256_of
 
     def hashed_then_changed(paths: list[Path]) -> list[str]:
         digests = sha256_of(paths)
@@ -234,7 +234,7 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
         return digests
 
     with monkeypatch.context() as patch:
-        patch.setattr(places, "sha256_of", hashed_then_changed)
+        patch.setattr(remote, "sha256_of", hashed_then_changed)
         with pytest.raises(
             DataChanged,
             match=rf"^{tmp_path / name}: this file changed while it was prepared",

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from llmexp.cli.prepare import _cells
 from llmexp.data import encode, shards, sources, work
 from llmexp.data.corpus import corpus, corpus_sources, works_of
-from llmexp.data.places import Answers
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
+from llmexp.data.remote import RemoteCache
 from llmexp.data.source import Source
-from llmexp.data.tokenizers import byte_level
+from llmexp.data.tokenizers import as_tokenizer, byte_level
 from tests.conftest import ROOT
 from tests.faults.helpers import small_disk
 
@@ -104,7 +104,6 @@ def test_sources_lie_one_after_the_other_each_document_with_its_end(files):
 @given(st.lists(st.text(), min_size=1, max_size=30))
 def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, texts):
     from llmexp.data.tokenizer_files import from_file
-    from llmexp.data.tokenizers import as_tokenizer
     from llmexp.data.train_tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("other")
@@ -120,9 +119,9 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, te
         if record["text"]:
             ids = other.encode(record["text"], add_special_tokens=False).ids
             expected += [*ids, other.token_to_id("<|endoftext|>")]
-    tokenizer = as_tokenizer(from_file(str(folder), None, None))
+    tokenizer = from_file(str(folder), None, None)
     source = Source("data.sources.web.files", files=(str(path),))
-    whole = work.work_of(source, tokenizer, Answers(folder / "out"))
+    whole = work.work_of(source, tokenizer, RemoteCache(folder / "out"))
     whole.folder.mkdir(parents=True)
     shards.write_unit(whole, 0, lambda chunk: True, lambda done, counts: None)
     written = np.fromfile(whole.folder / "00000-00000.train.bin", "<u2").tolist()
@@ -161,7 +160,7 @@ def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
         pass
 
     left = 0
-    write = shards.write_json
+    write = shards.commit_json
 
     def dies(path: Path, value: Any) -> None:
         nonlocal left
@@ -170,7 +169,7 @@ def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
         left -= 1
         write(path, value)
 
-    monkeypatch.setattr(shards, "write_json", dies)
+    monkeypatch.setattr(shards, "commit_json", dies)
     for left in (3, 0, 1, 4, 100):  # noqa: B007
         try:
             made(files, **knobs, cache_dir=f"{files}/cut")
@@ -193,20 +192,20 @@ def test_parts_joined_are_the_whole(files, monkeypatch, of):
     val = {"near": {"share": 0.2}, "far": {"files": f"{files}/val.jsonl"}}
     made(files, sources=sources, val=val, cache_dir=f"{files}/whole")
     written = []
-    write = shards.write_json
+    write = shards.commit_json
 
     def noted(path: Path, value: Any) -> None:
         written.append(path)
         write(path, value)
 
-    monkeypatch.setattr(shards, "write_json", noted)
-    answers = Answers(files / "parts")
-    some = corpus_sources(answers, sources=sources, val=val, stages=[], on_bad_record="refuse")
-    works = [one for each in works_of(some, byte_level(), answers) for one in each.values()]
+    monkeypatch.setattr(shards, "commit_json", noted)
+    remote = RemoteCache(files / "parts")
+    some = corpus_sources(remote, sources=sources, val=val, stages=[], on_bad_record="refuse")
+    works = [one for each in works_of(some, byte_level(), remote) for one in each.values()]
     works = pickle.loads(pickle.dumps(works))
     for number in (*range(1, of + 1), 1):
         before = len(written)
-        prepare_part(works, work.Part(number, of), answers.cache)
+        prepare_part(works, work.Part(number, of), remote.cache)
     assert len(written) == before
     assert len(written) == len(set(written)) > 15
     assert {path.name for path in (files / "parts" / "corpus").rglob("*.json")} == {
@@ -292,7 +291,7 @@ def test_shards_are_refused_with_another_tokenizer(files):
     }  # fmt: skip
     assert len(sources.tokens(**knobs, tokenizer=bytes_).train) > LENGTH
     with pytest.raises(ValueError, match=r"made by the tokenizer bytes .* and other .* is another"):
-        sources.tokens(**knobs, tokenizer=other)
+        sources.tokens(**knobs, tokenizer=as_tokenizer(other))
 
 
 def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):
@@ -369,7 +368,7 @@ REFUSED = {
     "no place": ({"sources": {"web": {"weight": 1.0}}}, "data.sources.web: either files or hf"),
     "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
     "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"web.weight=0: all weights are 0; for ex"),
-    "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: a number from 0"),
+    "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: must be at least 0"),
     "some weights": (
         {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},
         "data.sources.two.weight: the other sources have weights",
@@ -457,11 +456,11 @@ def test_a_source_of_weight_zero_is_left_out_and_its_validation_set_stays(files)
 SMALL_CHUNKS = """
 import time
 from llmexp.data import shards
-shards.CHUNK_BYTES, shards.JOB_BYTES, write = 200, 50, shards.write_json
+shards.CHUNK_BYTES, shards.JOB_BYTES, write = 200, 50, shards.commit_json
 def slow(path, value):
     time.sleep(0.02)
     write(path, value)
-shards.write_json = slow
+shards.commit_json = slow
 """
 PREPARE = """
 import sys
@@ -484,9 +483,9 @@ def test_several_processes_prepare_one_source_at_once(files):
         several = [
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(3)
         ]
-        answers = {process.communicate()[0] for process in several}
+        found = {process.communicate()[0] for process in several}
         assert [process.returncode for process in several] == [0] * 3
-        assert answers == {f"{len(made(files).train) - sum_of_code()}\n"}
+        assert found == {f"{len(made(files).train) - sum_of_code()}\n"}
 
 
 def sum_of_code() -> int:

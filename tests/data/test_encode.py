@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from llmexp.data import encode, readers, shards
 from llmexp.data.encode import BOUNDARY, split_text
 from llmexp.data.records import Counts
-from llmexp.data.shards import Job, TextPiece, encode_job
 from llmexp.data.source import Source
-from llmexp.data.tokenizers import Tokenizer, byte_level, end_of_text_id
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
 from tests.conftest import ROOT
 
 # What the split patterns look at: letters of both cases and none, marks, digits, white space of all
@@ -43,7 +42,7 @@ texts = st.one_of(st.lists(_pieces, max_size=60).map("".join), st.text(max_size=
 @example(text="x;\n//y")  # o200k: one match across the line
 @example(text="I don't")  # o200k: one match
 @example(text="x\n\ny x \n y")
-def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> None:
+def test_no_boundary_changes_the_tokens(bpe: Tokenizer, text: str) -> None:
     whole = bpe.encode_ordinary(text)
     for match in BOUNDARY.finditer(text):
         at = match.start()
@@ -54,26 +53,27 @@ def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> No
 
 
 @functools.cache
-def ending_in(bpe: tiktoken.Encoding, end: str) -> tiktoken.Encoding:
+def ending_in(bpe: Tokenizer, end: str) -> Tokenizer:
     """The same encoding with another end of text."""
     ranks = bpe._mergeable_ranks
-    return tiktoken.Encoding(
+    given = tiktoken.Encoding(
         "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
     )
+    return as_tokenizer(given)
 
 
 @settings(max_examples=30)
 @given(some=st.lists(texts, max_size=6), end=st.sampled_from(["<|endoftext|>", "aba"]))
 @example(some=["ab", "aba", "b"], end="aba")  # a name that may overlap with itself
 def test_texts_encoded_at_once_are_each_text_with_its_end(
-    bpe: tiktoken.Encoding, some: list[str], end: str
+    bpe: Tokenizer, some: list[str], end: str
 ) -> None:
     named = ending_in(bpe, end)
-    pieces = [TextPiece(text, b"", number < 5, 0) for number, text in enumerate(some)]
-    ids, stops = encode_job(Job(0, pieces), named)
+    ids, stops = named.encode_documents(some, len(some) < 6)
     found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
-    ends = [named._special_tokens[end]]
-    assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in pieces]
+    ends = [named.eot_token]
+    wanted = [bpe.encode_ordinary(text) + ends * (number < 5) for number, text in enumerate(some)]
+    assert found == wanted
 
 
 @settings(max_examples=150)
@@ -117,7 +117,7 @@ def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: in
     piece=st.integers(1, 50),
 )
 def test_streamed_tokens_equal_whole_documents(
-    bpe: tiktoken.Encoding,
+    bpe: Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
     contents: list[str],
     piece: int,
@@ -126,17 +126,18 @@ def test_streamed_tokens_equal_whole_documents(
     for tokenizer in (bpe, byte_level()):
         wanted: list[int] = []
         for content in raw:
-            wanted += [*tokenizer.encode_ordinary(content.decode()), end_of_text_id(tokenizer)]
+            wanted += [*tokenizer.encode_ordinary(content.decode()), tokenizer.eot_token]
         assert encoded(tmp_path_factory.mktemp("t"), raw, tokenizer, piece) == wanted
 
 
 def test_an_encoding_of_ones_own_is_not_cut(tmp_path: Path) -> None:
     """The boundaries are proven for known patterns only: this one joins words across spaces."""
-    own = tiktoken.Encoding(
+    given = tiktoken.Encoding(
         "own", pat_str=r"[a-z ]+", mergeable_ranks={**{bytes([b]): b for b in range(256)},
         b"a ": 256, b"a b": 257},
         special_tokens={"<|endoftext|>": 258},
     )  # fmt: skip
+    own = as_tokenizer(given)
     found = encoded(tmp_path, [b"a b" * 50], own, 7)
     assert found == [*own.encode_ordinary("a b" * 50), 258]
     assert 257 in found

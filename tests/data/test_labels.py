@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from llmexp.data import sources
-from llmexp.data.reader import MASKED, RankSlice, Sampler, TargetMask, eval_batches, read_windows
+from llmexp.data.reader import RankSlice, Sampler, TargetMask, eval_batches, read_windows
+from llmexp.models.operands import IGNORE_INDEX
 from tests.conftest import TINY, llmexp, train
 
 LENGTH, IDS = 6, 50
@@ -48,7 +49,7 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
         np.concatenate([np.load(f"{name}{end}.npy").astype(int) for name in "ab"])
         for end in ("", "-labels")
     )
-    order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, hidden=TargetMask(document_end=3))
+    order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, mask=TargetMask(document_end=3))
     at = 0
     for window in read_windows(order, RankSlice(2), 0, 6):
         count = 0
@@ -57,7 +58,7 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
                 after = ids[at : at + LENGTH] == 3
                 assert row == ids[at : at + LENGTH].tolist()
                 hidden = after | (labels[at + 1 : at + 1 + LENGTH] == -100)
-                expected = np.where(hidden, MASKED, ids[at + 1 : at + 1 + LENGTH])
+                expected = np.where(hidden, IGNORE_INDEX, ids[at + 1 : at + 1 + LENGTH])
                 assert wanted == expected.tolist()
                 count += int((~hidden).sum())
                 at += LENGTH
@@ -72,13 +73,13 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
                 RankSlice(2),
                 sequence_length=LENGTH,
                 max_sequences=99,
-                hidden=TargetMask(),
+                mask=TargetMask(),
             )
             for start, targets in zip(starts, batch.tolist(), strict=True)
         ]
         for begin, targets in seen[: corpus.val.n_sequences(LENGTH)]:
             wanted = there[first + begin + 1 : first + begin + 1 + LENGTH]
-            assert targets == np.where(wanted == -100, MASKED, wanted).tolist()
+            assert targets == np.where(wanted == -100, IGNORE_INDEX, wanted).tolist()
 
 
 def test_other_labels_are_other_data(folder):

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 
 from llmexp.data import reader
 from llmexp.data.order import sequence_index
-from llmexp.data.reader import MASKED, RankSlice, Sampler, eval_batches, read_windows
+from llmexp.data.reader import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
+from llmexp.models.operands import IGNORE_INDEX
 
 LENGTH = 5
 
@@ -68,7 +69,7 @@ def _real_rows(window: Window) -> list[tuple[list[int], list[int]]]:
             if tokens != [0] * LENGTH:
                 rows.append((tokens, targets))
             else:
-                assert targets == [MASKED] * LENGTH
+                assert targets == [IGNORE_INDEX] * LENGTH
     return rows
 
 
@@ -155,14 +156,14 @@ def test_a_digest_sees_tokens_and_places() -> None:
 def test_ignored_ids_are_masked_as_targets_only() -> None:
     plain, masked = (
         next(_windows(shuffle=False)),
-        next(_windows(shuffle=False, hidden=reader.TargetMask(7))),
+        next(_windows(shuffle=False, mask=reader.TargetMask(7))),
     )
     assert masked.target_count == plain.target_count - 1
     for (tokens, targets), (tokens_m, targets_m) in zip(
         plain.micro_batches, masked.micro_batches, strict=True
     ):
         assert torch.equal(tokens, tokens_m)
-        assert torch.equal(targets_m, torch.where(targets == 7, MASKED, targets))
+        assert torch.equal(targets_m, torch.where(targets == 7, IGNORE_INDEX, targets))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
@@ -178,7 +179,7 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
                 RankSlice(2, rank, dp),
                 sequence_length=LENGTH,
                 max_sequences=wanted,
-                hidden=reader.TargetMask(),
+                mask=reader.TargetMask(),
             )
         )
         counts.append(len(batches))
@@ -188,7 +189,7 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
             stream.read(int(start), LENGTH).tolist() == row
             for starts, tokens, targets in batches
             for start, row, there in zip(starts, tokens.tolist(), targets.tolist(), strict=True)
-            if there[0] != MASKED
+            if there[0] != IGNORE_INDEX
         )
     total = min(n, wanted)
     spread = [i * n // total for i in range(total)]

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import sources, tokenizers
-from llmexp.data.files import match_files, remembered
-from llmexp.data.places import Answers
+from llmexp.data.cache import cached
+from llmexp.data.files import match_files
 from llmexp.data.readers import BOM
 from llmexp.data.records import Counts
+from llmexp.data.remote import RemoteCache
 from llmexp.data.source import Source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.work import with_kinds
@@ -84,7 +84,7 @@ def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio: float) -> None:
     assert corpus.description == "1 document, 12.3 kB of text"
 
 
-def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> None:
+def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tokenizers.Tokenizer) -> None:
     """301,966 and 36,059: nanoGPT, data/shakespeare/readme.md."""
     path = SHARED / "data/tinyshakespeare.txt"
     if not path.exists():
@@ -111,7 +111,7 @@ def test_few_texts_give_their_last_part(
         (folder / f"{i}.txt").write_bytes(BOM * bom + f"{i}{part}".encode())
     files = tuple(str(folder / f"{i}.txt") for i in range(len(parts)))
     names = tuple((f"v{n}", share) for n, share in enumerate(shares))
-    source = with_kinds(Source("data.train_files", files=files, shares=names), Answers(folder))
+    source = with_kinds(Source("data.train_files", files=files, shares=names), RemoteCache(folder))
     assert source.cuts_texts
     read = [(d.where[-5:], d.split, "".join(d.pieces), d.digest) for d in source.read(Counts())]
     assert len({digest for *_, digest in read}) == len(read)
@@ -273,9 +273,7 @@ def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
     path.write_text("a")
 
     def ask(settings: int = 0) -> int:
-        return remembered(
-            tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls)
-        )
+        return cached(tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls))
 
     assert (ask(), ask()) == (1, 2)  # changed just now: not remembered yet
     os.utime(path, (1000, 1000))

@@ -18,7 +18,7 @@ from llmexp.data.reader import RankSlice, TargetMask, eval_batches
 from llmexp.data.sources import text as text_files
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
+from llmexp.data.tokenizers import Tokenizer
 from tests.conftest import train
 
 library = pytest.importorskip("tokenizers")
@@ -86,7 +86,7 @@ def made(request, tmp_path_factory) -> tuple[Path, Tokenizer]:
     folder = tmp_path_factory.mktemp(request.param)
     KINDS[request.param](folder)
     (path,) = [p for p in folder.iterdir() if p.suffix in (".json", ".model")]
-    return path, as_tokenizer(from_file(str(path), None, None))
+    return path, from_file(str(path), None, None)
 
 
 def knobs(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_the_bytes_of_each_document(made, tmp_path):
     _, tokenizer = made
     write(tmp_path)
     stream = corpus(**knobs(tmp_path, tokenizer)).val
-    found, end = TextBytes(tokenizer, True, None), end_of_text(tokenizer)
+    found, end = TextBytes(tokenizer, True, None), tokenizer.eot_token
     wanted = [len(f"far {text}".encode()) for text in TEXTS]
     assert by_document(found, stream, end) == pytest.approx([*wanted, 0], rel=1e-12)
     whole = wanted[0] + sum(wanted[1:])
@@ -129,7 +129,7 @@ def test_the_bytes_of_each_document(made, tmp_path):
     # A stream in windows: each target counts once, and what is no target does not.
     seen = np.zeros(len(stream))
     for starts_b, _, targets_bt in eval_batches(
-        stream, RankSlice(2), sequence_length=7, max_sequences=10**6, hidden=TargetMask()
+        stream, RankSlice(2), sequence_length=7, max_sequences=10**6, mask=TargetMask()
     ):
         bytes_bt = found.at(stream, starts_b, targets_bt.numpy())
         for start, row, there in zip(starts_b, bytes_bt, targets_bt, strict=True):
@@ -154,7 +154,7 @@ def test_the_bytes_of_text_files(made, tmp_path, most):
         train_files=list(map(str, names)), val_files=None, tokenizer=tokenizer, val_ratio=0.0,
         max_tokens=most, seed=0, cache_dir=f"{tmp_path}/cache",
     )  # fmt: skip
-    end = end_of_text(tokenizer)
+    end = tokenizer.eot_token
     bytes_n = by_document(TextBytes(tokenizer, True, None), found.train, end)
     sizes = {len(text.encode()) * 3 for text in TEXTS}
     whole = bytes_n[:-1]  # the end of the last one is not in the stream

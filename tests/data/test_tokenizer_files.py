@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from llmexp.__main__ import run
 from llmexp.data import sources
 from llmexp.data.corpus import documents_to_train
-from llmexp.data.encode import is_cuttable, split_text
-from llmexp.data.places import Answers
-from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
-from llmexp.data.tokenizers import as_tokenizer, byte_level, end_of_text, token_byte_lengths
+from llmexp.data.encode import split_text
+from llmexp.data.remote import RemoteCache
+from llmexp.data.tokenizer_files import from_file, keeps_bytes
+from llmexp.data.tokenizers import PATTERNS, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import SMALLEST, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -57,11 +57,11 @@ def test_both_forms_of_a_trained_tokenizer_give_the_ids_of_the_library(trained, 
     library.encode_special_tokens = True
     wanted = library.encode(text, add_special_tokens=False).ids
     for path, split in ((folder, None), (folder / "mine.tiktoken", pattern)):
-        ours = as_tokenizer(from_file(str(path), None, split))
+        ours = from_file(str(path), None, split)
         assert ours.encode_ordinary(text) == wanted
         assert ours.decode(wanted) == text
-        assert token_byte_lengths(ours)[wanted].sum() == len(text.encode())
-        assert (ours.n_vocab, end_of_text(ours)) == (320, 319)
+        assert ours.byte_lengths[wanted].sum() == len(text.encode())
+        assert (ours.n_vocab, ours.eot_token) == (320, 319)
 
 
 def in_blocks(text: str) -> Iterator[str]:
@@ -71,8 +71,8 @@ def in_blocks(text: str) -> Iterator[str]:
 def test_a_trained_tokenizer_cuts_long_documents_without_a_change_of_ids(trained):
     folder, pattern = trained
     for path, split in ((folder, None), (folder / "mine.tiktoken", pattern)):
-        ours = as_tokenizer(from_file(str(path), None, split))
-        assert is_cuttable(ours)
+        ours = from_file(str(path), None, split)
+        assert ours.is_cuttable
         text = "".join(TEXTS) * 20
         pieces = list(split_text(in_blocks(text), 700))
         assert len(pieces) > 5
@@ -97,7 +97,7 @@ def test_a_tokenizer_that_does_more_than_split_by_a_known_pattern_is_not_cut(
     else:
         content["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert not is_cuttable(as_tokenizer(from_file(str(tmp_path), None, None)))
+    assert not from_file(str(tmp_path), None, None).is_cuttable
 
 
 def test_training_in_pieces_gives_the_tokenizer_of_whole_documents():
@@ -115,11 +115,11 @@ def test_text_that_is_held_out_trains_no_tokenizer(tmp_path, files):
         path.write_text("".join(f"{path.name} {i} words\n" for i in range(1000)))
     knobs = {"max_tokens": None, "seed": 3, "cache_dir": str(tmp_path / "cache")}
     knobs |= {"train_files": list(map(str, paths)), "val_ratio": 0.1, "val_files": None}
-    answers = Answers(tmp_path / "cache")
+    remote = RemoteCache(tmp_path / "cache")
 
     def documents() -> list[str]:
-        some = sources.text_sources(answers, **knobs)
-        return ["".join(pieces) for pieces in documents_to_train(some, answers)]
+        some = sources.text_sources(remote, **knobs)
+        return ["".join(pieces) for pieces in documents_to_train(some, remote)]
 
     found = documents()
     corpus = sources.text(**knobs, tokenizer=byte_level())
@@ -146,12 +146,12 @@ def test_a_sentencepiece_model(tmp_path):
     )  # fmt: skip
     path = tmp_path / "sp.model"
     path.write_bytes(model.getvalue())
-    ours = as_tokenizer(from_file(str(path), None, None))
+    ours = from_file(str(path), None, None)
     library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for text in TEXTS:
         assert ours.encode_ordinary(text) == library.encode(text)
     assert ours.n_vocab == 330
-    assert end_of_text(ours) == library.eos_id()
+    assert ours.eot_token == library.eos_id()
     assert not keeps_bytes(ours.given)  # it puts a space in front
     assert ours.byte_lengths[library.piece_to_id("<0x41>")] == 1
 
@@ -166,7 +166,7 @@ def test_a_published_vocabulary_of_tiktoken(tmp_path):
                                special_tokens={END: 258})  # fmt: skip
     for text in (*TEXTS, "the then breathe"):
         assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
-    assert np.array_equal(token_byte_lengths(ours), token_byte_lengths(theirs))
+    assert np.array_equal(ours.byte_lengths, as_tokenizer(theirs).byte_lengths)
 
 
 REFUSED = {

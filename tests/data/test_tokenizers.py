@@ -25,13 +25,13 @@ def test_a_byte_is_its_id(text: str) -> None:
 
 def test_the_byte_level_has_an_end_of_text() -> None:
     encoding = tokenizers.byte_level()
-    assert (encoding.n_vocab, tokenizers.end_of_text_id(encoding)) == (257, 256)
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
     assert encoding.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
-    assert tokenizers.is_byte_level(encoding)
+    assert encoding.is_byte_level
 
 
-def test_byte_lengths_are_those_of_the_tokens(bpe: tiktoken.Encoding) -> None:
-    lengths = tokenizers.token_byte_lengths(bpe)
+def test_byte_lengths_are_those_of_the_tokens(bpe: tokenizers.Tokenizer) -> None:
+    lengths = bpe.byte_lengths
     assert lengths.shape == (bpe.n_vocab,)
     special = {bpe.encode_single_token(s) for s in bpe.special_tokens_set}
     for i in range(bpe.n_vocab):
@@ -40,13 +40,13 @@ def test_byte_lengths_are_those_of_the_tokens(bpe: tiktoken.Encoding) -> None:
         except KeyError:  # an id without a meaning
             expected = 0
         assert lengths[i] == expected
-    assert not tokenizers.is_byte_level(bpe)
+    assert not bpe.is_byte_level
     text = "Ünïcode, and more: 字\n"
     assert lengths[bpe.encode_ordinary(text)].sum() == len(text.encode())
-    assert tokenizers.token_byte_lengths(tokenizers.byte_level()).tolist() == [1] * 256 + [0]
+    assert tokenizers.byte_level().byte_lengths.tolist() == [1] * 256 + [0]
 
 
-def test_the_identity_sees_all_that_decides(gpt2: tiktoken.Encoding) -> None:
+def test_the_identity_sees_all_that_decides() -> None:
     base = {
         "name": "x",
         "pat_str": "a|b",
@@ -60,11 +60,10 @@ def test_the_identity_sees_all_that_decides(gpt2: tiktoken.Encoding) -> None:
         {"special_tokens": {"<f>": 2}},
     ]
     seen = {
-        tokenizers.tokenizer_identity(tiktoken.Encoding(**{**base, **c}))
+        tokenizers.as_tokenizer(tiktoken.Encoding(**{**base, **c})).identity
         for c in [{}, {"name": "y"}, *changes]
     }
     assert len(seen) == 5  # a new name alone changes nothing
-    assert tokenizers.tokenizer_identity(gpt2) == tokenizers.tokenizer_identity(gpt2)
 
 
 def test_an_unknown_encoding_is_refused_with_the_nearest() -> None:
@@ -75,7 +74,7 @@ def test_an_unknown_encoding_is_refused_with_the_nearest() -> None:
 def test_documents_need_an_end_of_text() -> None:
     encoding = tiktoken.Encoding("x", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={})
     with pytest.raises(ValueError, match=r"x has no end-of-text token, .*; add <\|endoftext\|>"):
-        tokenizers.end_of_text_id(encoding)
+        tokenizers.as_tokenizer(encoding).end_of_text()
 
 
 class Padding:

@@ -15,7 +15,7 @@ from torch import nn
 
 from llmexp.checkpoint.loading import Loaded
 from llmexp.checkpoint.pieces import StoredPiece
-from llmexp.data.tokenizers import as_tokenizer, byte_level
+from llmexp.data.tokenizers import byte_level
 from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export
 from llmexp.models.gpt2 import GPT2
@@ -81,7 +81,7 @@ def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path
     model, section = made(kind)
     (tmp_path / "config.yaml").write_text("a: 1\n")
     folder = tmp_path / "out"
-    tokenizer = as_tokenizer(byte_level())
+    tokenizer = byte_level()
     export(stored(model, tmp_path), section, tokenizer, folder, Stored(), tmp_path)
     return model, section, folder
 
@@ -196,7 +196,7 @@ def test_weights_beyond_a_dtype_are_not_written(tmp_path: Path) -> None:
         next(model.parameters())[3, 3] = 1e5
     loaded, out = stored(model, tmp_path), tmp_path / "out"
     with pytest.raises(ValueError, match="has values that are not finite in F16"):
-        export(loaded, section, as_tokenizer(byte_level()), out, Stored(torch.float16), tmp_path)
+        export(loaded, section, byte_level(), out, Stored(torch.float16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level, end_of_text
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import train_bpe
 from llmexp.exchange.check import TEXTS as TEXTS_OF_CHECK
 from llmexp.exchange.families import FAMILIES
@@ -37,17 +37,15 @@ def there(tokenizer: Tokenizer):
 def trained(tmp_path: Path, pattern: str = "gpt2") -> Tokenizer:
     texts = ["the cat sat on the mat, the cat's mat 12345", "caf\u00e9 caf\u00e9 aaaa aaaaaaa"] * 30
     (tmp_path / "own.tiktoken").write_bytes(train_bpe(texts, 320, pattern).tiktoken)
-    return as_tokenizer(from_file(str(tmp_path / "own.tiktoken"), None, pattern))
+    return from_file(str(tmp_path / "own.tiktoken"), None, pattern)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "gpt2", "cl100k_base", "gpt2 json"])
 def test_ids_are_the_same(kind: str, tmp_path: Path) -> None:
-    tokenizer = (
-        as_tokenizer(byte_level()) if kind == "bytes" else trained(tmp_path, kind.split()[0])
-    )
+    tokenizer = byte_level() if kind == "bytes" else trained(tmp_path, kind.split()[0])
     if kind == "gpt2 json":
         (tmp_path / "tokenizer.json").write_text(tokenizer_files(tokenizer, 64)["tokenizer.json"])
-        tokenizer = as_tokenizer(from_file(str(tmp_path), None, None))
+        tokenizer = from_file(str(tmp_path), None, None)
     other = there(tokenizer)
 
     @settings(max_examples=200)
@@ -81,7 +79,7 @@ def test_ids_of_sentencepiece_are_the_same(kind: str, rule: str, tmp_path: Path)
         remove_extra_whitespaces=rule != "identity", normalization_rule_name=rule,
         hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
-    tokenizer = as_tokenizer(from_file(str(tmp_path / "own.model"), None, None))
+    tokenizer = from_file(str(tmp_path / "own.model"), None, None)
     other = there(tokenizer)
 
     def same(text: str) -> None:
@@ -112,11 +110,11 @@ def every_kind(folder: Path) -> dict[str, Tokenizer]:
     """Make a tokenizer of each kind that can be exported."""
     sentencepiece = pytest.importorskip("sentencepiece")
     texts = ["the cat's mat 12345 def f(x):", "caf\u00e9 A\u030a na\u00efve"] * 30
-    found = {"bytes": as_tokenizer(byte_level()), "gpt2": encoding("gpt2", folder / "cache")}
+    found = {"bytes": byte_level(), "gpt2": encoding("gpt2", folder / "cache")}
     for pattern in ("gpt2", "cl100k_base"):
         found[f"bpe {pattern}"] = trained(folder, pattern)
         (folder / "tokenizer.json").write_text(train_bpe(texts, 320, pattern).tokenizer_json)
-        found[f"json {pattern}"] = as_tokenizer(from_file(str(folder), None, None))
+        found[f"json {pattern}"] = from_file(str(folder), None, None)
     models, trainers, before = library.models, library.trainers, library.pre_tokenizers
     pieces, words = models.Unigram(), models.WordPiece(unk_token="[UNK]")
     special = {"special_tokens": ["[UNK]", "[EOS]"]}
@@ -131,15 +129,13 @@ def every_kind(folder: Path) -> dict[str, Tokenizer]:
         made.pre_tokenizer, made.normalizer = cut, rule
         made.train_from_iterator(texts, trainer)
         made.save(str(folder / f"{name}.json"))
-        found[name] = as_tokenizer(from_file(str(folder / f"{name}.json"), None, None))
+        found[name] = from_file(str(folder / f"{name}.json"), None, None)
     for kind in ("unigram", "bpe"):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_prefix=str(folder / kind), model_type=kind,
             vocab_size=330, byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
         )  # fmt: skip
-        found[f"sentencepiece {kind}"] = as_tokenizer(
-            from_file(str(folder / f"{kind}.model"), None, None)
-        )
+        found[f"sentencepiece {kind}"] = from_file(str(folder / f"{kind}.model"), None, None)
     return found
 
 
@@ -158,11 +154,11 @@ def test_every_tokenizer_gives_its_ids_beside_every_family(tmp_path: Path) -> No
             for text in TEXTS_OF_CHECK:
                 ids = theirs(text, add_special_tokens=False)["input_ids"]
                 assert ids == tokenizer.encode_ordinary(text), (name, kind, text)
-            assert theirs.eos_token_id == end_of_text(tokenizer), (name, kind)
+            assert theirs.eos_token_id == tokenizer.eot_token, (name, kind)
 
 
 def test_qwen2_itself_needs_no_note_for_transformers() -> None:
-    content = json.loads(tokenizer_files(as_tokenizer(byte_level()), 64, "llama")["tokenizer.json"])
+    content = json.loads(tokenizer_files(byte_level(), 64, "llama")["tokenizer.json"])
     assert not is_qwen2(content)
     split = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"]["pretokenizers"][0] = split
@@ -173,7 +169,7 @@ def test_qwen2_itself_needs_no_note_for_transformers() -> None:
 
 
 def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
-    content = json.loads(tokenizer_files(as_tokenizer(byte_level()), 64)["tokenizer.json"])
+    content = json.loads(tokenizer_files(byte_level(), 64)["tokenizer.json"])
     content["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [
@@ -188,16 +184,17 @@ def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     before = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert before.encode("a").ids == [256, 97]
-    tokenizer = as_tokenizer(from_file(str(tmp_path), None, None))
+    tokenizer = from_file(str(tmp_path), None, None)
     assert there(tokenizer).encode("a").ids == tokenizer.encode_ordinary("a") == [97]
 
 
 def test_ids_that_stand_for_nothing_move_no_other() -> None:
     ranks = {bytes([b]): b for b in range(256)} | {b"he": 258}
     special = {"<|a|>": 260, "<|endoftext|>": 263}
-    tokenizer = tiktoken.Encoding(
+    given = tiktoken.Encoding(
         "holes", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
     )
+    tokenizer = as_tokenizer(given)
     other = there(tokenizer)
     assert {name: other.token_to_id(name) for name in special} == special
     for text in ("he unused 257 <|a|>", "unused 257", "<|a|>"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import ledger
 from tests.conftest import Result, llmexp
 from tests.faults.helpers import (
@@ -111,7 +112,7 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
             "step_00000020",
             "step_00000022",
         ]
-        assert all(loading.read_checkpoint(path).step for path in loading.steps(disk))
+        assert all(loading.read_checkpoint(path).step for path in checkpoint_folders(disk))
         assert_whole_files(run)
         (disk / "ballast").unlink()
         (run / "train.log").unlink()  # nothing is gone on with in a folder that holds a device

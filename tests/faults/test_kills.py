@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from tests.conftest import Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 
@@ -114,9 +116,9 @@ def kill_in_a_row(
         out, err = process.communicate(timeout=60)
         assert "Traceback" not in err
         wait_free(run.folder)
-        for path in loading.steps(run.folder / "checkpoints"):
+        for path in checkpoint_folders(run.folder / "checkpoints"):
             assert loading.read_checkpoint(path).step == int(path.name[5:])
-        steps = [row["step"] for row in rundir.read_rows(run.folder / "metrics.jsonl")]
+        steps = [row["step"] for row in read_rows(run.folder / "metrics.jsonl")]
         assert steps == list(range(1, len(steps) + 1)), seed
         if process.returncode == 0:
             assert_as_undisturbed(run, whole)

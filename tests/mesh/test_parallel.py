@@ -18,6 +18,7 @@ import torch
 from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.runs import rundir
+from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import alive, cut_after, exact, wait_for, weights
@@ -74,7 +75,7 @@ def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Pope
     process = start(
         "train", *TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more, cwd=cwd
     )
-    wait_for(lambda: len(rundir.read_rows(run.folder / "metrics.jsonl")) >= 7, process)
+    wait_for(lambda: len(read_rows(run.folder / "metrics.jsonl")) >= 7, process)
     return process, run
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from llmexp.runs import ledger
-from llmexp.update import precision
+from llmexp.update.twin import perturb
 from tests.conftest import TINY, llmexp, start, train
 from tests.tools import wait_for, weights
 
@@ -30,9 +30,9 @@ def test_a_twin_is_one_unit_in_the_last_place_away(dtype):
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.LayerNorm(50)).to(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
-    precision.nudge(model, 7, 0)
+    perturb(model, 7, 0)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    precision.nudge(model, 7, 1)
+    perturb(model, 7, 1)
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in model.named_parameters():
         up, down = (
@@ -44,7 +44,7 @@ def test_a_twin_is_one_unit_in_the_last_place_away(dtype):
         assert min(shares) > (0.3 if p.numel() > 1000 else 0.1), (name, shares)
     other = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.LayerNorm(50)).to(dtype)
     other.load_state_dict(before)
-    precision.nudge(other, 7, 2)
+    perturb(other, 7, 2)
     assert not torch.equal(other[0].weight, model[0].weight)
 
 

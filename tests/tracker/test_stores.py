@@ -15,8 +15,7 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.runs import rundir
-from llmexp.runs.rows import Rows
-from llmexp.runs.rundir import read_rows
+from llmexp.runs.rows import Rows, read_rows
 from llmexp.settings import config
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields

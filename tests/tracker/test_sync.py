@@ -14,6 +14,7 @@ import yaml
 
 from llmexp.runs import rundir
 from llmexp.runs.find import find
+from llmexp.runs.rows import read_rows
 from llmexp.system import fileio
 from llmexp.tracker.fields import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, sync, upload_command
@@ -123,7 +124,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
         assert len(server.runs) == 4
         arrived = [server.runs[read_position(run).run_id] for run in runs[:4]]  # type: ignore[union-attr]
         for run, got in zip(runs, arrived, strict=False):
-            assert rows_of(got) == rundir.read_rows(run / "metrics.jsonl")
+            assert rows_of(got) == read_rows(run / "metrics.jsonl")
             assert [row["_step"] for row in got.rows] == [row["step"] for row in rows_of(got)]
             assert got.lines_sent == len(got.rows)
             assert got.variables["groupName"] == "gpt/2030-01-01"

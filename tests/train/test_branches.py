@@ -24,6 +24,7 @@ from llmexp.compose.command_line import parse
 from llmexp.compose.forking import with_steps
 from llmexp.runs import rundir
 from llmexp.runs.find import find
+from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.main import settings_of
@@ -291,7 +292,7 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, capsys):
     for number, parent in ((0, trunk), (2, second)):
         (point,) = (cwd / "trunks").glob(f"{number}-*")
         (own,) = (row for row in parent.rows() if row["step"] == 9)
-        (row,) = rundir.read_rows(point / "metrics.jsonl")
+        (row,) = read_rows(point / "metrics.jsonl")
         assert row["data_digest"] == own["data_digest"]
         assert row["train/loss"] == own["train/loss"]
     compared = compare([cwd / "trunks"])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from llmexp.compose.overrides import parsed
-from llmexp.runs.rundir import read_rows
+from llmexp.runs.rows import read_rows
 from llmexp.settings.values import typed
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for

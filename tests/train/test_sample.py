@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.models.gpt2 import GPT2
 from llmexp.runs.naming import named_checkpoint
 from llmexp.train.assembly.opening import _build, open_run
@@ -34,13 +35,14 @@ class Eager(nn.Module):
         return (self.gain * torch.arange(320.0)).expand(*tokens_bt.shape, -1)
 
 
-def holed(**special: int) -> tiktoken.Encoding:
+def holed(**special: int) -> Tokenizer:
     """Bytes, the pair `ab` with the id 299, and nothing in between, as some published encodings
     have it."""
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 299}
-    return tiktoken.Encoding(
+    given = tiktoken.Encoding(
         name="holed", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
     )
+    return as_tokenizer(given)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 30.0])
@@ -59,9 +61,7 @@ def test_a_tokenizer_without_an_end_needs_a_prompt():
     assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
 
 
-def looped(
-    encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False
-) -> Any:
+def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
     run = SimpleNamespace(sequence_length=12, max_position_embeddings=32, parameters=64)
     parts = SimpleNamespace(document_end=None,
         run=run, precision="fp32", tokenizer=encoding,

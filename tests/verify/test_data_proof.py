@@ -299,7 +299,7 @@ def test_a_reader_that_masks_what_it_should_not_fails(
 
     def masking(tokens: np.ndarray, *rest: Any) -> Any:
         batches, counts = micro_batches(tokens, *rest)
-        batches[0][0][1][0, 5] = reader.MASKED
+        batches[0][0][1][0, 5] = reader.IGNORE_INDEX
         return batches, counts
 
     monkeypatch.setattr(reader, "_micro_batches", masking)

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmexp.data.cache import cache_folder
 from llmexp.data.corpus import Sources, documents_to_train, works_of
-from llmexp.data.files import cache_folder
-from llmexp.data.places import Answers
+from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, as_corpus
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.data.work import Work
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.targets import bind, described, locate, place, resolve
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.settings.variables import fill, remember
+from llmexp.settings.variables import fill, remember_names
 
 T = TypeVar("T")
 OFFERED = ("tokenizer", "vocab_size", "sequence_length", "ask_again")  # to a source of data
@@ -49,7 +49,7 @@ def filled(config: Config) -> Config:
 
     The functions below take it; this is the one place where they are filled in. Raises ConfigError.
     """
-    remember(plain(config))
+    remember_names(plain(config))
     sections = {name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
     return dataclasses.replace(config, **sections)
 
@@ -111,7 +111,7 @@ def uses_tokenizer(data: dict[str, Any]) -> bool:
     return found is not None and found.default is inspect.Parameter.empty
 
 
-def sources_of(config: Config, answers: Answers) -> Sources:
+def sources_of(config: Config, remote: RemoteCache) -> Sources:
     """Return the sources of documents that a filled config names. Raises ConfigError."""
     dotted = config.data["_target_"]
     target, knobs = resolve("data", config.data, OFFERED)
@@ -120,7 +120,7 @@ def sources_of(config: Config, answers: Answers) -> Sources:
         text = "has no documents of text; use data=corpus or data=text"
         raise refuse("data._target_", dotted, text, "llmexp.data.corpus.corpus")
     try:
-        found: Sources = find(answers, **knobs)
+        found: Sources = find(remote, **knobs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return found
@@ -131,13 +131,13 @@ def works_to_prepare(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], 
 
     Raises ConfigError.
     """
-    answers = Answers(cache_folder(config.data.get("cache_dir")), anew=True)
-    some = sources_of(config, answers)
+    remote = RemoteCache(cache_folder(config.data.get("cache_dir")), anew=True)
+    some = sources_of(config, remote)
     try:
-        found = works_of(some, tokenizer, answers)
+        found = works_of(some, tokenizer, remote)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return [work for works in found for work in works.values()], answers.cache
+    return [work for works in found for work in works.values()], remote.cache
 
 
 def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
@@ -147,7 +147,7 @@ def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
     """
     if not config.batch.document_mask:
         return None
-    if (found := end_of_text(tokenizer)) is None:
+    if (found := tokenizer.eot_token) is None:
         text = f"the tokenizer {tokenizer.name} has no token that ends a document"
         raise refuse("batch.document_mask", True, text, False)
     return found
@@ -158,8 +158,8 @@ def training_documents(config: Config) -> Iterator[Iterator[str]]:
 
     Raises ConfigError for data that are not text.
     """
-    answers = Answers(cache_folder(config.data.get("cache_dir")), anew=True)
-    return documents_to_train(sources_of(config, answers), answers)
+    remote = RemoteCache(cache_folder(config.data.get("cache_dir")), anew=True)
+    return documents_to_train(sources_of(config, remote), remote)
 
 
 def place_of(section: dict[str, Any], name: str) -> str:

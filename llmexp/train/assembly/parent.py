@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
@@ -48,8 +49,8 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
         near = min(kept, key=lambda s: abs(s - (step or 0)), default=None)
         raise refuse("fork.step", step, text + _listed(kept), near)
     try:
-        folder = loading.of_step(path / rundir.CHECKPOINTS, step)
-        loaded = loading.read_checkpoint(folder, loading.NONE, ("model",))
+        folder = checkpoint_folder(path / rundir.CHECKPOINTS, step)
+        loaded = loading.read_checkpoint(folder, ("model",), hash_share=None)
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)

@@ -24,6 +24,7 @@ from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses_tokenizer
 from llmexp.update import optim, precision
+from llmexp.update.twin import perturb
 
 
 def prepare_tasks(
@@ -131,7 +132,7 @@ def build_model(
     on_meta = any(p.is_meta for p in model.parameters())
     if fresh and not on_meta and (initial := initial_weights(section, model, False)) is not None:
         begin_with(model, initial[0])
-    precision.nudge(model, train.seed, train.twin)
+    perturb(model, train.seed, train.twin)
     return model
 
 

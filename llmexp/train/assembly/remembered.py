@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.files import cache_folder
+from llmexp.data.cache import cache_folder
 from llmexp.runs import provenance
 from llmexp.settings.config import Config, plain
 from llmexp.settings.values import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmexp.data import places, source
+from llmexp.data import remote, source
 from llmexp.data.readers import documents
 from llmexp.data.records import Counts
 from llmexp.data.stream import DataChanged
@@ -121,7 +121,7 @@ def test_a_large_file_of_a_web_server(tmp_path, ranges):
     """Larger than any buffer: text is one stream, Parquet needs a server that sends parts."""
     texts = [f"{n} " + "many words " * 60 for n in range(8000)]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    assert len(content) > 2 * places.AHEAD_BYTES
+    assert len(content) > 2 * remote.AHEAD_BYTES
     with serving(content) as (server, address):
         server.ranges = ranges
         read = documents("data.sources.web.files", address, "text", False, Counts())
@@ -138,7 +138,7 @@ def test_a_large_file_of_a_web_server(tmp_path, ranges):
 
 
 def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "ANSWER_S", 2.0)
+    monkeypatch.setattr(remote, "ANSWER_S", 2.0)
     with serving(plain(tmp_path)) as (_, address):
         first = corpus_of(tmp_path, address)
     assert ids_of(corpus_of(tmp_path, address).train) == ids_of(first.train)
@@ -169,7 +169,7 @@ def test_a_changed_file_is_seen_when_it_is_asked_for(tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
     with serving(plain(tmp_path)) as (server, address):
-        real = places.open_file
+        real = remote.open_file
 
         def changing(key: str, place: str) -> Any:
             server.mark = "two"
@@ -183,14 +183,14 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypat
 
 @pytest.mark.parametrize("silent_after", [0, 100])
 def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch, silent_after):
-    monkeypatch.setattr(places, "ANSWER_S", 1.0)
+    monkeypatch.setattr(remote, "ANSWER_S", 1.0)
     with serving(plain(tmp_path)) as (server, address):
         server.silent_after = silent_after
         start = time.monotonic()
         with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer in time"):
             list(documents("data.sources.web.files", address, "text", False, Counts()))
         assert time.monotonic() - start < 10
-    assert places.ANSWER_S <= 10
+    assert remote.ANSWER_S <= 10
 
 
 def test_buckets_in_memory_and_globs(tmp_path):

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.data.files import match_files, read_note, remembered, sha256_of, write_note
+from llmexp.data.cache import cached, read_entry, write_entry
+from llmexp.data.files import match_files, sha256_of
 from llmexp.settings.values import ConfigError, refuse
 
 T = TypeVar("T")
@@ -98,8 +99,8 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
 
 
 @dataclass
-class Answers:
-    """The answers of buckets and the hub about their files, remembered in the cache.
+class RemoteCache:
+    """The answers of buckets and the hub about their files, kept in the cache.
 
     A run whose shards are there asks nothing.
     """
@@ -114,24 +115,24 @@ class Answers:
         `key`: the knob that the question is about.
         """
         name = hashlib.sha256(question.encode()).hexdigest()[:32]
-        note = self.cache / "notes" / f"remote-{name}.json"
-        found = {} if self.anew else read_note(note)
+        entry = self.cache / "notes" / f"remote-{name}.json"
+        found = {} if self.anew else read_entry(entry)
         if {"answer", "day"} <= found.keys():
             self.remembered[key] = str(found["day"])
             known: T = found["answer"]
             return known
         answer = ask()
         day = datetime.date.today().isoformat()
-        write_note(note, {"question": question, "answer": answer, "day": day})
+        write_entry(entry, {"question": question, "answer": answer, "day": day})
         return answer
 
     def digests(self, paths: list[Path]) -> list[str]:
         """Return the sha256 of each file here."""
-        found: list[str] = remembered(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
+        found: list[str] = cached(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
         return found
 
 
-def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
+def match_places(key: str, patterns: Any, remote: RemoteCache) -> list[str]:
     """Return the files that globs and addresses name, sorted per glob, each once."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(wanted, (list, tuple)) or not any(is_remote(str(p)) for p in wanted):
@@ -143,7 +144,7 @@ def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
         if not is_remote(pattern):
             names = [str(path) for path in match_files(key, pattern)]
         elif glob.has_magic(pattern):
-            names = answers.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
+            names = remote.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
         else:
             names = [pattern]
         found |= dict.fromkeys(names)
@@ -159,16 +160,18 @@ def _match_remote(key: str, pattern: str) -> list[str]:
     return [str(system.unstrip_protocol(name)) for name in names]
 
 
-def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list[str], list[int]]:
+def contents_of(
+    key: str, places: Sequence[str], remote: RemoteCache
+) -> tuple[list[str], list[int]]:
     """Return what identifies the content of each file, and their sizes in bytes.
 
     It is a digest; in a bucket, what the bucket says of the file. Raises ValueError.
     """
     local = [Path(place) for place in places if not is_remote(place)]
-    pairs = zip(local, answers.digests(local), strict=True)
+    pairs = zip(local, remote.digests(local), strict=True)
     known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
     if far := [place for place in places if is_remote(place)]:
-        asked = answers.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
+        asked = remote.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
         known |= {place: (content, size) for place, (content, size) in zip(far, asked, strict=True)}
     found = [known[place] for place in places]
     return [content for content, _ in found], [size for _, size in found]
