@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, others
+from llmexp.compare.plot_verdict import verdict
 from llmexp.compare.plotting import looks, templates
 from llmexp.compare.records import Comparison, Record, as_dict
 from llmexp.compare.table import columns_of
@@ -33,6 +34,10 @@ MISSING = (
 CLIP = (
     "At other limits, by the norms that each run has seen: under another limit it would have taken "
     "another path."
+)
+LOOKS = (
+    "The sweep decided by itself which settings got further seeds. Each look spends a part of the "
+    "5 % of error; a setting that was shown to be worse gets no more seeds."
 )
 NOISE = (
     "In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains "
@@ -57,14 +62,15 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     """
     c = comparison
     curves, rest, settings = losses(c), others(c), [*over_keys(c), *maps(c)]
-    plots = [plot for plot in (curves, *settings, rest) if plot]
+    stand = verdict(c)
+    plots = [plot for plot in (stand, curves, *settings, rest) if plot]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
     library, script = str(get_plotlyjs()) if inline else "", _asset("page.js")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_asset("page.html")).render(
         c=c, title=_title(c), about=_about(c), missing=MISSING, style=_asset("page.css"),
-        losses=curves, settings=settings, others=rest,
+        verdict=stand, looks=look_table(c), losses=curves, settings=settings, others=rest,
         runs=run_table(c), clip=clip_table(c), noise=noise_table(c),
         data=data.replace("<", "\\u003c"), policy=_policy(script, library),
         script=script, library=library, library_file=LIBRARY,
@@ -178,6 +184,25 @@ def run_table(c: Comparison) -> Table | None:
     heads = ["setting", *(column.title for column in kept)]
     alike = f"Alike in all: {', '.join(same)}." if same else ""
     return Table("Runs", heads, rows, after=alike, sortable=True) if rows else None
+
+
+def look_table(c: Comparison) -> Table | None:
+    """Show the looks of a sweep that decided by itself: where seeds went, and what they showed."""
+    sweeps = {r.sweep for r in c.runs}
+    found = c.runs[0].looks if len(sweeps) == 1 else ()
+    rows, trained = [], 0
+    for i, one in enumerate(found):
+        count = len(one.seeds)
+        before = len(found[i - 1].seeds) if i else 0
+        among = found[i - 1].going if i else [*one.going, *one.worse]
+        trained += len(among) * (count - before)
+        cells = [
+            Cell(str(count), count), Cell(str(trained), trained), share(one.level),
+            Cell(", ".join(one.worse)), Cell(", ".join(one.going)), Cell(one.why),
+        ]  # fmt: skip
+        rows.append(Row("transparent", str(i + 1), cells))
+    heads = ["Look", "Seeds each", "Runs so far", "Of the 5 %", "Shown to be worse", "Still open"]
+    return Table("Where seeds went", [*heads, "What follows"], rows, before=LOOKS) if rows else None
 
 
 def clip_table(c: Comparison) -> Table | None:

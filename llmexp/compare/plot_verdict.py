@@ -1,0 +1,100 @@
+"""Draw the verdict: how each setting, and each of its seeds, stands beside the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+from typing import Any
+
+import plotly.graph_objects as go
+
+from llmexp.compare.figures import difference, is_loss
+from llmexp.compare.plotting import GREY, LEADING, Plot, metric, plot, text
+from llmexp.compare.records import Comparison, Entry
+from llmexp.settings.labels import plural
+
+MOST = 40  # settings that have a row of their own, the best ones
+PALE = 0.55
+# By mark: the symbol and its opacity, which tell marks apart in grey too.
+SYMBOLS = {
+    **dict.fromkeys(LEADING, ("star", 1.0)),
+    "worse": ("circle", 1.0),
+    "same": ("diamond", 1.0),
+    "undecided": ("circle-open", PALE),
+}
+COLOURS = {"worse": "#d9485f", "same": "#2fa58e", "undecided": GREY} | dict.fromkeys(
+    LEADING, "#4269d0"
+)
+
+
+def verdict(c: Comparison) -> Plot | None:
+    """Return the settings in order with their seeds and the intervals of their differences.
+
+    None where no setting has several seeds, or losses do not compare.
+    """
+    column = metric(c)
+    rows = [e for e in c.entries if e.standing.mark in SYMBOLS][:MOST]
+    lead = next((e for e in rows if e.standing.mark in LEADING), None)
+    several = any(len(e.taking_part) > 1 for e in rows)
+    if column is None or lead is None or len(rows) < 2 or not several or not is_loss(c.metric):
+        return None
+    names = [text(e.label, 32) for e in rows]
+    traces = [
+        _seeds(c, lead, rows, names),
+        *(_settings(c, mark, rows, names) for mark in SYMBOLS if _has(rows, mark)),
+    ]
+    layout = {
+        "height": 90 + 34 * len(rows),
+        "xaxis.title.text": f"{text(column.title)}, difference to {text(lead.label, 24)}",
+        "xaxis.zeroline": True, "xaxis.nticks": 7,
+        "yaxis": dict(type="category", categoryorder="array", categoryarray=names[::-1],
+                      automargin=True),
+        "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
+        "hovermode": "closest",
+    }  # fmt: skip
+    left = len([e for e in c.entries if e.standing.mark in SYMBOLS]) - len(rows)
+    more = f" {plural(left, 'further setting')} below are in the table." if left else ""
+    caption = (
+        "A bar is the 95 % interval of the difference to the leading setting; all hold together. A "
+        "small mark is a seed beside the same seed of the leading setting, or beside its mean. "
+        f"Pale and hollow: undecided.{more}"
+    )
+    return plot("verdict", "The verdict", traces, layout, caption)
+
+
+def _has(rows: Sequence[Entry], mark: str) -> bool:
+    return any(e.standing.mark == mark for e in rows)
+
+
+def _seeds(c: Comparison, lead: Entry, rows: Sequence[Entry], names: Sequence[str]) -> Any:
+    """Return a small mark for each seed, beside the leading setting's figure of that seed."""
+    ours = {r.seed: r.figures[c.metric] for r in lead.taking_part if c.metric in r.figures}
+    mean = fsum(ours.values()) / max(1, len(ours))
+    x, y, words, opacity = [], list[str](), list[str](), list[float]()
+    for e, name in zip(rows, names, strict=True):
+        for r in e.taking_part:
+            if c.metric in r.figures:
+                beside = mean if e is lead else ours.get(r.seed, mean)
+                x.append(r.figures[c.metric] - beside)
+                y.append(name)
+                words.append(f"seed {text(r.seed)}: {r.figures[c.metric]:.4f}")
+                opacity.append(0.8 * SYMBOLS[e.standing.mark][1])
+    return go.Scatter(
+        x=x, y=y, text=words, mode="markers", name="a seed", hovertemplate="%{text}<extra></extra>",
+        marker=dict(symbol="line-ns-open", size=9, color=GREY, opacity=opacity, line_width=1.5),
+    )  # fmt: skip
+
+
+def _settings(c: Comparison, mark: str, rows: Sequence[Entry], names: Sequence[str]) -> Any:
+    """Return the settings of one mark, with the intervals of their differences."""
+    found = [(e, n) for e, n in zip(rows, names, strict=True) if e.standing.mark == mark]
+    symbol, opacity = SYMBOLS[mark]
+    halves = [e.standing.half or 0.0 for e, _ in found]
+    words = [f"<b>{n}</b>  {mark}<br>{text(difference(e))}" for e, n in found]
+    return go.Scatter(
+        x=[e.standing.difference or 0.0 for e, _ in found], y=[n for _, n in found], text=words,
+        mode="markers", name=mark, opacity=opacity, hovertemplate="%{text}<extra></extra>",
+        marker=dict(symbol=symbol, size=15 if mark in LEADING else 11, color=COLOURS[mark]),
+        error_x=dict(array=halves, color=COLOURS[mark], thickness=2.5, width=5,
+                     visible=any(halves)),
+    )  # fmt: skip

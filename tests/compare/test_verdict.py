@@ -1,0 +1,94 @@
+"""The picture of the verdict, and the table of looks, on the page of a decided sweep."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmexp.compare.comparing import answered, findings
+from llmexp.compare.page import look_table, page
+from llmexp.compare.plot_verdict import verdict
+from llmexp.compare.records import Comparison, Record
+from llmexp.runs.ledger import Look
+
+# The first one is clearly worse, the second is not told apart from the third.
+LOSSES = np.array([[2.50, 2.52], [2.11, 2.12], [2.10, 2.13]])
+MORE = np.array([[2.125], [2.115]])
+
+
+def record(setting: int, seed: int, loss: float, looks: list[Look]) -> Record:
+    config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
+    columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
+    facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
+    return Record(
+        Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
+        {"summary": {"train_time": 60.0, "tokens_seen": 64}},
+        {key: np.array([value]) for key, value in columns.items()},
+        swept=("optimizer.lr", "train.seed"), looks=looks,
+    )  # fmt: skip
+
+
+def decided() -> Comparison:
+    looks = [
+        Look(["1", "2"], 0.03, 3, ["lr=2.0", "lr=3.0"], ["lr=1.0"], "2 get 3 seeds"),
+        Look(["1", "2", "3"], 0.02, 3, ["lr=2.0", "lr=3.0"], [], "all 3 seeds are trained"),
+    ]
+    found = [record(i, j + 1, float(x), looks) for (i, j), x in np.ndenumerate(LOSSES)]
+    found += [record(i + 1, 3, float(x), looks) for (i, _), x in np.ndenumerate(MORE)]
+    return answered(findings(found))
+
+
+def test_the_picture_has_each_setting_its_seeds_and_its_interval():
+    c = decided()
+    assert [e.standing.mark for e in c.entries] == ["lowest", "undecided", "worse"]
+    plot = verdict(c)
+    assert plot is not None
+    seeds, *marks = plot.figure.data
+    best, undecided, worse = c.entries
+    by_row = {
+        name: [x for x, y in zip(seeds.x, seeds.y, strict=True) if y == name] for name in seeds.y
+    }
+    assert {name: len(x) for name, x in by_row.items()} == {"lr=2.0": 3, "lr=3.0": 3, "lr=1.0": 2}
+    # A seed stands beside the same seed of the leading setting.
+    ours = {r.seed: r.figures[c.metric] for r in best.runs}
+    for e in (undecided, worse):
+        apart = [r.figures[c.metric] - ours[r.seed] for r in e.runs]
+        assert sorted(by_row[e.label]) == pytest.approx(sorted(apart))
+    drawn = {trace.name: trace for trace in marks}
+    assert set(drawn) == {"lowest", "undecided", "worse"}
+    for e in (undecided, worse):
+        trace = drawn[e.standing.mark]
+        assert list(trace.x) == pytest.approx([e.standing.difference])
+        assert list(trace.error_x.array) == pytest.approx([e.standing.half])
+    assert drawn["undecided"].opacity < drawn["worse"].opacity  # pale, also in grey
+    assert len({trace.marker.symbol for trace in marks}) == 3
+    assert list(plot.figure.layout.yaxis.categoryarray) == [e.label for e in reversed(c.entries)]
+
+
+def test_one_seed_each_has_no_verdict_to_draw():
+    single = answered(findings([record(i, 1, 2.0 + i, []) for i in range(3)]))
+    assert verdict(single) is None
+    assert look_table(single) is None
+
+
+def test_the_table_of_looks_shows_where_seeds_went():
+    table = look_table(decided())
+    assert table is not None
+    rows = [[cell.text for cell in row.cells] for row in table.rows]
+    assert rows == [
+        ["2", "6", "3.0%", "lr=1.0", "lr=2.0, lr=3.0", "2 get 3 seeds"],
+        ["3", "8", "2.0%", "", "lr=2.0, lr=3.0", "all 3 seeds are trained"],
+    ]
+    whole = page(decided())
+    assert re.search(r'<section id="looks">.*Where seeds went.*lr=2.0, lr=3.0', whole, re.DOTALL)
+    assert '<section id="verdict">' in whole
+
+
+def test_the_answer_says_what_was_spent_and_what_all_seeds_would_cost():
+    c = decided()
+    (spent,) = [note for note in c.notes if note.startswith("2 looks")]
+    assert "8 runs, 512 tokens, 8m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
+    assert c.headline.endswith("(3 seeds); all 3 seeds are trained. 1 of the 2 others is worse.")
