@@ -14,7 +14,8 @@ judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
-page           the HTML page; plotting and plot_* make its figures
+page           the HTML page; plotting, plot_verdict, plot_training and
+               plot_settings make its figures
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most
 budgets        unequal budgets, before a sweep starts
