@@ -23,8 +23,8 @@ from typing import Any
 THREADS = os.environ["OMP_NUM_THREADS"] = os.environ.get("LLMEXP_TEST_THREADS", "1")
 os.environ.pop("COLUMNS", None)
 # Bytecode is kept, as for users, or each process would compile all of llmexp anew.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as in a shell's background, which every child would inherit

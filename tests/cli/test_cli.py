@@ -32,19 +32,6 @@ RUN = [
     "checkpoint.every=null",
 ]
 
-# Runs a command and says which of the slow packages this process has imported, and what processor
-# time it took.
-DRIVER = """
-import sys, resource
-from llmexp.__main__ import run
-from llmexp.system.child import start_worker
-code = run(sys.argv[1:])
-heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition(".")[0] for m in sys.modules}
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(code, sorted(heavy), used.ru_utime + used.ru_stime, file=sys.stderr)
-"""  # noqa: E501
-
-
 # --- what is printed
 
 
@@ -117,22 +104,6 @@ def test_a_command_that_there_is_not(capsys):
     for given, says in (("sweep", "A sweep is llmexp train -m; for example"), ("trian", "train?")):
         assert run([given, "optimizer.lr=1,2"]) == 2
         assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["train", "--help"], ["train", "--cfg", "job", "--resolve", "model=gpt2_xl"]],
-)
-def test_light_commands_import_nothing_heavy(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr.startswith("0 []"), done.stderr
 
 
 def test_cfg_and_info(capsys):

@@ -9,8 +9,6 @@ import math
 import os
 import resource
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -536,16 +534,6 @@ def test_a_python_without_sources_is_a_clear_error(
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         sources.stdlib(tokenizer=BYTES, val_ratio=0.1, max_tokens=None, seed=0, cache_dir=None)
-
-
-def test_planning_and_preparing_need_no_torch() -> None:
-    """Importing torch takes longer than all the rest."""
-    root = str(CONF.parent)
-    program = (
-        f"import sys; sys.path.insert(0, {root!r}); import llmexp.data.sources; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # conf

@@ -462,15 +462,6 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
     assert history(tmp_path / "run") == rows[:40]
 
 
-def test_importing_costs_no_heavy_library() -> None:
-    code = (
-        "import sys, llmexp.tracker.mirror, llmexp.system.console, llmexp.metrics.plot\n"
-        "print(sorted({'torch', 'wandb', 'rich', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None:
     """Handed over is not arrived: tracker.json says step 30, the server has no row."""
     run_dir, rows = tmp_path / "run", make_rows(1, 40)
