@@ -30,6 +30,7 @@ PRELOADED = (
     "torch.distributed.launcher.api",
     "torch.utils.serialization.config",
     "numpy.ma",
+    "wandb",
     "llmexp.models.gpt2",
     "llmexp.models.llama",
     *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
@@ -136,7 +137,8 @@ def become_worker(request: dict, fds: list[int]) -> None:
         sys.argv[:] = request["argv"][at + 1 :]
         if "-P" not in request["argv"][:at]:
             sys.path.insert(0, os.getcwd())
-        sys.modules.pop(sys.argv[0], None)  # runs as __main__
+        if not hasattr(sys.modules.get(sys.argv[0]), "__path__"):
+            sys.modules.pop(sys.argv[0], None)  # runs as __main__
         # Made anew: the one that there is remembers whether its file could be sought in.
         sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(

@@ -116,6 +116,8 @@ if address := os.environ.get("LLMEXP_TEST_FORKS"):
         ["llmexp.sweep.check"],
         ["llmexp.forecast.fitting"],
         ["tests.models.two_ranks"],
+        ["tests.tracker.worker"],
+        ["wandb"],
     )
     open_streams = all(os.path.exists(f"/proc/self/fd/{number}") for number in range(3))
     if ours and open_streams and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():

@@ -22,52 +22,12 @@ import pytest
 
 from llmexp.runs.rows import Rows
 from llmexp.tracker.fields import Position, cut, read_position, upload_is_pending, write_position
-from tests.conftest import ROOT
+from tests import forks
+from tests.conftest import PATHS, ROOT, environment
 from tests.tracker.fake_wandb import FakeWandb
 
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 
-# What a worker does with its tracker. Prints JSON lines: what was said, and what things cost.
-WORKER = """
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-from llmexp.settings.execution import Tracker
-from llmexp.runs.rows import Rows
-from llmexp.tracker.fields import Fields
-from llmexp.tracker.mirror import Mirror
-
-spec = json.loads(sys.argv[1])
-run_dir = Path(spec["run_dir"])
-say = lambda text: print(json.dumps({"said": text}), flush=True)
-rows = Rows(run_dir / "metrics.jsonl", spec["rows"][0]["step"] - 1)
-names = ("project", "entity", "name", "group", "tags", "notes")
-fields = Fields(**{key: spec["tracker"][key] for key in names}, config=spec["config"], run_id="run-1")
-start = time.perf_counter()
-mirror = Mirror("wandb", Tracker(**spec["tracker"]), run_dir, fields, say)
-opened = time.perf_counter() - start
-for number, row in enumerate(spec["rows"]):
-    if number in (spec["kill_core_at"], spec["die_at"]):
-        position = run_dir / "tracker.json"
-        while not (position.exists() and json.loads(position.read_text())["step"] == number):
-            time.sleep(0.05)
-        # And wandb-core has written what it got.
-        newest = f'{spec["rows"][number - 1]["tokens_seen"]}'.encode()
-        until = time.monotonic() + 20
-        while not any(newest in log.read_bytes() for log in run_dir.glob("wandb/offline-run-*/*.wandb")):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        command = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
-        cores = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        assert len(cores) == 1, cores
-        os.kill(os.getpid() if number == spec["die_at"] else int(cores[0]), signal.SIGKILL)
-    rows.add(row)
-    rows.flush()
-    time.sleep(spec["pause"])
-start = time.perf_counter()
-mirror.finish({"final/loss": 1.25}, spec["exit_code"])
-finish = time.perf_counter() - start
-print(json.dumps({"open": opened, "finish": finish, "at": time.time()}), flush=True)
-"""  # noqa: E501
 TRACKER: dict[str, Any] = {
     "kind": "wandb",
     "project": "a-project",
@@ -136,15 +96,15 @@ def run_worker(
     home = run_dir.parent / "home"
     home.mkdir(exist_ok=True)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
-    clean |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    clean |= {"HOME": str(home), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     master, slave = pty.openpty() if terminal else (None, None)
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps(spec)],
+        [sys.executable, "-m", "tests.tracker.worker", json.dumps(spec)],
         stdin=slave if terminal else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=clean | (env or {}),
+        env=forks.offered(clean) | (env or {}),
         cwd=run_dir.parent,
     )
     out, err = process.communicate(timeout=60)
@@ -167,7 +127,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        env = environment(PYTHONPATH=PATHS)
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
         found += [json.loads(line) for line in out.splitlines()]
     return found
 
