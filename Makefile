@@ -13,7 +13,9 @@ ARGS ?=
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
-test: .venv/.ready check
+test: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: .venv/.ready check

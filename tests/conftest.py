@@ -60,13 +60,15 @@ TINY = [
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
 # alone.
-LONGEST = ("test_slurm", "test_sweep", "test_parallel", "test_refusals", "test_cli",
+LONGEST = ("test_slurm", "test_types", "test_sweep", "test_parallel", "test_refusals", "test_cli",
            "test_own_parts", "test_security", "test_golden", "test_resume", "test_memory",
            "test_branches", "test_tracker", "test_in_and_out", "test_shipped", "test_time",
            "test_planning", "test_fuzz", "test_invariance", "test_fitting", "test_train",
            "test_data_proof", "test_hosts", "test_kills", "test_knobs", "test_window_loss",
            "test_page", "test_tokenizer", "test_sync", "test_geometry", "test_checkpoint",
-           "test_program", "test_comparing", "test_command", "test_temporary")  # fmt: skip
+           "test_program", "test_comparing", "test_command", "test_temporary", "test_agents",
+           "test_averages", "test_twins", "test_prepare", "test_numbers", "test_agent",
+           "test_disk")  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,11 @@ def test_the_loop_of_the_page_decides(tmp_path, monkeypatch, capsys):
     assert len(loop.splitlines()) <= 36
     for there, instead in (
         ("train.max_steps=20", "train.max_steps=4"),
+        (
+            '"tracker=none", ',
+            '"tracker=none", "metrics.picture=false", "train.sample_tokens=0", '
+            '"train.eval_tokens=64", "data.n_tokens=5000", ',
+        ),
         ("train.seed=1,2,3", "train.seed=1,2"),
         ('"sgd"), 9, 24', '"sgd"), 2, 0'),
     ):

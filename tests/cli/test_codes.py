@@ -34,6 +34,7 @@ def test_a_refusal_is_an_object_with_code_message_and_key(words, code, key, capf
     assert f"llmexp: {error['message']}\n" in err
 
 
+@pytest.mark.usefixtures("forking")
 def test_so_is_one_of_the_process_that_trains(tmp_path):
     done = llmexp("train", "--json", *TINY, *NO_FILE, cwd=tmp_path)
     assert done.code == 2

@@ -16,7 +16,6 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep import running
 from llmexp.sweep.running import rungs
 from llmexp.system import child
-from tests import forks
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
 from tests.tools import all_gone, exact, same_state, wait_for
@@ -152,9 +151,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
 
     before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
     (tmp_path / "armed").touch()
-    forks.ALLOWED = False
     process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
-    forks.ALLOWED = True
     wait_for(
         lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process
     )

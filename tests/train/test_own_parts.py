@@ -255,7 +255,8 @@ FILES = {
 }
 BASE = ["--config-dir", "conf", "model=mine", "batch.sequence_length=12", "tracker=none",
 "train.sample_tokens=0",
-        "train.log_every=1", "data=synthetic", "data.n_tokens=5000"]  # fmt: skip
+        "train.log_every=1", "metrics.picture=false", "data=synthetic",
+        "data.n_tokens=5000"]  # fmt: skip
 
 
 def write_files(folder: Path) -> None:
