@@ -79,8 +79,10 @@ COMMANDS = {
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; its exit code. What the user got wrong is one line on standard error, exit
-    code 2."""
+    """Run one command, and return its exit code.
+
+    What the user got wrong is one line on standard error, exit code 2.
+    """
     from llmexp.settings.values import ConfigError
     from llmexp.system.child import REFUSED
 
@@ -143,8 +145,10 @@ def report(error: Exception, code: int, as_json: bool) -> int:
 
 
 def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
-    """Shell completion: of our commands here; of overrides by Hydra, which must not see the command
-    before them."""
+    """Complete a command line in the shell: our commands here, overrides by Hydra.
+
+    Hydra must not see the command before them.
+    """
 
     from llmexp.cli import train
 

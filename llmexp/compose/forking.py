@@ -33,11 +33,11 @@ CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 
 
 def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
-    """Return the runs that a command line forks, those of a sweep in their order, with the steps
-    that RUN@STEP names.
+    """Return the runs that a command line forks, with the steps that RUN@STEP names.
 
-    Given again, the last fork.run counts, as for Hydra. Raises ConfigError for a folder that holds
-    no run."""
+    Those of a sweep are in their order. Given again, the last fork.run counts, as for Hydra. Raises
+    ConfigError for a folder that holds no run.
+    """
     given = [o for o in overrides if key_of(o) == "fork.run" and "=" in o]
     found: list[Any] = []
     with suppress(HydraException):  # refused later, in words

@@ -1,4 +1,6 @@
-"""Know a run before it starts. In reading order:
+"""Know a run before it starts.
+
+In reading order:
 
 settings   the section `plan` of a command
 counting   memory of tensors that have none

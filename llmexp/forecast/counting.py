@@ -126,8 +126,10 @@ class Counting(TorchDispatchMode):
 
 
 def _is_bookkeeping(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether it is one of the int32 lists in which DDP writes down its buckets, and which
-    its C++ code reads."""
+    """Return whether a call makes one of the int32 lists in which DDP writes down its buckets.
+
+    Its C++ code reads them.
+    """
     aten = torch.ops.aten
     if func is aten.copy_.default:
         return args[0].dtype == torch.int32 and not isinstance(args[0], FakeTensor)

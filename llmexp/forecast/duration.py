@@ -18,8 +18,10 @@ from llmexp.system.text import duration
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds that the parts of a run take, each once. `first_s`: what the first steps take beyond
-    others; `timed_steps` 0: nothing was measured."""
+    """Seconds that the parts of a run take, each once.
+
+    `first_s`: what the first steps take beyond others; `timed_steps` 0: nothing was measured.
+    """
 
     step_s: float
     timed_steps: int = 0
@@ -36,8 +38,11 @@ class Times:
 def estimated(
     run: Run, device: Device, precision: str, share: float, again: float = 0.0
 ) -> Times | None:
-    """Return times at a `share` of the device's peak rate; None where that or the model's
-    operations are not known. `again`: what a step computes again, as a share of its operations."""
+    """Return the times of a run at a `share` of the device's peak rate.
+
+    None where that or the model's operations are not known. `again`: what a step computes again, as
+    a share of its operations.
+    """
     flops, peak = run.flops_per_token, device.tflops.get(precision)
     if flops is None or peak is None:
         return None
@@ -83,8 +88,10 @@ def counts(run: Run, config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Duration of a run, and what it takes of GPUs; None where it needs none, or none has a
-    price."""
+    """The duration of a run, and what it takes of GPUs.
+
+    `gpu_hours` is None where it needs none, `money` where none has a price.
+    """
 
     times: Times
     counts: dict[str, int]
@@ -94,8 +101,10 @@ class Cost:
     money: float | None
 
     def figures(self) -> dict[str, Any]:
-        """Return plain values with their units in their names. Money is in the currency of the
-        price."""
+        """Return plain values with their units in their names.
+
+        Money is in the currency of the price.
+        """
         found = {
             "duration_s": self.duration_s,
             "tokens_per_sec": self.tokens_per_sec,
@@ -150,8 +159,10 @@ def seconds(value: float) -> str:
 
 
 def over_slots(durations: Iterable[float], slots: int) -> float:
-    """Return the seconds until the last of the points is through, which start in their order as
-    slots become free."""
+    """Return the seconds until the last point is through.
+
+    Points start in their order as slots become free.
+    """
     free = [0.0] * slots
     for length in durations:
         heapq.heapreplace(free, free[0] + length)

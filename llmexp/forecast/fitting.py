@@ -1,7 +1,7 @@
-"""Find the micro-batch size for batch.micro_batch_size=auto: the largest that fits, or a smaller
-one that is faster. Each is tried in a process of its own, with all ranks of the run.
+"""Find the micro-batch size for batch.micro_batch_size=auto: the largest that fits, or the fastest.
 
-`python -m llmexp.forecast.fitting` reads a config (JSON) and answers with the size, or the refusal.
+Each is tried in a process of its own, with all ranks of the run. `python -m
+llmexp.forecast.fitting` reads a config (JSON) and answers with the size, or the refusal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ SIZES = "micro_batch_sizes"  # the folder of the cache
 
 
 def fitted(config: Config, folder: str = "") -> Config:
-    """Return the config with a number in the place of `auto`: that of the run in the folder, where
-    one is there; else the one that was found for such a run before; else it is found now. Raises
-    ConfigError."""
+    """Return the config with a number in the place of `auto`.
+
+    It is that of the run in the folder, where one is there; else the one that was found for such a
+    run before; else it is found now. Raises ConfigError.
+    """
     if config.batch.micro_batch_size != AUTO:
         return config
     if folder and (old := _written(folder)) is not None:
@@ -53,8 +55,10 @@ def fitted(config: Config, folder: str = "") -> Config:
 
 
 def known(config: Config, parts: Parts) -> Config:
-    """Return the config with the number that was found for such a run before. Raises
-    ConfigError."""
+    """Return the config with the number that was found for such a run before.
+
+    Raises ConfigError.
+    """
     _refuse_hosts(config)
     found = remembered(SIZES, *_deciding(config, parts)[1])
     if found is None:
@@ -64,8 +68,10 @@ def known(config: Config, parts: Parts) -> Config:
 
 
 def _refuse_hosts(config: Config) -> None:
-    """Raise ConfigError for a run on several hosts, with the trial on one of them that gives a rank
-    as many sequences."""
+    """Raise ConfigError for a run on several hosts.
+
+    It names the trial on one of them that gives a rank as many sequences.
+    """
     hosts, real = config.parallelism.nnodes, config.batch.real_batch_size
     if hosts > 1 and real is not None:
         trial = (
@@ -98,8 +104,10 @@ def cut(config: Config, micro: int) -> Config:
 
 
 def _room(parts: Parts, limit: float | None) -> memory.Room:
-    """Return the memory of a rank on the device of the run. Raises ConfigError where it is not
-    known."""
+    """Return the memory of a rank on the device of the run.
+
+    Raises ConfigError where it is not known.
+    """
     device = None
     if parts.device.type == "cuda":
         there = hardware.memory_bytes(parts.device) or 0
@@ -114,8 +122,10 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
 
 
 def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
-    """Try sizes, from the largest that should fit; return the fastest of those that do. Raises
-    ConfigError where none does."""
+    """Try sizes, from the largest that should fit, and return the fastest of those that do.
+
+    Raises ConfigError where none does.
+    """
     whole = parts.run.micro_batch_size  # of a rank, still in one piece
     sizes = [n for n in range(whole, 0, -1) if whole % n == 0]
     forecast, first = _forecast(parts, room, sizes)
@@ -158,8 +168,10 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
 def _forecast(
     parts: Parts, room: memory.Room, sizes: list[int]
 ) -> tuple[memory.Forecast | None, int]:
-    """Return the forecast of memory, where the model has one, and the size to begin with. Raises
-    ConfigError where even one sequence is far too much."""
+    """Return the forecast of memory, where the model has one, and the size to begin with.
+
+    Raises ConfigError where even one sequence is far too much.
+    """
     try:
         compiled = parts.config.train.compile is True
         forecast = memory.Forecast(parts, parts.precision, room, compiled)
@@ -194,8 +206,11 @@ def _refusal(
 
 
 def _sequences(size: int, first: int, whole: int) -> int:
-    """Return the sequences of a rank in a step that is tried: for every size about as many, two
-    micro-batches of the first one where the run has as many."""
+    """Return the sequences of a rank in a step that is tried.
+
+    They are about as many for every size: two micro-batches of the first one where the run has as
+    many.
+    """
     return size * -(-min(whole, 2 * first) // size)
 
 

@@ -26,9 +26,11 @@ class Died(Exception):
 
 
 def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, Any]:
-    """Return what the run's steps took, and with `what` "all" the rest of it too (calibration),
-    with the seconds of its start and its end. `disk`: a folder on the one that checkpoints are
-    saved to. Raises Died."""
+    """Return what the run's steps took, with the seconds of its start and its end.
+
+    With `what` "all" return the rest of it too (calibration). `disk`: a folder on the one that
+    checkpoints are saved to. Raises Died.
+    """
     prefix = "llmexp-steps-"
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"

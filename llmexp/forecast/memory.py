@@ -1,5 +1,7 @@
-"""Say what a rank holds, whether that fits, and what would make it fit: each computed from the run
-itself, on tensors without memory."""
+"""Say what a rank holds, whether that fits, and what would make it fit.
+
+Each is computed from the run itself, on tensors without memory.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,10 @@ class Forecast:
         }
 
     def largest(self, cut: Cut, at_most: int) -> Cut | None:
-        """Return the cut with the largest micro-batch that fits and divides the same real batch, up
-        to `at_most` sequences; None where one sequence is too many."""
+        """Return the cut with the largest micro-batch that fits, of `at_most` sequences.
+
+        It divides the same real batch. None where one sequence is too many.
+        """
         whole = cut.micro * cut.accumulation
         sizes = [n for n in range(1, min(at_most, whole) + 1) if whole % n == 0]
         low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not

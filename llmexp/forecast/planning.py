@@ -81,8 +81,11 @@ class Planner:
         )
 
     def _cut(self, config: Config, parts: Parts) -> Config:
-        """Return the config with a number in the place of `auto`: what was found by trying, else
-        what should fit. `parts`: of the run in one piece. Raises ConfigError."""
+        """Return the config with a number in the place of `auto`.
+
+        It is what was found by trying, else what should fit. `parts`: of the run in one piece.
+        Raises ConfigError.
+        """
         device, limit = self._device, config.batch.memory_gib
         if self._plan.device is None:
             return known(config, parts)
@@ -100,8 +103,11 @@ class Planner:
         return self._device is not None if wanted == AUTO else bool(wanted)
 
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
-        """Return what is known of the memory of a run: why it is not known where this host hides
-        how much it has, or where the model needs memory to run."""
+        """Return what is known of the memory of a run.
+
+        Where it is not known, return why: this host hides how much it has, or the model needs
+        memory to run.
+        """
         plan = self._plan
         if plan.device is None:
             return Memory([] if parts.run.memory else [("memory", NO_MEMORY)], {})
@@ -125,8 +131,10 @@ class Planner:
         return Memory(rows, figures, needed, fits)
 
     def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
-        """Return the times of a run's parts and where they come from; None, and why they are not
-        known. Raises ConfigError."""
+        """Return the times of a run's parts and where they come from.
+
+        None, and the reason, where they are not known. Raises ConfigError.
+        """
         share, device, run = self._plan.peak_share, self._device, parts.run
         if self._measure:
             return self._measured(parts, folder)

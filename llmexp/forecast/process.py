@@ -1,5 +1,8 @@
-"""Say what a process that trains on a CPU holds beside its model: Python, torch, and what the first
-step leaves behind (code that is read, workspaces of products)."""
+"""Say what a process that trains on a CPU holds beside its model.
+
+That is Python, torch, and what the first step leaves behind (code that is read, workspaces of
+products).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def process_bytes(threads: int) -> int:
-    """Return what such a process takes, measured in one of its own: this one holds more or less,
-    such as what it has planned before."""
+    """Return what such a process takes, measured in one of its own.
+
+    This one holds more or less, such as what it has planned before.
+    """
     pipe = subprocess.PIPE
     child = start("llmexp.forecast.process", str(threads), stdout=pipe, text=True)
     text, _ = child.communicate()

@@ -59,9 +59,10 @@ def cut_of(parts: Parts) -> Cut:
 def rehearse(
     parts: Parts, cut: Cut, precision: str, device: Device | None, compiled: bool = False
 ) -> Footprint:
-    """Return what rank 0 of the run, cut like this, holds in a step. `device`: the accelerator;
-    None is a CPU. `compiled`: with the loss of a compiled step; all else is counted as it runs
-    without a compiler.
+    """Return what rank 0 of the run, cut like this, holds in a step.
+
+    `device`: the accelerator; None is a CPU. `compiled`: with the loss of a compiled step; all else
+    is counted as it runs without a compiler.
 
     The second of two steps is counted, when the moments are there; of its micro-batches no more
     than two are taken, because each further one holds what the second does.
@@ -117,8 +118,10 @@ def rehearse(
 def _without_memory(
     parts: Parts, modes: contextlib.ExitStack, fake: FakeTensorMode, counting: Counting
 ) -> nn.Module:
-    """Return the model on the meta device; it becomes fake when it is moved from there, after it
-    has been split over ranks."""
+    """Return the model on the meta device.
+
+    It becomes fake when it is moved from there, after it has been split over ranks.
+    """
     with torch.device("meta"):
         model = parts.build_model()
 
@@ -147,8 +150,7 @@ def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> No
 
 
 def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
-    """Train a step; the noise scale is measured in it, where it is measured
-    at all."""
+    """Train a step, with the noise scale where the run measures it."""
     length = parts.run.sequence_length
     every = parts.config.metrics.noise_scale_every or 1
     ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
@@ -165,8 +167,10 @@ def _whole_loss(model: Any, dtype: torch.dtype, tokens_bt: Tensor, targets_bt: T
 
 
 class _WholeLoss(torch.autograd.Function):
-    """Hold what the compiled loss of whole logits holds: its operands and the logits in the type of
-    the products, and the gradient of the logits."""
+    """Hold what the compiled loss of whole logits holds.
+
+    That is its operands and the logits in the type of the products, and the gradient of the logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, h_btd: Tensor, weight_vd: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,8 +217,11 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _as_accelerator() -> Iterator[None]:
-    """Hold on tensors of a CPU what an accelerator's kernels hold: flash attention of half
-    precision, which takes dropout and shared heads, and an RMS norm that keeps its input."""
+    """Hold on tensors of a CPU what an accelerator's kernels hold.
+
+    These are flash attention of half precision, which takes dropout and shared heads, and an RMS
+    norm that keeps its input.
+    """
     attention = F.scaled_dot_product_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *args: Any, **kw: Any) -> Tensor:
