@@ -20,15 +20,12 @@ class LocalLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        self.hydra_context = hydra_context
+        raise NotImplementedError
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run one batch of a sweeper that chooses its points; a grid does not come here."""
-        from llmexp.sweep import search  # Hydra imports this file for each command
-
-        return search.launch(self.hydra_context.config_loader, job_overrides, initial_job_idx)
+        raise NotImplementedError
 
 
 class SlurmLauncher(LocalLauncher):

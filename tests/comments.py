@@ -61,6 +61,9 @@ def commented(path: Path) -> str:
         found = LINE.fullmatch(line)
         if found is not None and main and not found["indent"]:
             section = "" if found["value"] else found["name"]
+        if found is not None and main and len(found["indent"]) == 2:
+            top = section.partition(".")[0]
+            section = top if found["value"] else f"{top}.{found['name']}"
         name = found["name"] if found else ""
         knob = own.get(name) or KNOBS.get(".".join(filter(None, (section, name))))
         apart = name in ("hooks", "user") or (name == "kind" and "  - /base/" in text)

@@ -25,7 +25,6 @@ from torch.distributed.run import parse_args
 from llmexp import __version__
 from llmexp.__main__ import run
 from llmexp.data import train_tokenizer
-from llmexp.runs import ledger
 from llmexp.settings.config import Config
 from llmexp.settings.knobs import dead, fields
 from llmexp.settings.values import flatten
@@ -244,62 +243,6 @@ def test_the_throughput_grid_ends_in_its_tables(work):
     assert "share of peak" not in titles
     printed = [line.split("  ")[0] for line in done.out.splitlines()]
     assert [line.partition(",")[0] for line in printed].count("GPT2") == 2
-
-
-@pytest.mark.usefixtures("forking")
-@pytest.mark.filterwarnings("ignore:.*declarative_base")
-def test_a_search_by_optuna(work, capfd, monkeypatch):
-    """A seeded sampler, so that the search goes on where it was, and no point runs twice."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    monkeypatch.chdir(work)
-    small = ["experiment=lr_optuna", *TINY, "data=synthetic", "data.n_tokens=5000"]
-    small += ["train.max_steps=3"]
-    assert run(["train", *small, "hydra.sweeper.n_trials=1", "hydra.sweep.dir=search"]) == 0
-    assert "\x1b" not in capfd.readouterr().err
-    best = yaml.safe_load((work / "search" / "optimization_results.yaml").read_text())
-    points = json.loads((work / "search" / "sweep.json").read_text())["points"]
-    losses = []
-    for point in points:
-        status = json.loads((work / "search" / point["folder"] / "status.json").read_text())
-        assert status["state"] == "finished"
-        losses.append(status["summary"]["final val/loss"])
-    assert [best["best_value"]] == losses
-    assert run(["train", *small, "hydra.sweeper.n_trials=2", "sweep.resume=search"]) == 0
-    after = json.loads((work / "search" / "sweep.json").read_text())["points"]
-    assert after[:1] == points
-    assert [p["attempts"] for p in after] == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_trial_that_fails_does_not_end_the_search(work):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    (work / "fails.py").write_text(
-        "import os\n\n"
-        "def once(event, context):\n"
-        "    if event == 'step_end' and (os.path.exists('always') or not "
-        "os.path.exists('failed')):\n"
-        "        open('failed', 'w').close()\n"
-        "        raise RuntimeError('diverged')\n"
-    )
-    small = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "--allow", "fails",
-             "hooks=[fails.once]", "experiment=lr_optuna"]  # fmt: skip
-    done = llmexp("train", *small, "hydra.sweeper.n_trials=2", "hydra.sweep.dir=fails", cwd=work)
-    assert done.code == 1, done.err + done.out
-    assert "Traceback" not in done.err
-    states = [point.state for point in ledger.read(work / "fails").points]
-    assert states == ["failed", "finished"]
-    assert (work / "fails" / "optimization_results.yaml").exists()
-    (work / "always").touch()
-    for more in ([], ["hydra.sweeper.max_failure_rate=0"]):
-        none = llmexp(
-            "train", *small, "hydra.sweeper.n_trials=1", *more, "hydra.sweep.dir=none", cwd=work
-        )
-        assert none.code == 1, none.err
-        assert "Traceback" not in none.err
-        assert none.out.splitlines()[-1].startswith(
-            "not all finished; to go on: llmexp resume none"
-        )
-        shutil.rmtree(work / "none")
 
 
 @pytest.mark.parametrize(

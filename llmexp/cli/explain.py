@@ -104,7 +104,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     given = [str(o) for o in cfg.hydra.overrides.task]
     every = layers(loader, CONFIG_NAME, given)
     flat = flatten(plain(config))
-    flat |= {f"{name}.{key}": value for name in OF_COMMANDS for key, value in cfg[name].items()}
+    of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
+    flat |= flatten(of_commands)
     for layer in every:  # empty sections are no knobs yet
         flat |= {k: v for k, v in layer.values.items() if v == {} and not knobs_in(k, every, flat)}
     if key in cfg.hydra.runtime.choices and key not in flat:

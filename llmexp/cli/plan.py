@@ -11,8 +11,8 @@ from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import build_plan
 from llmexp.runs import rundir
 from llmexp.runs.rundir import refuse_folder
-from llmexp.settings.values import ConfigError
-from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
+from llmexp.settings.values import refuse
+from llmexp.sweep.points import expand, load_points, split_duplicates
 
 if TYPE_CHECKING:
     from llmexp.sweep.planning import PlannedSweep
@@ -40,16 +40,14 @@ def planned(args: Any) -> Planned | PlannedSweep:
     with app.composed(args) as (hydra, cfg, multirun):
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)
-        if multirun and not is_grid(cfg):
-            raise ConfigError(
-                "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be "
-                "planned"
-            )
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
             from llmexp.sweep.main import settings_of
 
             settings, where = settings_of(cfg)
+            if settings.search.trials is not None:
+                text = "a search chooses its points while it runs; only a grid can be planned"
+                raise refuse("sweep.search.trials", settings.search.trials, text, "null")
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)

@@ -12,12 +12,13 @@ looks          how settings stand at one look, or at several
 evidence       what runs show: differences over seeds, rounding, effects of single keys
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
+searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_verdict, plot_training and
                plot_settings make its figures
 curves         what the page draws: rows, thinned; axes of swept keys
-next_step      the one command that would tell most
+next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts
 provenance     runs that differ in code, packages or drivers
 throughput     the table of a timing grid

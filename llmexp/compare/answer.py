@@ -72,11 +72,11 @@ def _by_items(f: Findings) -> str:
 
 
 def _won(f: Findings) -> str:
-    """Name the setting that successive halving left in; empty where there was none."""
+    """Name the setting that successive halving left in; empty where there was none, or a search."""
     only, ranked = f.ranked[0], [r.entry for r in f.ranked]
     dropped = [e for e in f.c.entries if any(r.rung is not None for r in e.runs)]
     out = [e for e in dropped if e not in ranked]
-    if not out:
+    if not out or any(r.trial for e in out for r in e.runs):
         return ""
     ended = all(r.state == "finished" for r in only.entry.runs if r.rung is None)
     verb = "won" if ended else "is left in"
@@ -120,6 +120,8 @@ def _over_seeds(r: Rival, f: Findings) -> str:
 
 
 def _more_seeds(r: Rival) -> str:
+    if any(run.trial for run in r.entry.runs):
+        return f"sweep.search.seeds={len(r.seeds) + 2}"
     used = [run.config.get(SEED) for run in r.entry.runs]
     free = [s for s in range(1, 100) if s not in used]
     return f"{SEED}=" + ",".join(map(str, free[:2]))

@@ -128,6 +128,10 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
     def alive() -> list[Record]:
         return [r for r in records if r not in reasons]
 
+    # The lowest of many trials is luck too: those with fresh seeds decide, once there are some.
+    fresh = [r.sweep for r in alive() if r.state == "finished" and not r.trial]
+    confirmed = {r.sweep for r in records if r.trial and fresh.count(r.sweep) >= 2}
+    reasons |= {r: "trial" for r in alive() if r.trial and r.sweep in confirmed}
     if sum(r.state == "finished" for r in alive()) >= 2:
         reasons |= {r: r.state for r in alive() if r.state != "finished"}
     ranked = Counter(task(r, loss) for r in alive()).most_common(2)

@@ -8,154 +8,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from llmexp.compare.answer import headline, listed, needed
 from llmexp.compare.budgets import Spent, common
 from llmexp.compare.evidence import FEW, Rival, Verdict
 from llmexp.compare.judging import Findings
-from llmexp.compare.records import SEED, TWIN, Entry, Record
+from llmexp.compare.known import Known, Step
+from llmexp.compare.records import SEED, TWIN, Record
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
-from llmexp.runs.rundir import allowed_again
 from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import fields
-from llmexp.settings.labels import plural, short_keys
-from llmexp.settings.values import ConfigError, override_value, pasteable
-from llmexp.system.text import duration, number
+from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError
+from llmexp.system.text import number
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 MOST_SETTINGS = 8  # that get further seeds, the best ones
 # Numbers that have a best value in between.
 TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_size",
          "batch.gradient_accumulation_steps")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to do next: a command, its cost, and why."""
-
-    rule: str  # the name of a rule of RULES, or nothing
-    why: str
-    words: tuple[str, ...] = ()  # of the command, after `llmexp`; none where there is none
-    runs: int = 0
-    tokens: int = 0  # to be trained on, of all runs
-    hours: float | None = None  # of training, one run after another; None: not known
-
-    @property
-    def command(self) -> str:
-        """Return the command, ready to paste; empty where there is none."""
-        return f"llmexp {' '.join(map(pasteable, self.words))}{allowed_again()}" * bool(self.words)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Return what `llmexp next --json` prints."""
-        cost = {"runs": self.runs, "tokens": self.tokens, "hours": self.hours}
-        how = {"command": self.command or None, "words": list(self.words)}
-        return {"rule": self.rule, "why": self.why, **how, "cost": cost}
-
-    def __str__(self) -> str:
-        if not self.words:
-            return f"{self.rule}: {self.why}"
-        time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
-        cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
-        return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Known:
-    """What the rules ask: the findings, and which overrides made each setting."""
-
-    f: Findings
-
-    @property
-    def runs(self) -> list[Record]:
-        return self.f.c.runs
-
-    @cached_property
-    def sweep(self) -> ledger.Ledger | None:
-        """Return the sweep that all runs belong to, if there is one."""
-        sweeps = {r.sweep for r in self.runs}
-        one = sweeps.pop() if len(sweeps) == 1 else None
-        return ledger.read(one) if one and ledger.is_sweep(one) else None
-
-    @cached_property
-    def overrides(self) -> dict[Path, dict[str, str]]:
-        """Return the overrides of each run, as text by key, as its run.json has them."""
-        found = {}
-        for r in self.runs:
-            given = r.facts.get("overrides")
-            texts = map(str, given) if isinstance(given, list) else ()
-            found[r.path] = {k: v for k, is_, v in (t.partition("=") for t in texts) if is_}
-        return found
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """Return the keys whose overrides tell the settings apart."""
-        of = list(self.overrides.values())
-        keys = dict.fromkeys(key for given in of for key in given)
-        swept = {key for r in self.runs if self.sweep for key in r.swept}  # also of a part of it
-        varied = (k for k in keys if k in swept or len({given.get(k) for given in of}) > 1)
-        apart = (SEED, TWIN) if self.sweep else (SEED, TWIN, *BUDGETS)
-        return [key for key in varied if key.lstrip("+") not in apart]
-
-    @cached_property
-    def settings(self) -> dict[Entry, dict[str, str]]:
-        """Return the overrides that make each setting; empty where they tell none apart."""
-        found = {}
-        for e in (e for e in self.f.c.entries if not e.values.get(TWIN)):
-            given, config = self.overrides[e.runs[0].path], e.runs[0].config
-            known = all(key in given or key.lstrip("+") in config for key in self.keys)
-            if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
-                own = ((key, given.get(key)) for key in self.keys)
-                found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
-        return found if len({tuple(own.values()) for own in found.values()}) == len(found) else {}
-
-    def name(self, key: str) -> str:
-        """Return a key as the table shows it."""
-        return short_keys(self.f.c.factors).get(key, key)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Return the mean budget of the runs in tokens."""
-        known = [n for r in self.runs if (n := number(r.facts.get("max_tokens")))]
-        return round(sum(known) / max(1, len(known)))
-
-    def step(
-        self, rule: str, why: str, changes: Mapping[str, Sequence[str]], anew: bool = False
-    ) -> Step | None:
-        """Return the step that trains the points of a grid, but for those that the sweep has.
-
-        It is a sweep of its own (`anew`) for runs without a sweep.
-        """
-        grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
-        words = ("train", "-m", *self.base(changes), *grid)
-        each, there = int(changes.get("train.max_tokens", [self.tokens])[0]), set()
-        if self.sweep and not anew:
-            words = ("resume", str(self.sweep.path), *grid)
-            for e, own in self.settings.items():
-                there |= {tuple({**own, SEED: r.seed}.get(k) for k in changes) for r in e.runs}
-        runs = len(set(itertools.product(*changes.values())) - there)
-        return Step(rule, why, words, runs, runs * each, self.hours(runs * each)) if runs else None
-
-    def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the overrides that all runs share, less those that are changed."""
-        first = self.overrides[self.runs[0].path]
-        same = [k for k in first if all(o.get(k) == first[k] for o in self.overrides.values())]
-        tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
-        gone = {*changed, *(BUDGETS if "train.max_tokens" in changed else ())}
-        words = [f"{k}={first[k]}" for k in same if k not in gone]
-        return words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
-
-    def hours(self, tokens: float) -> float | None:
-        """Return the hours that so many tokens take at the rate of the runs' own steps."""
-        rates = [r.figures for r in self.runs if {"train_time", "tokens_seen"} <= r.figures.keys()]
-        seen = sum(r.get("own_tokens", r["tokens_seen"]) for r in rates)
-        return tokens * sum(r["train_time"] for r in rates) / seen / 3600 if seen else None
 
 
 def next_step(f: Findings) -> Step:
@@ -179,6 +52,8 @@ def rest(k: Known) -> Step | None:
     else:
         stopped = (r for r in k.runs if r.state in ("preempted", "cut") and r.rung is None)
         left = [r.path.name for r in stopped][:1]
+    if not left and k.sweep and not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:
+        return _searched(k, "rest", "the search was stopped before its end.", "", 1)
     if not left:
         return None
     where = k.sweep.path if k.sweep else records[left[0]].path
@@ -212,16 +87,32 @@ def confirm(k: Known) -> Step | None:
     """Train the best trials of a search again, with fresh seeds: the lowest of many is luck too."""
     if not k.sweep or k.sweep.grid:
         return None
-    best = [r.entry for r in k.f.ranked[:FEW]]
+    ranked = k.f.ranked
+    if any(not r.trial for r in k.runs):
+        wanted = [n for r in ranked if (n := needed(r, k.f)) and n <= MOST_SEEDS]
+        if not wanted:
+            return Step("nothing", headline(k.f))
+        runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
+        why = f"{listed([r.label for r in ranked])} are not told apart."
+        return _searched(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
+    best = [r.entry for r in ranked[:FEW]]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
-    if any("experiment" in given for given in k.overrides.values()):  # it would search again
-        return Step("confirm", f"{why} Train its best trials in a sweep of their own, over seeds.")
+    if not any("hydra/sweeper" in argument for argument in k.sweep.arguments):
+        return _searched(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
     used = {r.seed for r in k.runs}
     fresh = [s for s in map(str, range(1, len(used) + FEW + 1)) if s not in used][:FEW]
     found = [{key: _values([k.settings[e] for e in some], key) for key in k.keys}
              for some in (best, best[:1])]  # fmt: skip
     changes = next(c for c in found if math.prod(map(len, c.values())) <= FEW**2)
     return k.step("confirm", why, changes | {SEED: fresh}, anew=True)
+
+
+def _searched(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
+    """Return the step that goes on with a search."""
+    assert k.sweep is not None
+    tokens = runs * k.tokens
+    words = ("resume", str(k.sweep.path), *filter(None, [override]))
+    return Step(rule, why, words, runs, tokens, k.hours(tokens))
 
 
 def _values(settings: Any, key: str) -> list[str]:

@@ -13,6 +13,7 @@ from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import TWIN, Entry, Record
+from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
@@ -48,7 +49,7 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
     how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_halving(f))
-    notes = (*_looks(f), *_budgets(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
+    notes = (*_looks(f), *_budgets(f), *searched(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
 
@@ -166,7 +167,7 @@ def _left_out(f: Findings) -> Iterator[str]:
     by_reason: dict[str, dict[Entry, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for e in f.c.entries:
         for r in e.runs:
-            if r.out and r.rung is None:
+            if r.out and r.rung is None and r.out != "trial":
                 by_reason[_LEFT_OUT.get(r.out, r.out)][e].append(r)
     parts = []
     for why, found in by_reason.items():

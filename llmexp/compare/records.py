@@ -37,6 +37,7 @@ class Record:
     negligible: float | None = None
     looks: Sequence[Look] = ()  # of its sweep, where that decides by itself
     rung: float | None = None  # share of its steps after which successive halving left it out
+    trial: bool = False  # a search chose it, by the results of others
     planned: int = 0  # seeds of its setting that its sweep has still to train
     left: int = 0  # runs that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words

@@ -1,13 +1,12 @@
 """Refuse a config that would have Hydra run code.
 
 Hydra calls what a config names: callbacks, logging, sweeper, launcher. Under `hydra` a config may
-choose a mode, folders, a known sweeper with plain values and one of our launchers with plain
-values; everything that Hydra would call besides has to be what it is without any config.
+choose a mode, folders, values to sweep over and one of our launchers with plain values; everything
+that Hydra would call besides has to be what it is without any config.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.targets import RESERVED, inside_allowed, locate, refuse_calls
+from llmexp.settings.targets import RESERVED, inside_allowed, refuse_calls
 from llmexp.settings.values import ConfigError, refuse
 
-SWEEPERS = (
-    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-    "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
-    "hydra_plugins.hydra_nevergrad_sweeper.nevergrad_sweeper.NevergradSweeper",
-    "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper",
-)
+SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 # Knobs of launchers: shell lines, options of sbatch and of Ray, the address of a cluster.
 BY_HAND = ("setup", "additional_parameters", "init", "address")
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
@@ -130,26 +124,11 @@ def _typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_sweeper(sweeper: dict[str, Any]) -> None:
-    """Raise ConfigError for a sweeper that is unknown or calls more than a sampler of optuna."""
+    """Raise ConfigError for another sweeper than Hydra's own, and for one that calls anything."""
     rest = dict(sweeper)
-    if (target := rest.pop("_target_", None)) not in (None, *SWEEPERS):
-        locate("hydra.sweeper._target_", target)
-    if (space := rest.get("custom_search_space")) is not None:
-        locate("hydra.sweeper.custom_search_space", space)
-    storage = rest.get("storage")
-    if str(storage).lower().startswith("redis"):  # what comes from there is unpickled
-        text = "must be a database of SQL, or null"
-        raise refuse("hydra.sweeper.storage", storage, text, "sqlite:///study.db")
-    sampler = rest.pop("sampler", None)
-    if sampler is not None:
-        target = sampler.get("_target_") if isinstance(sampler, dict) else sampler
-        if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(target)) is None or target is sampler:
-            text, example = "must be a section that names a sampler of optuna", "TPESampler"
-            key = "hydra.sweeper.sampler._target_"
-            raise refuse(key, target, text, f"optuna.samplers.{example}")
-        plain = {k: v for k, v in sampler.items() if (k, v) != ("_partial_", True)}
-        plain.pop("_target_")
-        refuse_calls("hydra.sweeper.sampler", plain)
+    if (target := rest.pop("_target_", None)) not in (None, SWEEPER):
+        text = "is not used; a grid needs none, and a search is sweep.search.trials=30"
+        raise ConfigError(f"hydra.sweeper._target_={target}: {text}")
     refuse_calls("hydra.sweeper", rest)
 
 

@@ -15,7 +15,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.text import columns
 
 if TYPE_CHECKING:
-    from llmexp.compare.next_step import Step
+    from llmexp.compare.known import Step
     from llmexp.compare.records import Comparison
 
 

@@ -34,6 +34,7 @@ from llmexp.system.text import number, one_line
 T = TypeVar("T")
 FORMAT = 1
 TWIN = "train.twin="  # begins the override that makes a point a twin
+SEED = "train.seed="
 LEDGER = "sweep.json"  # in a sweep's folder
 CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
@@ -129,6 +130,12 @@ class Ledger:
         entry = LedgerEntry(number, label, folder or f"{number}-{label}", None, overrides)
         self.points.append(entry)
         return entry
+
+    def is_fresh(self, entry: LedgerEntry) -> bool:
+        """Return whether a point of a search repeats a trial with another seed than all trials."""
+        first = [o for o in self.points[0].overrides if o.startswith(SEED)]
+        own = [o for o in entry.overrides if o.startswith(SEED)]
+        return not self.grid and own != first
 
     def next_number(self) -> int:
         return max((entry.number for entry in self.points), default=-1) + 1

@@ -11,6 +11,7 @@ import difflib
 import re
 import shlex
 import sys
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -253,6 +254,12 @@ def field_key(field: dataclasses.Field) -> str:
 
 
 def section_knobs(section: type) -> dict[str, Knob]:
-    """Return the knobs of a closed section by their keys."""
-    fields = [field for field in dataclasses.fields(section) if field.metadata]
-    return {field_key(field): field.metadata["knob"] for field in fields}
+    """Return the knobs of a closed section by their keys, those of sections in it dotted."""
+    found: dict[str, Knob] = {}
+    for field in dataclasses.fields(section):
+        if field.metadata:
+            found[field_key(field)] = field.metadata["knob"]
+        elif dataclasses.is_dataclass(inner := typing.get_type_hints(section)[field.name]):
+            below = section_knobs(typing.cast(type, inner))
+            found |= {f"{field.name}.{key}": knob for key, knob in below.items()}
+    return found

@@ -12,7 +12,7 @@ from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.find import find
-from llmexp.runs.ledger import Ledger
+from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.sweep import show
@@ -32,12 +32,17 @@ LOCK = ".lock-sweep"
 
 
 def run_batch(
-    current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
+    current: Current,
+    points: list[Point],
+    refused: list[Refused],
+    *,
+    again: bool = False,
+    earlier: Sequence[LedgerEntry] = (),
 ) -> list[Task]:
     """Check all points, then run those that are not finished; return them with their entries.
 
-    `again`: a sweeper may ask twice for the same point. Raises ConfigError before anything is
-    written.
+    `again`: a search may ask twice for the same point; `earlier`: those that it has tried. Raises
+    ConfigError before anything is written.
     """
     able, refused = checked(current, points, refused, again)
     if current.settings.decide:
@@ -62,8 +67,11 @@ def run_batch(
     ledger.add_swept(key for task in tasks for key in task.point.swept)
     ledger.state = "running"
     ledger.save()
-    run = run_looks if current.settings.decide else run_rungs
-    run(current, list({task.entry.folder: task for task in tasks}.values()))
+    once = list({task.entry.folder: task for task in tasks}.values())
+    if current.settings.decide:
+        run_looks(current, once)
+    else:
+        run_rungs(current, once, earlier)
     if current.grid:
         run_twins(current)
     return tasks
@@ -98,7 +106,8 @@ def checked(
     if not again:
         able, solved = split_duplicates(able, lambda point: point.facts.solved)
     refused = [*same, *solved, *refused, *unable]
-    if refused and (settings.on_infeasible == "refuse" or not (able or again)):
+    begun = again and current.opened is not None  # a search that has results goes on
+    if refused and not begun and (settings.on_infeasible == "refuse" or not able):
         raise no_start(refused)
     return able, refused
 
@@ -150,6 +159,10 @@ def open_ledger(current: Current) -> None:
         say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
     elif resumed:
         ledger = ledgers.read(path)
+        if ledger.grid != current.grid:
+            kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
+            text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
+            raise refuse("sweep.resume", path, text)
         ledger.launcher, ledger.arguments = current.launcher, arguments
     elif ledgers.is_sweep(path):
         again = typed("sweep.resume", path)

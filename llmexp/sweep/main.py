@@ -26,7 +26,7 @@ from llmexp.sweep.checker import Checker
 from llmexp.sweep.current import Current
 from llmexp.sweep.deciding import seeded
 from llmexp.sweep.launchers import check_launcher
-from llmexp.sweep.points import expand, is_grid, load_points
+from llmexp.sweep.points import expand, load_points
 from llmexp.sweep.settings import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
 
@@ -47,15 +47,15 @@ def sweep(
         settings, where = settings_of(cfg)
         refuse_secrets(list(arguments), "the command line")
         fixed = settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
+        grid = settings.search.trials is None
         current = Current(
-            settings, cfg, list(arguments), where, fixed, is_grid(cfg), check_launcher(cfg),
-            checker, stack,
+            settings, cfg, list(arguments), where, fixed, grid, check_launcher(cfg), checker, stack,
         )  # fmt: skip
         if current.grid:
-            grid = expand(hydra, cfg, overrides)
+            points = expand(hydra, cfg, overrides)
             if settings.decide:
-                grid = seeded(current, grid)
-            run_batch(current, *load_points(hydra.config_loader, cfg, grid, 0, settings, where))
+                points = seeded(current, points)
+            run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, settings, where))
         else:
             search.run(hydra, current, overrides)
     path = current.ledger.path

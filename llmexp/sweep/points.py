@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
-from llmexp.compose.overrides import key_of, parsed
+from llmexp.compose.overrides import key_of
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
@@ -128,17 +131,16 @@ def load_points(
     first: int,
     settings: Sweep,
     where: Path,
-    fixed: Sequence[str] = (),
+    swept: Sequence[str] = (),
 ) -> tuple[list[Point], list[Refused]]:
     """Return every point that composes and divides, and each one that is refused.
 
-    Swept are the keys that differ between the points; with `fixed`, those that are not among these
-    overrides.
+    `swept`: the keys that differ between the points of the sweep; without it, between these.
     """
     values: dict[str, set[str]] = {}
     for override in itertools.chain.from_iterable(job_overrides):
         values.setdefault(override.partition("=")[0], set()).add(override)
-    swept = [k for k, given in values.items() if (given - set(fixed) if fixed else len(given) > 1)]
+    swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[Refused] = []
     composer = Composer(loader, base)
@@ -156,20 +158,6 @@ def load_points(
         except ConfigError as error:
             refused.append(Refused(number, name, list(overrides), redacted(str(error))))
     return points, refused
-
-
-def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the overrides of a sweeper as the command line wrote them, where they repeat it.
-
-    Optuna's sweeper writes values as Python does, such as None for null, which is a text to us.
-    """
-    texts = {}
-    for o in parsed(given):
-        if not (o.is_sweep_override() or o.is_delete()):
-            texts[f"{o.get_key_element()}={o.value()}"] = str(o.input_line)
-    ours = budgets_in(given)  # they replace that of a file
-    kept = [o for o in overrides if not ours or o.partition("=")[0] in ours or not budgets_in([o])]
-    return [texts.get(o, o) for o in kept]
 
 
 def split_duplicates(
@@ -211,9 +199,22 @@ def with_devices(config: Config, settings: Sweep) -> Config:
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each point, by Hydra's basic sweeper. Raises ConfigError."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    points = asked_of(hydra, cfg, overrides)
+    with user_errors():
+        for override in points:
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                example = f"{override.get_key_element()}=0.1,0.2"
+                text = f"a grid needs values to try, for example {example}; a search takes"
+                text += " intervals, with sweep.search.trials=30"
+                raise HydraException(f"{override.input_line}: {text}")
+    return grid_of(points)
 
+
+def asked_of(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
+    """Return what a file (hydra.sweeper.params) and the command line ask for, as Hydra reads it.
+
+    Raises ConfigError.
+    """
     params = cfg.hydra.sweeper.get("params") or {}
     typed = set(map(key_of, overrides))
     typed |= set(BUDGETS) if budgets_in(overrides) else set()
@@ -223,19 +224,15 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     overrides = [o for o in overrides if not key_of(o).startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
     with user_errors():
-        points = parser.parse_overrides([*fixed, *overrides])
-        for override in points:
-            if override.is_sweep_override() and not override.is_discrete_sweep():
-                example = f"{override.get_key_element()}=0.1,0.2"
-                text = f"a sweep needs values to try, for example {example}"
-                raise HydraException(f"{override.input_line}: {text}")
-        grid: list[list[str]] = BasicSweeper.split_arguments(points, None)[0]
+        found: list[Override] = parser.parse_overrides([*fixed, *overrides])
+    return found
+
+
+def grid_of(asked: list[Override]) -> list[list[str]]:
+    """Return all combinations of the values. Raises ConfigError."""
+    with user_errors():
+        grid: list[list[str]] = BasicSweeper.split_arguments(asked, None)[0]
     return grid
-
-
-def is_grid(cfg: DictConfig) -> bool:
-    """Return whether Hydra's own sweeper makes the points, so that they are known beforehand."""
-    return str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper")
 
 
 def no_start(refused: Sequence[Refused]) -> ConfigError:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmexp.runs import rundir
+from llmexp.runs.ledger import LedgerEntry
 from llmexp.runs.rows import read_rows
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
@@ -37,8 +38,11 @@ def rungs(settings: Sweep) -> list[float | None]:
     return [*shares, None]
 
 
-def run_rungs(current: Current, tasks: list[Task]) -> None:
-    """Run the points to the end, or from rung to rung with the best of them."""
+def run_rungs(current: Current, tasks: list[Task], earlier: Sequence[LedgerEntry] = ()) -> None:
+    """Run the points to the end, or from rung to rung with the best of them.
+
+    `earlier`: points of a search that these are held against as well.
+    """
     for task in tasks:
         # who goes on follows from the losses at the rungs, whatever was interrupted
         current.ledger.update(task.entry, rung=None)
@@ -51,30 +55,48 @@ def run_rungs(current: Current, tasks: list[Task]) -> None:
         run_points(current, racing, stops)
         if current.over:
             return
-        racing = best(current, racing, stops, share)
+        racing = best(current, racing, stops, share, earlier)
 
 
 def stop_of(task: Task, share: float) -> int:
     """Return the step at which a run, or a fork after its parent, has done a share of its steps."""
-    first = task.point.config.fork.step or 0
-    return first + max(1, math.ceil(share * (task.facts.max_steps - first)))
+    return step_at(share, task.point.config.fork.step or 0, task.facts.max_steps)
+
+
+def stop_in(path: Path, share: float) -> int:
+    """Return the same step for a run in its folder."""
+    facts = rundir.read_run(path)
+    return step_at(share, (facts.get("parent") or {}).get("step") or 0, facts["max_steps"])
+
+
+def step_at(share: float, first: int, last: int) -> int:
+    return first + max(1, math.ceil(share * (last - first)))
 
 
 def best(
-    current: Current, racing: list[Task], stops: Mapping[str, int], share: float
+    current: Current,
+    racing: list[Task],
+    stops: Mapping[str, int],
+    share: float,
+    earlier: Sequence[LedgerEntry] = (),
 ) -> list[Task]:
     """Return the points that go on after a rung, those with the lowest losses.
 
-    The others are out at this share of their steps.
+    The others are out at this share of their steps. `earlier`: points that have been there before.
     """
-    scores = {name: score(current.ledger.path / name, stop) for name, stop in stops.items()}
-    arrived = [task for task in racing if scores[task.entry.folder] < math.inf]
-    arrived.sort(key=lambda task: scores[task.entry.folder])
-    count = max(1, math.ceil(len(arrived) * current.settings.halving_keep))
-    for task in arrived[count:]:
-        if task.entry.state != "finished":
+    where = current.ledger.path
+    scores = {name: score(where / name, stop) for name, stop in stops.items()}
+    for e in earlier:
+        if e.folder not in scores and rundir.is_run(where / e.folder):
+            scores[e.folder] = score(where / e.folder, stop_in(where / e.folder, share))
+    arrived = sorted((name for name in scores if scores[name] < math.inf), key=scores.__getitem__)
+    kept = arrived[: max(1, math.ceil(len(arrived) * current.settings.halving_keep))]
+    for task in racing:
+        out = task.entry.folder in arrived and task.entry.folder not in kept
+        if out and task.entry.state != "finished":
             current.ledger.update(task.entry, rung=share)
-    return arrived[:count]
+    by_folder = {task.entry.folder: task for task in racing}
+    return [by_folder[name] for name in kept if name in by_folder]
 
 
 def score(path: Path, step: int) -> float:

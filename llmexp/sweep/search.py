@@ -1,99 +1,276 @@
-"""Run the points that a sweeper such as Optuna's chooses while it runs."""
+"""Have Optuna choose points by the results so far, then train the best ones with fresh seeds.
+
+The ledger and the runs are the memory of a search: Optuna is given all trials anew for each batch,
+so a search that was killed goes on as if it had not been.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.override_parser.types import Override
 
-from llmexp.compose.errors import user_errors
-from llmexp.compose.origin import CONFIG_NAME
+from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import LedgerEntry
-from llmexp.settings.values import ConfigError, quoted, refuse
-from llmexp.sweep.batch import run_batch
+from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
+from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError, refuse
+from llmexp.sweep.batch import open_ledger, run_batch
 from llmexp.sweep.current import Current
-from llmexp.sweep.points import as_given, load_points
+from llmexp.sweep.launchers import knobs_of
+from llmexp.sweep.matching import Task, of_folders
+from llmexp.sweep.points import asked_of, grid_of, load_points
+from llmexp.sweep.running import run_points, score, stop_in
+from llmexp.sweep.twins import copies_of
 from llmexp.system.child import say
 from llmexp.system.text import number
 
-# One or none: Hydra makes the launchers, which get nothing else from here.
-CURRENT: list[Current] = []
+SEED = "train.seed"
+TRIES = 20  # asks for a trial that has not been there before
 
 
-class PointFailed(RuntimeError):
-    """The value of a point that failed, for a sweeper."""
+@dataclass(frozen=True)
+class Trial:
+    """A point of a search as Optuna sees it; `state` is a name of optuna.trial.TrialState."""
+
+    params: Mapping[str, str]  # the values by their keys, as the command line has them
+    state: str
+    value: float | None
+    step: int = 0  # where a rung left it out
 
 
 def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
-    """Let the sweeper choose points until it has enough. Raises ConfigError."""
+    """Try points until there are enough, then train the best ones again. Raises ConfigError."""
+    asked = asked_of(hydra, current.cfg, overrides)
+    space = {o.get_key_element(): distribution(o) for o in asked if o.is_sweep_override()}
+    refuse_idle(current, space)
+    given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
+    if current.settings.resume is not None:
+        open_ledger(current)
+    batch = [params_of(e, space) for e in trials_of(current) if is_left(e)]
+    facts: PointFacts | None = None
+    while not current.over:
+        if not batch:
+            count = batch_size(current, facts)
+            batch = suggest(space, history(current, space), current.settings.search.sampler, count)
+        if not batch:
+            break
+        texts = [[*given, *(f"{key}={text}" for key, text in one.items())] for one in batch]
+        first = current.opened.next_number() if current.opened else 0
+        points = load_points(hydra.config_loader, current.cfg, texts, first, current.settings,
+                             current.where, list(space))  # fmt: skip
+        tasks = run_batch(current, *points, again=True, earlier=trials_of(current))
+        batch, facts = [], tasks[0].facts if tasks else facts
+    confirm(current)
+
+
+def refuse_idle(current: Current, space: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a search that cannot be. That needs no more than the command line."""
+    search, sampler = current.settings.search, current.settings.search.sampler
     if current.settings.twins:
-        sweeper = str(current.cfg.hydra.sweeper.get("_target_")).rpartition(".")[2]
-        text = f"needs a grid; {sweeper} chooses its points while it runs"
-        text += ". Train twins of its best point afterwards"
-        values = "0 and, with that point's values, -m train.twin=0,1"
-        raise refuse("sweep.twins", current.settings.twins, text, values)
+        text = "needs a grid; a search chooses its points while it runs"
+        raise refuse("sweep.twins", current.settings.twins, text, 0)
     if current.settings.decide:
         text = "needs a grid, whose settings are known beforehand; leave it out"
         raise refuse("sweep.decide", True, text, "false")
-    if not sys.stderr.isatty():
-        # for the log of Optuna, which is coloured in files too
-        os.environ.setdefault("NO_COLOR", "1")
-    CURRENT[:] = [current]
-    here = f"hydra.sweep.dir={quoted(str(current.where))}"  # ${now:} has one value for all points
+    if not space:
+        text = "no key has values to choose from"
+        raise refuse("sweep.search.trials", search.trials, text,
+                     f"{search.trials} 'optimizer.lr=tag(log,interval(1e-4,1e-2))'")  # fmt: skip
+    if SEED in space:
+        text = "no seed is better than another; the best trials get fresh ones"
+        raise ConfigError(f"{SEED}: {text}; leave it out, or sweep.search.seeds=5", SEED)
+    numbers = [key for key, of in space.items() if hasattr(of, "low")]
+    if sampler == "cmaes" and (len(numbers) < len(space) or len(space) < 2):
+        raise refuse("sweep.search.sampler", sampler, "searches two or more numbers only", "tpe")
+
+
+def distribution(o: Override) -> Any:
+    """Return what Optuna may choose for a key: an interval, a range, or one of some values."""
     try:
-        with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
-            given = [*overrides, here]
-            hydra.multirun(CONFIG_NAME, lambda _: None, given, with_log_configuration=False)
-    except PointFailed as failure:
-        say(f"the sweeper gives up for a point that failed: {failure}")
-    except ValueError:  # it finds no best one where none has come to its end
-        if current.opened is None or any(e.state == "finished" for e in current.ledger.points):
-            raise
-    finally:
-        CURRENT.clear()
-    if current.opened is None:
-        raise ConfigError("hydra/sweeper: it asked for no point")
+        from optuna import distributions
+    except ImportError:
+        text = "a search needs the package optuna; pip install 'llmexp[optuna]'"
+        raise ConfigError(f"sweep.search.trials: {text}") from None
+    sweep: Any = o.value()
+    log = "log" in sweep.tags
+    if o.is_interval_sweep():
+        if not sweep.start < sweep.end or (log and sweep.start <= 0):
+            needed = "its lower end must be below the upper one"
+            example = f"{o.get_key_element()}=tag(log,interval(1e-4,1e-2))"
+            more = ", and above 0 on a log scale" if log else ""
+            raise ConfigError(f"{o.input_line}: {needed}{more}; for example '{example}'")
+        whole = isinstance(sweep.start, int)
+        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+        return kind(sweep.start, sweep.end, log=log)
+    texts = list(o.sweep_string_iterator())
+    if o.is_range_sweep() and all(text.lstrip("-").isdigit() for text in texts):
+        numbers = sorted(map(int, texts))
+        step = 1 if log else int(abs(sweep.step))
+        return distributions.IntDistribution(numbers[0], numbers[-1], log=log, step=step)
+    return distributions.CategoricalDistribution(texts)
 
 
-def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Run one batch of points that a sweeper chose, for our Hydra launchers.
+def written(value: Any, of: Any) -> str:
+    """Return a value that Optuna chose as the command line has it: a number with four digits."""
+    if not isinstance(value, float):
+        return str(value)
+    size = max(abs(of.low), abs(of.high)) / (of.high - of.low)
+    digits = 4 if of.log else 4 + max(0, math.ceil(math.log10(size)))
+    return f"{min(max(float(f'{value:.{digits}g}'), of.low), of.high):.12g}"
 
-    Raises KeyboardInterrupt when a signal stopped the sweep.
+
+def read(text: str, of: Any) -> Any:
+    """Return the value of an override as Optuna has it."""
+    return type(of.low)(float(text)) if hasattr(of, "low") else text
+
+
+def suggest(
+    space: Mapping[str, Any], trials: Sequence[Trial], sampler: str, count: int
+) -> list[dict[str, str]]:
+    """Return the next points to try, none of them twice; fewer where few are left.
+
+    They follow from the trials alone. Those of a batch count as running, so that Optuna spreads
+    them (constant liar).
     """
-    (current,) = CURRENT
-    given = list(current.cfg.hydra.overrides.task)
-    asked = [as_given(overrides, given) for overrides in job_overrides]
-    points, refused = load_points(
-        loader, current.cfg, asked, first, current.settings, current.where, given
-    )
-    tasks = run_batch(current, points, refused, again=True)
-    if current.over:
-        raise KeyboardInterrupt
-    entries = {tuple(task.point.overrides): task.entry for task in tasks}
-    return [result(current, overrides, entries.get(tuple(overrides))) for overrides in asked]
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    replayed = sampler in ("cmaes", "qmc")  # whose state follows from what they were asked
+    study = optuna.create_study(sampler=sampler_of(sampler, 0 if replayed else len(trials)))
+    for trial in trials:
+        try:
+            params = {key: read(trial.params[key], of) for key, of in space.items()}
+            state = optuna.trial.TrialState[trial.state]
+            known: dict[str, Any] = {"state": state, "value": trial.value}
+            if trial.state == "PRUNED":
+                known["intermediate_values"] = {trial.step: trial.value}
+            frozen = optuna.trial.create_trial(params=params, distributions=dict(space), **known)
+        except (KeyError, ValueError):  # it was of another space
+            continue
+        if not replayed:
+            study.add_trial(frozen)
+        else:
+            study.enqueue_trial(params)
+            asked = study.ask(dict(space))
+            assert asked.relative_params is not None  # which asks the sampler
+            study.tell(asked, trial.value, state=state)
+    tried = {tuple(trial.params.get(key) for key in space) for trial in trials}
+    found: list[dict[str, str]] = []
+    for _ in range(count * TRIES):
+        params = study.ask(dict(space)).params
+        texts = {key: written(params[key], of) for key, of in space.items()}
+        if tuple(texts.values()) not in tried and len(found) < count:
+            tried.add(tuple(texts.values()))
+            found.append(texts)
+        if len(found) == count:
+            break
+    return found
 
 
-def result(current: Current, overrides: list[str], entry: LedgerEntry | None) -> JobReturn:
-    """Return the final loss of a point for the sweeper, or why there is none.
+def sampler_of(name: str, seed: int) -> Any:
+    """Return a sampler of Optuna's."""
+    from optuna import samplers
 
-    It is in bits per byte where the tokenizer is searched too.
-    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some options are called experimental
+        if name == "gp":
+            return samplers.GPSampler(seed=seed)
+        if name == "cmaes":
+            return samplers.CmaEsSampler(seed=seed)
+        if name == "qmc":
+            return samplers.QMCSampler(seed=seed, scramble=True)
+        return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 
-    def failed(why: str | None) -> JobReturn:
-        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=PointFailed(why))
 
-    if entry is None:
-        return failed("this point cannot run")
-    summary = RunFolder(current.ledger.path / entry.folder).summary
+def trials_of(current: Current) -> list[LedgerEntry]:
+    """Return the points that the search has chosen, without those that confirm them."""
+    points = current.opened.points if current.opened else []
+    return [e for e in points if not current.ledger.is_fresh(e)]
+
+
+def is_left(entry: LedgerEntry) -> bool:
+    """Return whether a trial was asked for and has no end: it was cut, or failed for once."""
+    failed_once = entry.state == "failed" and entry.attempts < 2
+    return entry.rung is None and (entry.state in TO_TRAIN or failed_once)
+
+
+def params_of(entry: LedgerEntry, space: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values that were chosen for a point."""
+    given = dict(o.partition("=")[::2] for o in entry.overrides)
+    return {key: given[key] for key in space if key in given}
+
+
+def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
+    """Return all trials so far; one that failed or cannot run counts as the worst one."""
+    entries = trials_of(current)
+    values = {e.folder: value_of(current.ledger, e) for e in entries if e.state == "finished"}
+    worst = max((value for value in values.values() if value is not None), default=None)
+    found = []
+    for e in entries:
+        value, state, step = values.get(e.folder), "COMPLETE", 0
+        if value is None and e.rung is not None:
+            path = current.ledger.path / e.folder
+            step = stop_in(path, e.rung)
+            value, state = score(path, step), "PRUNED"
+        elif value is None:
+            value, state = worst, "COMPLETE" if worst is not None else "FAIL"
+        found.append(Trial(params_of(e, space), state, value, step))
+    return found
+
+
+def value_of(ledger: Ledger, entry: LedgerEntry) -> float | None:
+    """Return the final loss of a run: in bits per byte where the tokenizer is searched too."""
+    summary = RunFolder(ledger.path / entry.folder).summary
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
-    if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
+    if any(key.split(".")[0] == "tokenizer" for key in ledger.swept):
         losses.insert(0, "final val/bits_per_byte")
-    known = [summary[key] for key in losses if number(summary.get(key)) is not None]
-    if entry.state == "finished" and known:
-        return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])
-    return failed(entry.error)
+    known = (number(summary.get(key)) for key in losses)
+    return next((loss for loss in known if loss is not None), None)
+
+
+def batch_size(current: Current, facts: PointFacts | None) -> int:
+    """Return how many trials are asked for: those that run at once, as far as any are left.
+
+    `facts`: of a trial so far; before the first one it is not known how many run at once.
+    """
+    settings, most = current.settings, current.settings.max_parallel or 1
+    if settings.max_parallel is None and current.launcher == "slurm":
+        most = knobs_of("slurm", current.cfg).array_parallelism
+    elif settings.max_parallel is None and facts is not None:
+        need = settings.devices_of(facts.ranks, facts.devices > 0)
+        most = settings.at_once(facts.devices, [need])
+    assert settings.search.trials is not None
+    return max(0, min(most, settings.search.trials - len(trials_of(current))))
+
+
+def confirm(current: Current) -> None:
+    """Train the best trials again with fresh seeds, since the lowest of many is luck too."""
+    search = current.settings.search
+    if current.over or current.opened is None or not search.confirm:
+        return
+    ledger = current.ledger
+    known = {e.folder: value_of(ledger, e) for e in trials_of(current) if e.state == "finished"}
+    values = {folder: value for folder, value in known.items() if value is not None}
+    best = sorted((e for e in ledger.points if e.folder in values), key=lambda e: values[e.folder])
+    best = best[: search.confirm]
+    tasks: list[Task] = []
+    for entry in best:
+        own = rundir.built_config(ledger.path / entry.folder).train.seed
+        fresh = [seed for seed in range(1, search.seeds + 2) if seed != own][: search.seeds]
+        tasks += copies_of(current, entry, "seed", fresh)
+    asked = {task.entry.folder for task in tasks}
+    there = [e for e in ledger.points if ledger.is_fresh(e) and e.folder not in asked]
+    left = [e for e in there if is_left(e) and rundir.is_run(ledger.path / e.folder)]
+    tasks += of_folders(current.checker, ledger, left)
+    if all(ledger.look(task.entry) == "finished" for task in tasks):
+        return
+    count = plural(len(best), "trial") if len(best) > 1 else "trial"
+    say(f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each")
+    ledger.add_swept([SEED])
+    ledger.save()
+    run_points(current, tasks)

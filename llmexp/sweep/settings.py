@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmexp.settings.convert import section
 from llmexp.settings.values import choice, count, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The section `sweep.search`: points that Optuna chooses by the results of others."""
+
+    trials: int | None = count(
+        "points that a search chooses; null: the sweep is a grid", 30, default=None
+    )
+    sampler: str = choice("how Optuna chooses them", "tpe | gp | cmaes | qmc", default="tpe")
+    confirm: int = knob(
+        "best trials of a search that are trained again before one is named",
+        3,
+        at_least=0,
+        default=3,
+    )
+    seeds: int = count("fresh seeds that each of them is trained with", 3, default=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +96,7 @@ class Sweep:
         "nats of loss below which a difference is called negligible", 0.002, at_least=0
     )
     report: str = choice("the table at the end", "runs | throughput")
+    search: Search = field(default_factory=Search)
 
     def devices_of(self, ranks: int, cuda: bool) -> int:
         """Return the CUDA devices that a point of so many ranks takes."""

@@ -1,12 +1,13 @@
-"""Train the leading setting of a grid again, different in rounding only, to measure that noise."""
+"""Train points again: the leading setting, different in rounding only, to measure that noise."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import TWIN, Ledger, LedgerEntry
+from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.sweep.current import Current
@@ -61,30 +62,34 @@ def run_twins(current: Current) -> None:
 def twins_of(current: Current, lead: LedgerEntry) -> list[Task]:
     """Return the twins of a finished point; those that the ledger does not have get new entries."""
     ledger, count = current.ledger, current.settings.twins
-    config = rundir.built_config(ledger.path / lead.folder)
-    overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
-    swept = list(dict.fromkeys([*ledger.swept, "train.twin"]))
-    there = {tuple(sorted(e.overrides)): e for e in ledger.points if e.is_twin}
-    entries, points = [], []
-    for twin in range(1, count + 1):
-        asked = [*overrides, f"{TWIN}{twin}"]
-        entry = there.get(tuple(sorted(asked)))
-        if entry is None:
-            entry = ledger.add(f"{lead.label}+twin_{twin}", asked)
-        made = with_knobs(config, train={"twin": twin, "stop_step": None})
-        path = ledger.path / entry.folder
-        point = Point(entry.number, asked, swept, None, made, entry.label, path, ledger.group)
-        entry.identity = point.identity
-        points.append(point)
-        entries.append(entry)
-    new = sum(entry not in there.values() for entry in entries)
-    if new:
+    there = [e.folder for e in ledger.points if e.is_twin]
+    tasks = copies_of(current, lead, "twin", range(1, count + 1))
+    if new := sum(task.entry.folder not in there for task in tasks):
         name = name_of(lead, ledger.swept)
         other = ", where another setting led before," if there else ""
         say(f"{name}{other} leads; {plural(new, 'twin')} of it will show what rounding makes")
+    return tasks
+
+
+def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Sequence[int]) -> list[Task]:
+    """Return a finished point with other values of a knob of `train`, each in the ledger."""
+    ledger, key = current.ledger, f"train.{knob}"
+    config = rundir.built_config(ledger.path / lead.folder)
+    overrides = [o for o in lead.overrides if not o.startswith(f"{key}=")]
+    swept = list(dict.fromkeys([*ledger.swept, key]))
+    there = {tuple(sorted(e.overrides)): e for e in ledger.points}
+    entries, points = {}, []
+    for value in values:
+        asked = [*overrides, f"{key}={value}"]
+        entry = there.get(tuple(sorted(asked))) or ledger.add(f"{lead.label}+{knob}_{value}", asked)
+        copy = with_knobs(config, train={knob: value, "stop_step": None})
+        path = ledger.path / entry.folder
+        point = Point(entry.number, asked, swept, None, copy, entry.label, path, ledger.group)
+        entry.identity = point.identity
+        points.append(point)
+        entries[point.number] = entry
     able, refused = current.checker.check(points)
-    places = {entry.number: entry for entry in entries}
     for one in refused:
-        places[one.number].not_started(one.reason)
+        entries[one.number].not_started(one.reason)
     ledger.save()
-    return [Task(point, places[point.number]) for point in able]
+    return [Task(point, entries[point.number]) for point in able]

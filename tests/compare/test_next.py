@@ -136,7 +136,14 @@ def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):
     losses = {0.0012: 0.3, 0.0031: 0.0, 0.0042: 0.1, 0.0077: 0.2}
     path = planted(tmp_path / "s", losses, seeds=(1,), fixed=["model=gpt_tiny"])
     ledger = json.loads((path / "sweep.json").read_text())
-    (path / "sweep.json").write_text(json.dumps(ledger | {"grid": False}))
+    ledger["grid"] = False
+    (path / "sweep.json").write_text(json.dumps(ledger))
+    step = step_of(path)
+    assert (step.rule, step.words) == ("confirm", ("resume", str(path), "sweep.search.confirm=3"))
+    assert step.runs == 9
+    # of an earlier version, which left the search to a sweeper of Hydra's
+    ledger["arguments"] = ["hydra/sweeper=optuna"]
+    (path / "sweep.json").write_text(json.dumps(ledger))
     step = step_of(path)
     grid = ("optimizer.lr=0.0031,0.0042,0.0077", "train.seed=2,3,4")
     assert step.rule == "confirm"

@@ -148,15 +148,3 @@ def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
     found = ledger_of(tmp_path / "s")
     assert list(found) == ["lr_1e-05", "lr_0.01", "lr_0.01+twin_1", "lr_0.01+twin_2"]
     assert [state for state, _ in found.values()] == ["preempted", *["finished"] * 3]
-
-
-def test_a_search_has_no_twins(tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    refused = llmexp(
-        "train", *TINY, "experiment=lr_optuna", "sweep.twins=1", "hydra.sweep.dir=s", cwd=tmp_path
-    )
-    assert refused.code == 2
-    assert (
-        "sweep.twins=1: needs a grid; OptunaSweeper chooses its points while it runs" in refused.err
-    )
-    assert not (tmp_path / "s").exists()

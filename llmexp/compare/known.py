@@ -1,0 +1,143 @@
+"""Hold what the rules of the next step ask about runs, and how a step is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llmexp.compare.judging import Findings
+from llmexp.compare.records import SEED, TWIN, Entry, Record
+from llmexp.run.budget import BUDGETS
+from llmexp.runs import ledger
+from llmexp.runs.rundir import allowed_again
+from llmexp.settings.labels import plural, short_keys
+from llmexp.settings.values import override_value, pasteable
+from llmexp.system.text import duration, number
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next: a command, its cost, and why."""
+
+    rule: str  # the name of a rule of RULES, or nothing
+    why: str
+    words: tuple[str, ...] = ()  # of the command, after `llmexp`; none where there is none
+    runs: int = 0
+    tokens: int = 0  # to be trained on, of all runs
+    hours: float | None = None  # of training, one run after another; None: not known
+
+    @property
+    def command(self) -> str:
+        """Return the command, ready to paste; empty where there is none."""
+        return f"llmexp {' '.join(map(pasteable, self.words))}{allowed_again()}" * bool(self.words)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp next --json` prints."""
+        cost = {"runs": self.runs, "tokens": self.tokens, "hours": self.hours}
+        how = {"command": self.command or None, "words": list(self.words)}
+        return {"rule": self.rule, "why": self.why, **how, "cost": cost}
+
+    def __str__(self) -> str:
+        if not self.words:
+            return f"{self.rule}: {self.why}"
+        time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
+        cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
+        return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the rules ask: the findings, and which overrides made each setting."""
+
+    f: Findings
+
+    @property
+    def runs(self) -> list[Record]:
+        return self.f.c.runs
+
+    @cached_property
+    def sweep(self) -> ledger.Ledger | None:
+        """Return the sweep that all runs belong to, if there is one."""
+        sweeps = {r.sweep for r in self.runs}
+        one = sweeps.pop() if len(sweeps) == 1 else None
+        return ledger.read(one) if one and ledger.is_sweep(one) else None
+
+    @cached_property
+    def overrides(self) -> dict[Path, dict[str, str]]:
+        """Return the overrides of each run, as text by key, as its run.json has them."""
+        found = {}
+        for r in self.runs:
+            given = r.facts.get("overrides")
+            texts = map(str, given) if isinstance(given, list) else ()
+            found[r.path] = {k: v for k, is_, v in (t.partition("=") for t in texts) if is_}
+        return found
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Return the keys whose overrides tell the settings apart."""
+        of = list(self.overrides.values())
+        keys = dict.fromkeys(key for given in of for key in given)
+        swept = {key for r in self.runs if self.sweep for key in r.swept}  # also of a part of it
+        varied = (k for k in keys if k in swept or len({given.get(k) for given in of}) > 1)
+        apart = (SEED, TWIN) if self.sweep else (SEED, TWIN, *BUDGETS)
+        return [key for key in varied if key.lstrip("+") not in apart]
+
+    @cached_property
+    def settings(self) -> dict[Entry, dict[str, str]]:
+        """Return the overrides that make each setting; empty where they tell none apart."""
+        found = {}
+        for e in (e for e in self.f.c.entries if not e.values.get(TWIN)):
+            given, config = self.overrides[e.runs[0].path], e.runs[0].config
+            known = all(key in given or key.lstrip("+") in config for key in self.keys)
+            if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
+                own = ((key, given.get(key)) for key in self.keys)
+                found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
+        different = {tuple(own.values()) for own in found.values()}
+        return found if len(different) == len(found) else {}
+
+    def name(self, key: str) -> str:
+        """Return a key as the table shows it."""
+        return short_keys(self.f.c.factors).get(key, key)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Return the mean budget of the runs in tokens."""
+        known = [n for r in self.runs if (n := number(r.facts.get("max_tokens")))]
+        return round(sum(known) / max(1, len(known)))
+
+    def step(
+        self, rule: str, why: str, changes: Mapping[str, Sequence[str]], anew: bool = False
+    ) -> Step | None:
+        """Return the step that trains the points of a grid, but for those that the sweep has.
+
+        It is a sweep of its own (`anew`) for runs without a sweep.
+        """
+        grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
+        words = ("train", "-m", *self.base(changes), *grid)
+        each, there = int(changes.get("train.max_tokens", [self.tokens])[0]), set()
+        if self.sweep and not anew:
+            words = ("resume", str(self.sweep.path), *grid)
+            for e, own in self.settings.items():
+                there |= {tuple({**own, SEED: r.seed}.get(k) for k in changes) for r in e.runs}
+        runs = len(set(itertools.product(*changes.values())) - there)
+        return Step(rule, why, words, runs, runs * each, self.hours(runs * each)) if runs else None
+
+    def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the overrides that all runs share, less those that are changed."""
+        first = self.overrides[self.runs[0].path]
+        same = [k for k in first if all(o.get(k) == first[k] for o in self.overrides.values())]
+        tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
+        gone = {*changed, *(BUDGETS if "train.max_tokens" in changed else ())}
+        words = [f"{k}={first[k]}" for k in same if k not in gone]
+        return words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
+
+    def hours(self, tokens: float) -> float | None:
+        """Return the hours that so many tokens take at the rate of the runs' own steps."""
+        rates = [r.figures for r in self.runs if {"train_time", "tokens_seen"} <= r.figures.keys()]
+        seen = sum(r.get("own_tokens", r["tokens_seen"]) for r in rates)
+        return tokens * sum(r["train_time"] for r in rates) / seen / 3600 if seen else None

@@ -1,0 +1,235 @@
+"""A search: Optuna chooses points by the results so far, and fresh seeds confirm the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmexp.compare.comparing import compare
+from llmexp.compare.searching import importances, in_words
+from llmexp.runs import ledger
+from tests.compare.made import record
+from tests.conftest import TINY, llmexp, start
+
+optuna = pytest.importorskip("optuna")
+
+from llmexp.sweep.search import Trial, suggest  # noqa: E402
+
+RATE = optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)
+DROPOUT = optuna.distributions.FloatDistribution(0.0, 0.5)
+SPACES = {
+    "tpe": {"lr": RATE, "kind": optuna.distributions.CategoricalDistribution(["adamw", "sgd"])},
+    "gp": {"lr": RATE, "n": optuna.distributions.IntDistribution(1, 6)},
+    "cmaes": {"lr": RATE, "dropout": DROPOUT},
+    "qmc": {"lr": RATE, "n": optuna.distributions.IntDistribution(1, 64, log=True)},
+}
+SMALL = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=600"]
+SEARCH = [*SMALL, "train.max_steps=4", "optimizer.lr=tag(log,interval(1e-3,1e-1))",
+          "sweep.search.trials=3", "sweep.search.confirm=1", "sweep.search.seeds=2"]  # fmt: skip
+
+
+def loss_of(params: dict[str, str]) -> float:
+    """A bowl, with its lowest point at a rate of 0.02."""
+    more = float(params.get("dropout", 0)) + 0.3 * (params.get("kind") == "sgd")
+    return (math.log(float(params["lr"]) / 0.02)) ** 2 + more
+
+
+def searched(sampler: str, batches: int, size: int) -> list[Trial]:
+    found: list[Trial] = []
+    for _ in range(batches):
+        batch = suggest(SPACES[sampler], found, sampler, size)
+        found += [Trial(params, "COMPLETE", loss_of(params)) for params in batch]
+    return found
+
+
+@pytest.mark.parametrize("sampler", SPACES)
+def test_points_follow_from_the_trials_alone_and_none_is_asked_for_twice(sampler):
+    found = searched(sampler, 2 if sampler == "gp" else 6, 3)
+    asked = [tuple(trial.params.values()) for trial in found]
+    assert len(set(asked)) == len(asked)
+    assert all(1e-3 <= float(trial.params["lr"]) <= 1e-1 for trial in found)
+    # An interrupted search knows what an unbroken one knew.
+    again = [suggest(SPACES[sampler], found[:n], sampler, 3) for n in (3, 3)]
+    assert again[0] == again[1] == [trial.params for trial in found[3:6]]
+
+
+def test_cma_es_goes_on_from_its_trials_as_optuna_does_in_one_process():
+    study = optuna.create_study(sampler=optuna.samplers.CmaEsSampler(seed=0))
+    for _ in range(40):
+        trial = study.ask(SPACES["cmaes"])
+        study.tell(trial, loss_of(trial.params))
+    own = [float(trial.params["lr"]) for trial in searched("cmaes", 40, 1)]
+    theirs = [trial.params["lr"] for trial in study.trials]
+    # Ours are written with four digits, which the next generations feel.
+    assert own[:7] == pytest.approx(theirs[:7], rel=1e-3)
+    assert np.log(own) == pytest.approx(np.log(theirs), abs=0.1)
+
+
+def test_a_search_finds_what_there_is():
+    assert min(trial.value for trial in searched("tpe", 10, 3)) < 0.05
+
+
+def test_a_space_that_has_been_tried_whole_gives_no_more():
+    space = {
+        "n": optuna.distributions.IntDistribution(1, 3),
+        "kind": optuna.distributions.CategoricalDistribution(["a", "null"]),
+    }
+    assert len(suggest(space, [], "tpe", 9)) == 6
+
+
+def points(path: Path) -> list[ledger.LedgerEntry]:
+    return ledger.read(path).points
+
+
+def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_path):
+    whole = llmexp("train", "-m", *SEARCH, "hydra.sweep.dir=whole", cwd=tmp_path)
+    assert whole.code == 0, whole.err + whole.out
+    process = start("train", "-m", *SEARCH, "hydra.sweep.dir=cut", cwd=tmp_path)
+    runs, until = tmp_path / "cut", time.monotonic() + 120
+    while not list(runs.glob("1-*/metrics.jsonl")) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    proposed = json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)
+    assert (proposed["rule"], proposed["words"]) == ("rest", ["resume", "cut"])
+    done = llmexp("resume", "cut", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    assert [p.overrides for p in points(runs)] == [p.overrides for p in points(tmp_path / "whole")]
+    assert [p.folder for p in points(runs)] == [p.folder for p in points(tmp_path / "whole")]
+    assert {p.state for p in points(runs)} == {"finished"}
+
+    # The headline has the fresh seeds' figure; the search's own stands once, and is called low.
+    c = compare([runs])
+    best = c.entries[0]
+    trial, *fresh = sorted(best.runs, key=lambda r: r.seed != "1234")
+    assert [r.seed for r in best.taking_part] == ["1", "2"] == [r.seed for r in fresh]
+    values = [r.figures["val/loss"] for r in fresh]
+    assert best.figures["val/loss"] == pytest.approx(sum(values) / 2)
+    assert "add sweep.search.seeds=4" in c.headline
+    assert c.headline.startswith(f"{best.label}: val loss {min(values):.5}")
+    assert [e.standing.mark for e in c.entries[1:]] == ["trial"] * 2
+    others = [e.figures["val/loss"] for e in c.entries[1:]]
+    assert trial.figures["val/loss"] < min(others)
+    (note,) = (note for note in c.notes if "low by chance too" in note)
+    assert f"had {trial.figures['val/loss']:.5}" in note
+    assert json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)["rule"] != "confirm"
+
+    # More trials and seeds are added to what is there.
+    more = ["sweep.search.trials=4", "sweep.max_parallel=2"]
+    wider = llmexp("resume", "cut", *more, cwd=tmp_path)
+    assert wider.code == 0, wider.err
+    after = points(runs)
+    assert [p.attempts for p in after[:5]] == [p.attempts for p in points(runs)[:5]]
+    assert len([p for p in after if not ledger.read(runs).is_fresh(p)]) == 4
+    words = [*SMALL, "optimizer.lr=1e-3,1e-2", "sweep.resume=cut"]
+    grid = llmexp("train", "-m", *words, cwd=tmp_path)
+    assert grid.code == 2
+    assert "sweep.resume=cut: is a search, which cannot go on as a grid" in grid.err
+
+
+def test_rungs_leave_trials_out_as_halving_does(tmp_path):
+    halving = ["sweep.halving=0.25", "sweep.search.trials=4", "train.max_steps=8"]
+    done = llmexp("train", "-m", *SEARCH, *halving, "hydra.sweep.dir=s", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    found = ledger.read(tmp_path / "s")
+    trials = [p for p in found.points if not found.is_fresh(p)]
+    assert {p.rung for p in trials} & {0.25, 0.5}
+    scores: list[float] = []
+    for point in trials:  # each goes on where it is in the better half of those before it
+        rows = (tmp_path / "s" / point.folder / "metrics.jsonl").read_text().splitlines()
+        by_step = {row["step"]: row for row in map(json.loads, rows)}
+        scores.append(by_step[2]["val/loss"])
+        ahead = sum(score < scores[-1] for score in scores)
+        assert (point.rung == 0.25) == (ahead >= math.ceil(len(scores) / 2)), point
+        assert point.rung is None or 8 not in by_step
+
+
+FAILS = """
+def hook(event, context):
+    if event == "step_end" and context.config.optimizer["lr"] > 0.01:
+        raise RuntimeError("diverged")
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_counts_as_the_worst(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    own = ["--allow", "fails", "hooks=[fails.hook]", "sweep.search.trials=4"]
+    done = llmexp("train", "-m", *SEARCH, *own, "hydra.sweep.dir=s", cwd=tmp_path)
+    assert done.code == 1, done.err + done.out
+    assert "Traceback" not in done.err
+    states = [p.state for p in points(tmp_path / "s")]
+    assert {"failed", "finished"} == set(states)
+    assert "not all finished; to go on: llmexp resume s" in done.out
+
+
+def test_the_shipped_search_is_composed_as_it_says(tmp_path):
+    text = "a search chooses its points while it runs"
+    planned = llmexp("plan", *SMALL, "experiment=lr_optuna", cwd=tmp_path)
+    assert planned.code == 2
+    assert f"sweep.search.trials=12: {text}; only a grid can be planned" in planned.err
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["optimizer.lr=1e-3"], "sweep.search.trials=5: no key has values to choose from; for example"),
+    (["train.seed=1,2"], "train.seed: no seed is better than another"),
+    (["optimizer.lr=tag(log,interval(0,1))"], "end must be below the upper one, and above 0"),
+    (["optimizer.lr=interval(2,1)"], "its lower end must be below the upper one; for example"),
+    (["optimizer.lr=1e-3,1e-2", "sweep.twins=1"], "sweep.twins=1: needs a grid; a search"),
+    (["optimizer.lr=interval(1,2)", "sweep.search.sampler=cmaes"],
+     "sweep.search.sampler=cmaes: searches two or more numbers only"),
+    (["optimizer.lr=1e-3,1e-2", "sweep.search.sampler=bayes"], "sweep.search.sampler=bayes: "),
+    (["optimizer.lr=1e-3,1e-2", "batch.real_batch_size=7", "batch.micro_batch_size=2"],
+     "no point was started, because"),
+])  # fmt: skip
+def test_what_cannot_be_a_search_is_refused_before_anything_is_written(tmp_path, words, says):
+    refused = llmexp("train", "-m", *SMALL, "sweep.search.trials=5", *words,
+                     "hydra.sweep.dir=s", cwd=tmp_path)  # fmt: skip
+    assert refused.code == 2
+    assert says in refused.err
+    assert "Traceback" not in refused.err
+    assert not (tmp_path / "s").exists()
+
+
+def trials(count: int, effect: float, seed: int) -> list:
+    """Trials at random points: the loss depends on the rate by `effect` sd, on no other knob."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        values = {
+            "optimizer.lr": float(10 ** random.uniform(-3, -1)),
+            "clip.max_norm": float(random.choice([0.5, 1.0])),
+            "model.tied": bool(random.integers(2)),
+        }
+        one = record(f"{number}", values, 0.0, 5, 0)
+        bowl = effect * (math.log10(values["optimizer.lr"]) + 2) ** 2
+        one.figures["loss"] = bowl + random.standard_normal()
+        found.append(one)
+    return found
+
+
+KEYS = ["optimizer.lr", "clip.max_norm", "model.tied"]
+
+
+def test_importance_is_told_where_there_is_one_and_seldom_where_there_is_none():
+    found = {i.key: i for i in importances(trials(40, 8.0, 0), KEYS, "loss")}
+    rate = found["optimizer.lr"]
+    assert rate.told
+    assert 0.3 < rate.low < rate.share < rate.high < 1.0
+    words = in_words(list(found.values()), 40, {key: key for key in KEYS})
+    assert re.fullmatch(r"Of the order of 40 trials the knobs explain: optimizer.lr \d+% "
+                        r"\(\d+% to \d+%\); of clip.max_norm and model.tied it cannot be told.",
+                        words)  # fmt: skip
+    alarms = [any(i.told for i in importances(trials(20, 0.0, seed), KEYS, "loss"))
+              for seed in range(1, 121)]  # fmt: skip
+    assert sum(alarms) <= 13  # 5 % of 120, and three standard deviations
+    few = importances(trials(7, 8.0, 0), KEYS, "loss")
+    assert few == []
+    assert in_words(few, 7, {}) == "Which knob mattered cannot be told from 7 trials."
