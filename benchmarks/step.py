@@ -101,7 +101,7 @@ def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *mor
         "train.sample_tokens=0", "tracker=none", "checkpoint.every=null", *more,
     ]  # fmt: skip
     with app.hydra_app(None) as hydra:
-        return assemble(app.typed(app.compose(hydra, overrides)[0]), write=True)
+        return assemble(app.typed(app.compose(hydra, overrides)[0]))
 
 
 def ratio(case: str, rounds: int, log_every: int = 1) -> tuple[float, float, float, float]:

@@ -200,7 +200,7 @@ def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
 
     with app.hydra_app(None) as hydra:
         config = app.typed(app.compose(hydra, case.overrides)[0])
-    parts = assemble(config, write=False)
+    parts = assemble(config)
     if planned:
         os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world)}
         dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)

@@ -23,7 +23,7 @@ from llmexp.data.text_bytes import TextBytes
 from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import build, converted
-from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
+from llmexp.settings.knobs import affects, dead, deciding_result, fields, is_record, may_change
 from llmexp.settings.parts import COMMON, arguments
 from llmexp.settings.targets import arguments_of, locate, resolve
 from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, field_key, flatten, section_knobs
@@ -198,7 +198,7 @@ def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
 def trained(config: Config) -> tuple[str, list[float]]:
     """(digest of windows, losses, norms, updates and the evaluation, its figures) of a whole run in
     this process."""
-    parts = assemble(config, write=True)
+    parts = assemble(config)
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
     digest, figures, updates = hashlib.sha256(), [], 0
@@ -292,7 +292,7 @@ def test_a_knob_changes_what_it_says(work, case):
     before = {k: v for k, v in changes.items() if k != key and k == "optimizer.lr_rule"}
     before |= {"optimizer.reference_batch": 8} if before else {}
     old, old_figures = baseline(tuple(choice.items()), tuple((beside | before).items()))
-    acts = key not in dead(flat) and key in essence(flat)
+    acts = key not in dead(flat) and key in deciding_result(flat)
     try:
         new, figures = trained(made(choice, beside | changes))
     except ConfigError:  # it reads token files as of another type

@@ -176,7 +176,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     from llmexp.train.assembly.assemble import assemble
 
     try:
-        parts = assemble(config, write=False)
+        parts = assemble(config)
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
     config, numbers, name = parts.config, parts.run.as_dict(), key.rpartition(".")[2]

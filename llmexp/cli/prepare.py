@@ -11,6 +11,7 @@ from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
+from llmexp.settings.variables import fill
 from llmexp.sweep import ray
 from llmexp.system.text import aligned
 
@@ -79,19 +80,20 @@ def prepared(args: Any) -> Prepared | str:
     Raises ConfigError.
     """
     with app.composed(args, "prepare") as (_, cfg, _):
-        settings, typed = build_prepare(app.section(cfg, "prepare")), app.typed(cfg)
+        settings, config = build_prepare(app.section(cfg, "prepare")), app.typed(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
-    from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, filled
+    from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, with_vocabulary
 
-    config = filled(typed)
-    tokenizer, model_config = build_tokenizer(config)
+    tokenizer = build_tokenizer(config.tokenizer)
     if settings.part is not None or settings.on == "ray":
         prepare_apart(settings, config, tokenizer)
     if settings.part is not None:
         return settings.part
-    ids = model_config.get("vocab_size") or tokenizer.n_vocab
-    corpus = build_corpus(config, tokenizer, ids, ask_again=True)
+    section = with_vocabulary(config.model, tokenizer)
+    ids = fill(section.get("vocab_size"), "model.vocab_size") or tokenizer.n_vocab
+    length, mask = config.batch.sequence_length, config.batch.document_mask
+    corpus = build_corpus(config.data, tokenizer, ids, length, mask, ask_again=True)
     held_out = 0 if corpus.val is None else len(corpus.val)
     counts = (len(corpus.train), held_out)
     return Prepared(corpus.description, tokenizer.name, *counts, corpus.table, corpus.warnings)
@@ -104,12 +106,14 @@ def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     from llmexp.data.work import Part
     from llmexp.train.assembly.inputs import works_to_prepare
 
-    works, cache = works_to_prepare(config, tokenizer)
+    works, cache = works_to_prepare(config.data, tokenizer)
     part = part_of(settings)
     try:
         if part is None:
             write_all(works, cache)
         else:
             prepare_part(works, Part(*part), cache)
-    except ValueError as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # of a file that changes meanwhile
         raise ConfigError(str(error)) from None

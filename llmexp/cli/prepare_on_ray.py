@@ -24,7 +24,7 @@ def write_all(works: Sequence[Work], cache: Path) -> None:
     """Write all shards as tasks of a Ray cluster.
 
     It is the one that this machine is part of or RAY_ADDRESS names, else one that is started here.
-    Raises ValueError.
+    Raises ConfigError.
     """
     import ray
 
@@ -68,7 +68,7 @@ def _task(
 def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
     """Return when all tasks are done; show their progress by the chunks in the cache.
 
-    Raises ValueError.
+    Raises ConfigError.
     """
     total = sum(sum(work.unit_bytes()) for work in works)
     progress = ProgressBar(f"{len(handles)} parts on Ray", total)
@@ -80,9 +80,9 @@ def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
             try:
                 ray.get(handle)
             except ray.exceptions.RayTaskError as error:
-                raise ValueError(str(error.cause)) from None
+                raise ConfigError(str(error.cause)) from None
             except ray.exceptions.RayError as error:
-                raise ValueError(f"prepare.on=ray: {error}") from None
+                raise ConfigError(f"prepare.on=ray: {error}") from None
         finished = (len(handles) - len(left)) * total // len(handles)
         progress.add(_new_text(works, seen), finished)
     progress.end()

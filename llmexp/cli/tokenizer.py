@@ -60,7 +60,6 @@ def trained(args: Any) -> TrainedTokenizer:
     """Train the tokenizer of a command line that was parsed and write it. Raises ConfigError."""
     from llmexp.data.tokenizers import PATTERNS
     from llmexp.data.train_tokenizer import SMALLEST, train_bpe
-    from llmexp.train.assembly.inputs import filled
 
     if args.vocab_size is None or args.vocab_size < SMALLEST:
         given = "is needed" if args.vocab_size is None else f"{args.vocab_size} is too small"
@@ -73,12 +72,14 @@ def trained(args: Any) -> TrainedTokenizer:
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
     check_new(folder, "--out")
     with app.composed(args, "tokenizer") as (_, cfg, _):
-        config = filled(app.typed(cfg))
+        config = app.typed(cfg)
     from llmexp.train.assembly.inputs import training_documents
 
     try:
-        found = train_bpe(training_documents(config), args.vocab_size, args.pattern)
-    except ValueError as error:
+        found = train_bpe(training_documents(config.data), args.vocab_size, args.pattern)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of a file that changes meanwhile
         raise ConfigError(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)

@@ -17,14 +17,14 @@ import numpy as np
 
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.settings.values import refuse
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import write_whole
 
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp.
 
-    Nothing is made here. Raises ValueError.
+    Nothing is made here. Raises ConfigError.
     """
     if not isinstance(cache_dir, str | None):
         raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
@@ -41,7 +41,7 @@ def id_type(tokenizer: Tokenizer) -> np.dtype:
 def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]:
     """Hold the lock of a folder of the cache, alone or with others that are not alone.
 
-    Raises ValueError where the disk does not take it; DataChanged passes through.
+    Raises ConfigError where the disk does not take it; DataChanged passes through.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
     except DataChanged:  # is an OSError too
         raise
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"data.cache_dir={cache}: the token cache cannot be written there "
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
             "LLMEXP_CACHE_DIR to a folder with room that you may write to"
@@ -87,8 +87,7 @@ def cached(
     states = [
         (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
     ]
-    key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
-    entry = cache / "notes" / f"{what}-{key[:32]}.json"
+    entry = entry_path(cache, what, settings, states)
     if "value" in (known := read_entry(entry)):
         return known["value"]
     value = compute()
@@ -100,6 +99,12 @@ def cached(
     if settled and unchanged:
         write_entry(entry, {"value": value})
     return value
+
+
+def entry_path(cache: Path, what: str, *deciding: Any) -> Path:
+    """Return where the cache keeps what was found for these values."""
+    text = json.dumps([what, *deciding], sort_keys=True, default=repr)
+    return cache / "notes" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def read_entry(entry: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import Work, refuse_shared_files, with_kinds, work_of
 from llmexp.settings.parts import DataKnobs
-from llmexp.settings.values import knob
+from llmexp.settings.values import ConfigError, knob
 
 Sources = tuple[dict[str, Source], dict[str, Source]]  # to train on; validation sets
 
@@ -62,7 +62,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
     `sources`: name -> files (paths, globs or addresses) or hf (a folder of save_to_disk, or a name
     on the hub), text_key, weight. `val`: name -> files or hf, or share: so much of the documents of
     all sources. `stages`: [{from_tokens, weights}], each replaces the weights from there on.
-    Buckets and the hub are asked where shards are missing, or with `ask_again`. Raises ValueError.
+    Buckets and the hub are asked where shards are missing, or with `ask_again`. Raises ConfigError.
     """
     check_kinds(val, stages)
     data: dict[str, Any] = {"sources": sources, "val": val, "val_main": val_main}
@@ -89,7 +89,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
 def corpus_sources(
     remote: RemoteCache, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
 ) -> Sources:
-    """Return the sources that the knobs of data=corpus name. Raises ValueError."""
+    """Return the sources that the knobs of data=corpus name. Raises ConfigError."""
     check_kinds(val, stages)
     skip = on_bad_record == "skip"
     held_out, shares = read_validation(val, skip, remote)
@@ -97,7 +97,7 @@ def corpus_sources(
 
 
 def works_of(some: Sources, tokenizer: Tokenizer, remote: RemoteCache) -> list[dict[str, Work]]:
-    """Return what there is to prepare for each source and validation set. Raises ValueError."""
+    """Return what there is to prepare for each source and validation set. Raises ConfigError."""
     tokenizer.end_of_text()  # ends each document
     return [
         {name: work_of(source, tokenizer, remote) for name, source in each.items()} for each in some
@@ -105,7 +105,7 @@ def works_of(some: Sources, tokenizer: Tokenizer, remote: RemoteCache) -> list[d
 
 
 def documents_to_train(some: Sources, remote: RemoteCache) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document, one source after the other. Raises ValueError."""
+    """Yield the pieces of each training document, source by source. Raises ConfigError."""
     for source in some[0].values():
         for document in with_kinds(source, remote).read(Counts()):
             if document.split == TRAIN:
@@ -172,7 +172,7 @@ def _corpus(
 def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
     if stream.n_sequences(length) < 1:
         text = f"{len(stream):,} {what} do not fill one sequence"
-        raise ValueError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
+        raise ConfigError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
 def _description(ready: Mapping[str, Prepared], trained: list[str], remote: RemoteCache) -> str:

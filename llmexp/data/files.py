@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.values import refuse
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import sha256
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
@@ -27,13 +27,13 @@ OTHER_FILES = 512  # that a process may have open beside those of its data
 def allow_open_files(count: int) -> None:
     """Raise this process's limit of open files, for so many that stay open.
 
-    Raises ValueError where it may not.
+    Raises ConfigError where it may not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
     if count + 64 > most:
         text = f"are more than this process may open ({hard:,}, by ulimit -Hn); join them to fewer"
-        raise ValueError(f"data: {count:,} token files {text}")
+        raise ConfigError(f"data: {count:,} token files {text}")
     if (wanted := min(count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 
@@ -47,7 +47,7 @@ def match_files(key: str, patterns: Any) -> list[Path]:
     """Return the readable files that a glob, or a list of globs, names: sorted per glob, each once.
 
     A folder stands for all files below it but hidden ones. Relative globs start in the current
-    folder; `**` crosses folders. Raises ValueError, naming `key`, for a glob without a match and
+    folder; `**` crosses folders. Raises ConfigError, naming `key`, for a glob without a match and
     for what is no readable file.
     """
     wanted = [patterns] if isinstance(patterns, str) else patterns
@@ -94,14 +94,14 @@ def stdlib_files() -> list[Path]:
     if len(paths) < 50:
         text = f"this Python has no readable source files in {root} ({len(paths)} found)"
         way = "use text files of your own: data=text data.train_files=corpus/*.txt"
-        raise ValueError(f"data=stdlib: {text}; {way}")
+        raise ConfigError(f"data=stdlib: {text}; {way}")
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 
 def _files_below(key: str, folder: str) -> list[str]:
     """Return the files in a folder and in those below it, sorted, without hidden ones.
 
-    The names of these begin with a dot. Raises ValueError.
+    The names of these begin with a dot. Raises ConfigError.
     """
     if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
         of_source = key.endswith(".files")

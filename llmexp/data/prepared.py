@@ -25,6 +25,7 @@ from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import FORMAT, Part, SourceKey, Work, work_of
+from llmexp.settings.values import ConfigError
 
 MANIFEST = "manifest.json"
 
@@ -54,7 +55,7 @@ class StaleCache(Exception):
 def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
     """Return the shards of a source, from the cache where they are there.
 
-    Raises ValueError, and Forgotten.
+    Raises ConfigError, and Forgotten.
     """
     cache, source = remote.cache, work.source
     if (found := _open(work)) is not None:
@@ -70,12 +71,12 @@ def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
                 write_part(work, Part(), 0, sum(work.unit_bytes()))
                 _refuse_changed(work, cache)
                 _finish(work)
-            except ValueError:  # the documents themselves are refused
+            except ConfigError:  # the documents themselves are refused
                 shutil.rmtree(work.folder, ignore_errors=True)
                 raise
             found = _open(work)
     if found is None:
-        raise ValueError(
+        raise ConfigError(
             f"data.cache_dir={cache}: what was written to {work.folder} reads back damaged"
         )
     return found
@@ -86,7 +87,8 @@ def prepare_part(
 ) -> None:
     """Write what is missing of one part of the shards of several sources.
 
-    Other processes may write other parts meanwhile; `prepare_source` joins them. Raises ValueError.
+    Other processes may write other parts meanwhile; `prepare_source` joins them. Raises
+    ConfigError.
     """
     start, total = 0, sum(sum(work.unit_bytes()) for work in works)
     for work in works:
@@ -139,7 +141,7 @@ def _refuse_empty(source: Source, counts: Counts) -> None:
         text += f"; {counts.bad:,} cannot be read, such as {counts.first_bad}" if counts.bad else ""
         places = [source.hf] if source.hf else source.files
         where = f"{source.key}={places[0]}" if len(places) == 1 else source.key
-        raise ValueError(f"{where}: there are no documents{text}")
+        raise ConfigError(f"{where}: there are no documents{text}")
 
 
 def _refuse_changed(work: Work, cache: Path) -> None:
@@ -152,7 +154,7 @@ def _refuse_changed(work: Work, cache: Path) -> None:
 
 
 def _finish(work: Work) -> None:
-    """Write the manifest of a source whose units are all there. Raises ValueError."""
+    """Write the manifest of a source whose units are all there. Raises ConfigError."""
     source, folder = work.source, work.folder
     chunks, total = [], Counts()
     for unit in range(len(work.units)):
@@ -179,14 +181,14 @@ def _finish(work: Work) -> None:
 
 
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
-    """Return the ids of a split. Raises ValueError for a shard that is not whole, and OSError."""
+    """Return the ids of a split. Raises ConfigError for a shard that is not whole, and OSError."""
     dtype, chunks = np.dtype(manifest["dtype"]), manifest["chunks"]
     paths = {f"{folder}/{chunk['name']}.{split}.bin": chunk[split]["tokens"] for chunk in chunks}
     return TokenStream([_mapped(path, dtype, count) for path, count in paths.items()])
 
 
 def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
-    """Map a file of so many ids. Raises ValueError for a file that is not whole, and OSError.
+    """Map a file of so many ids. Raises ConfigError for a file that is not whole, and OSError.
 
     np.memmap makes many times as many system calls, which counts for thousands of shards.
     """
@@ -243,7 +245,7 @@ def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if other:
-        raise ValueError(
+        raise ConfigError(
             f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
             f"({noted['sha256'][:8]}), and {tokenizer.name} ({tokenizer.identity[:8]}) is another "
             "one; give the tokenizer that made them, for example tokenizer=gpt2"

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from llmexp.settings.values import ConfigError
+
 
 class BadRecord(ValueError):
     """One record of a file cannot be read as a document; the next one may be."""
@@ -61,7 +63,7 @@ def count_records(records: Iterator[Found], skip_bad: bool, counts: Counts) -> I
     for found in records:
         if isinstance(found, BadRecord):
             if not skip_bad:
-                raise found
+                raise ConfigError(str(found))
             counts.bad += 1
             counts.first_bad = counts.first_bad or str(found)
         elif found is None:

@@ -42,7 +42,7 @@ def need_package(package: str, key: str, what: str, extra: str = "data") -> Any:
         raise ConfigError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
 
 
-class Unreachable(ValueError):
+class Unreachable(ConfigError):
     """A bucket or hub did not answer, or refused."""
 
 
@@ -66,7 +66,7 @@ def reading(key: str, place: str) -> Iterator[None]:
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
     """Open a path or an address (s3://, gs://, https://) for reading bytes.
 
-    `seeks`: it is read in any order. Raises ValueError.
+    `seeks`: it is read in any order. Raises ConfigError.
     """
     if is_remote(place):
         system, path = _remote(key, place)
@@ -85,7 +85,7 @@ def is_remote(place: str) -> bool:
 
 
 def _remote(key: str, address: str) -> tuple[Any, str]:
-    """Return (file system, path in it) of an address. Raises ValueError."""
+    """Return (file system, path in it) of an address. Raises ConfigError."""
     fsspec = need_package("fsspec", key, f"reading {address}")
     knobs = {}
     if address.startswith(WEB):
@@ -165,7 +165,7 @@ def contents_of(
 ) -> tuple[list[str], list[int]]:
     """Return what identifies the content of each file, and their sizes in bytes.
 
-    It is a digest; in a bucket, what the bucket says of the file. Raises ValueError.
+    It is a digest; in a bucket, what the bucket says of the file. Raises ConfigError.
     """
     local = [Path(place) for place in places if not is_remote(place)]
     pairs = zip(local, remote.digests(local), strict=True)

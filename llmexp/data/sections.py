@@ -10,7 +10,7 @@ from typing import Any
 from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.source import TRAIN, Source
 from llmexp.settings.convert import converted, section
-from llmexp.settings.values import Knob, knob, refuse, typed
+from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -55,10 +55,10 @@ def read_sources(
     skip: bool,
     remote: RemoteCache,
 ) -> dict[str, Source]:
-    """Return the sources, each with its weight, or all without. Raises ValueError."""
+    """Return the sources, each with its weight, or all without. Raises ConfigError."""
     if not isinstance(sections, Mapping) or not sections:
         example = "data.sources.web.files=corpus/*.jsonl"
-        raise ValueError(f"data.sources: name one source at least; for example {example}")
+        raise ConfigError(f"data.sources: name one source at least; for example {example}")
     found: dict[str, Source] = {}
     for name, value in sections.items():
         key = _key("data.sources", name)
@@ -70,7 +70,7 @@ def read_sources(
     if missing and len(missing) < len(found):
         way = "give all sources a weight, or none (then each counts by its tokens)"
         text = f"the other sources have weights, this one has none; {way}"
-        raise ValueError(f"data.sources.{missing[0]}.weight: {text}")
+        raise ConfigError(f"data.sources.{missing[0]}.weight: {text}")
     if not missing and not any(weights.values()):
         raise refuse(f"data.sources.{next(iter(found))}.weight", 0, "all weights are 0", 1)
     return found
@@ -85,23 +85,23 @@ def read_validation(
         key = _key("data.val", name)
         given = section(ValidationKnobs, value, f"{key}.")
         if name in TAKEN:
-            raise ValueError(f"{key}: is the name of {TAKEN[name]}; choose another one")
+            raise ConfigError(f"{key}: is the name of {TAKEN[name]}; choose another one")
         if given.share is None:
             held_out[name] = replace(_source(key, given, remote), skip_bad=skip)
             continue
         if other := next((k for k, v in vars(given).items() if k != "share" and v is not None), ""):
             text = "a validation set is a share of the sources, or has files of its own"
-            raise ValueError(f"{key}: has share and {other}; {text}")
+            raise ConfigError(f"{key}: has share and {other}; {text}")
         shares.append((name, given.share))
     if (total := sum(share for _, share in shares)) >= 1:
-        raise ValueError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
+        raise ConfigError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
     return held_out, shares
 
 
 def _key(parent: str, name: Any) -> str:
     if NAME.fullmatch(str(name)) is None:
         text = "a name has letters, digits, - and _, at most 40; for example web"
-        raise ValueError(f"{parent}.{name}: {text}")
+        raise ConfigError(f"{parent}.{name}: {text}")
     return f"{parent}.{name}"
 
 
@@ -109,7 +109,7 @@ def _source(key: str, given: PlaceKnobs, remote: RemoteCache) -> Source:
     text_key = given.text_key or "text"
     if (given.files is None) == (given.hf is None):
         example = f"{key}.files=corpus/*.jsonl"
-        raise ValueError(f"{key}: either files or hf is needed; for example {example}")
+        raise ConfigError(f"{key}: either files or hf is needed; for example {example}")
     if given.hf is not None:
         return Source(f"{key}.hf", text_key, hf=given.hf, split=given.split or TRAIN)
     if given.split is not None:

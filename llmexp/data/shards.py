@@ -28,6 +28,7 @@ from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.records import Counts, Document
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import Work
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import flush_to_disk, write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
@@ -131,7 +132,7 @@ def encoded(
 ) -> Generator[tuple[Job, Encoded], None, None]:
     """Yield the jobs of the wanted chunks in order, encoded by so many threads.
 
-    The cut into jobs, and the number of threads, never show in the ids. Raises ValueError for text
+    The cut into jobs, and the number of threads, never show in the ids. Raises ConfigError for text
     that the tokenizer gives up on.
     """
 
@@ -140,7 +141,9 @@ def encoded(
             texts = [piece.text for piece in job.pieces]
             return tokenizer.encode_documents(texts, not texts or job.pieces[-1].ends)
         except ValueError as error:
-            raise ValueError(f"the tokenizer {tokenizer.name} gave up on a text: {error}") from None
+            raise ConfigError(
+                f"the tokenizer {tokenizer.name} gave up on a text: {error}"
+            ) from None
 
     return ahead(encode, _jobs(documents, counts, tokenizer, wanted), threads)
 

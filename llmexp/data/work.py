@@ -16,6 +16,7 @@ from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.source import FEW_FILES, Source, hub_identity
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import file_state
 
 FORMAT = 1  # of the shards; part of their key
@@ -95,7 +96,7 @@ class Part:
 
 
 def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
-    """Return what there is to do for a source. Raises ValueError."""
+    """Return what there is to do for a source. Raises ConfigError."""
     states = {name: _state_of(name) for name in source.files if not is_remote(name)}
     sizes: list[int] = []
     if source.hf is None:
@@ -148,7 +149,7 @@ def refuse_shared_files(works: Iterable[Work]) -> None:
             if there != key:
                 alike = "" if other == name else f" under the name {other}"
                 text = f"{name} is in {there} too{alike}; a file belongs to one source"
-                raise ValueError(f"{key}: {text}")
+                raise ConfigError(f"{key}: {text}")
 
 
 def _state_of(name: str) -> tuple[int, ...] | None:

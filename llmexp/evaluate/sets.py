@@ -24,9 +24,10 @@ from llmexp.models.loss import WindowLoss
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
+from llmexp.settings.variables import fill
 from llmexp.system.redact import as_recorded, redacted
 from llmexp.tasks import scoring
-from llmexp.train.assembly.inputs import build_corpus, document_end, filled
+from llmexp.train.assembly.inputs import build_corpus, document_end
 from llmexp.train.assembly.opening import Opened
 from llmexp.train.assembly.parts import prepare_tasks
 from llmexp.update import precision
@@ -131,9 +132,11 @@ def evaluate_sets(
 ) -> dict[str, Any]:
     """Return what `llmexp evaluate` finds on the data of `config`. Raises ConfigError."""
     opened = model.opened
-    config = filled(config)
     ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
-    corpus = build_corpus(config, opened.tokenizer, ids)
+    batch = config.batch
+    corpus = build_corpus(
+        config.data, opened.tokenizer, ids, batch.sequence_length, batch.document_mask
+    )
     recorded = rundir.read_run(opened.path).get("data_fingerprint")
     read = as_recorded(corpus.fingerprint)
     if config.data == opened.config.data and recorded not in (None, read):
@@ -246,12 +249,13 @@ def add_all(
     tokenizer, batch = model.opened.tokenizer, config.batch
     vocab_size = getattr(model.opened.model, "vocab_size", None)
     text_bytes = TextBytes(tokenizer, corpus.is_text, vocab_size)
+    ignored = fill(config.data.get("ignore_id"), "data.ignore_id")
     for starts_b, tokens_bt, targets_bt in eval_batches(
         stream,
         RankSlice(int(batch.micro_batch_size or 8)),
         sequence_length=batch.sequence_length,
         max_sequences=sequences,
-        mask=TargetMask(config.data.get("ignore_id"), document_end(config, tokenizer)),
+        mask=TargetMask(ignored, document_end(tokenizer, batch.document_mask)),
     ):
         with precision.autocast(model.precision, model.device):
             nll_bt = model.loss(tokens_bt.to(model.device), targets_bt.to(model.device), each=True)

@@ -1,7 +1,8 @@
-"""Find the micro-batch size for batch.micro_batch_size=auto: the largest that fits, or the fastest.
+"""Find the micro-batch size for batch.micro_batch_size=auto.
 
-Each is tried in a process of its own, with all ranks of the run. `python -m
-llmexp.forecast.fitting` reads a config (JSON) and answers with the size, or the refusal.
+It is the largest that fits, or a smaller one that is faster. Each is tried in a process of its own,
+with all ranks of the run. `python -m llmexp.forecast.fitting` reads a config (JSON) and answers
+with the size, or the refusal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from llmexp.forecast.measuring import Died, measured
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
+from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import AUTO, ConfigError, error_record, refuse
 from llmexp.system import hardware
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
@@ -25,7 +27,7 @@ from llmexp.system.devices import Device, device_called
 from llmexp.system.redact import redacted
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.remembered import MEMORY, kind_of, remember, remembered
+from llmexp.train.assembly.remembered import MEMORY, remember, remembered
 
 KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken
@@ -37,15 +39,15 @@ SIZES = "micro_batch_sizes"  # the folder of the cache
 def fitted(config: Config, folder: str = "") -> Config:
     """Return the config with a number in the place of `auto`.
 
-    It is that of the run in the folder, where one is there; else the one that was found for such a
-    run before; else it is found now. Raises ConfigError.
+    It is that of the run in the folder, else the one that was found for such a run before, else it
+    is found now. Raises ConfigError.
     """
     if config.batch.micro_batch_size != AUTO:
         return config
     if folder and (old := _written(folder)) is not None:
         return cut(config, old)
     _refuse_hosts(config)
-    parts = assemble(config, write=True)
+    parts = assemble(config)
     room, deciding = _deciding(config, parts)
     found = remembered(SIZES, *deciding)
     if found is None:
@@ -57,7 +59,7 @@ def fitted(config: Config, folder: str = "") -> Config:
 def known(config: Config, parts: Parts) -> Config:
     """Return the config with the number that was found for such a run before.
 
-    Raises ConfigError.
+    Raises ConfigError where none was.
     """
     _refuse_hosts(config)
     found = remembered(SIZES, *_deciding(config, parts)[1])
@@ -68,9 +70,9 @@ def known(config: Config, parts: Parts) -> Config:
 
 
 def _refuse_hosts(config: Config) -> None:
-    """Raise ConfigError for a run on several hosts.
+    """Refuse a run on several hosts, and name a trial on one host with as many sequences a rank.
 
-    It names the trial on one of them that gives a rank as many sequences.
+    Raises ConfigError.
     """
     hosts, real = config.parallelism.nnodes, config.batch.real_batch_size
     if hosts > 1 and real is not None:
@@ -86,7 +88,7 @@ def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, tuple[Any, ...
     """Return the memory of a rank, and what the size depends on."""
     room, run = _room(parts, config.batch.memory_gib), parts.run
     usable = round(room.usable / memory.GIB, 2)
-    kind = kind_of(parts.config, run.device_name)
+    kind = deciding_work(parts.config, run.device_name)
     return room, (kind, run.threads_per_rank, usable)
 
 
@@ -128,7 +130,7 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
     """
     whole = parts.run.micro_batch_size  # of a rank, still in one piece
     sizes = [n for n in range(whole, 0, -1) if whole % n == 0]
-    forecast, first = _forecast(parts, room, sizes)
+    first = _first(parts, room, sizes)
     best: dict[str, Any] | None = None
     why = ""
     for size in sizes[sizes.index(first) :]:
@@ -144,7 +146,7 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
         else:
             rate = parts.run.sequence_length * sequences / found["step_s"]
             if found["peak_bytes"] <= room.usable:
-                kind = kind_of(_cut(parts, size, whole), parts.run.device_name)
+                kind = deciding_work(_cut(parts, size, whole), parts.run.device_name)
                 remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
                 _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
@@ -161,14 +163,12 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
             return best
         _say(size, f"does not fit: {why}")
     if best is None:
-        raise _refusal(parts, room, forecast, why)
+        raise _refusal(parts, why)
     return best
 
 
-def _forecast(
-    parts: Parts, room: memory.Room, sizes: list[int]
-) -> tuple[memory.Forecast | None, int]:
-    """Return the forecast of memory, where the model has one, and the size to begin with.
+def _first(parts: Parts, room: memory.Room, sizes: list[int]) -> int:
+    """Return the size to begin with: the largest that should fit, if the model can be rehearsed.
 
     Raises ConfigError where even one sequence is far too much.
     """
@@ -176,33 +176,24 @@ def _forecast(
         compiled = parts.config.train.compile is True
         forecast = memory.Forecast(parts, parts.precision, room, compiled)
         if forecast.fits(forecast.cut):
-            return forecast, sizes[0]
-        largest = forecast.largest(forecast.cut, sizes[1] if len(sizes) > 1 else 0)
-        if largest is not None:
-            return forecast, largest.micro
+            return sizes[0]
+        if (largest := forecast.largest(forecast.cut, sizes[0])) is not None:
+            return largest.micro
         least = forecast.needed(memory.cut_to(forecast.cut, 1))
     except Exception:  # of a model of the user's, which has to see its values
-        return None, sizes[0]
+        return sizes[0]
     if least > UNSURE * room.usable:
         text = f"one sequence takes {gib(least)} GiB a rank, {gib(room.usable)} may be used"
-        raise _refusal(parts, room, forecast, text)
-    return forecast, 1
+        raise _refusal(parts, text)
+    return 1
 
 
-def _refusal(
-    parts: Parts, room: memory.Room, forecast: memory.Forecast | None, why: str
-) -> ConfigError:
-    """Return the refusal of a length that does not fit, with what would."""
-    found: list[str] = []
-    if forecast is not None:
-        forecast.cut = memory.cut_to(forecast.cut, 1)
-        found = [memory.shown(forecast, text, cut) for text, cut in memory.remedies(forecast)]
-    text = "; ".join([*found, "a shorter sequence", "a smaller model"])
-    return refuse(
-        "batch.sequence_length",
-        parts.run.sequence_length,
-        f"does not fit at micro_batch_size 1: {why}; what may fit: {text}",
-    )
+def _refusal(parts: Parts, why: str) -> ConfigError:
+    """Return the refusal of a length that does not fit."""
+    length = parts.run.sequence_length
+    way = "take a shorter sequence or a smaller model; llmexp plan plan.device=... names more"
+    text = f"does not fit at micro_batch_size 1: {why}; {way}"
+    return refuse("batch.sequence_length", length, text, max(1, length // 2))
 
 
 def _sequences(size: int, first: int, whole: int) -> int:

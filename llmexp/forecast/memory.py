@@ -1,4 +1,4 @@
-"""Say what a rank holds, whether that fits, and what would make it fit.
+"""Count what a rank holds, and say whether that fits and what would.
 
 Each is computed from the run itself, on tensors without memory.
 """
@@ -96,7 +96,7 @@ class Forecast:
         }
 
     def largest(self, cut: Cut, at_most: int) -> Cut | None:
-        """Return the cut with the largest micro-batch that fits, of `at_most` sequences.
+        """Return the cut with the largest micro-batch that fits, of at most `at_most` sequences.
 
         It divides the same real batch. None where one sequence is too many.
         """
@@ -135,26 +135,10 @@ def sections(forecast: Forecast) -> list[tuple[str, str]]:
             rows.append(("hint", _larger(forecast, larger)))
         return rows
     rows.append(("fits", f"no: {gib(needed - room.usable)} GiB more than {_room(room)}"))
-    found = [shown(forecast, text, other) for text, other in remedies(forecast)]
+    alone = (_smaller(forecast, cut), _recomputed(forecast, cut), _sharded(forecast, cut))
+    found = [f"{one[0]} ({gib(forecast.needed(one[1]))} GiB)" for one in alone if one]
     rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
     return rows
-
-
-def remedies(forecast: Forecast) -> list[Remedy]:
-    """Return what would fit: each change alone, and where none suffices, several together."""
-    cut = forecast.cut
-    alone = (_smaller(forecast, cut), _recomputed(forecast, cut), _sharded(forecast, cut))
-    if found := [remedy for remedy in alone if remedy]:
-        return found
-    if not forecast.has_blocks:
-        return []
-    full = dataclasses.replace(cut.parallelism, activation_checkpointing="full")
-    least = dataclasses.replace(cut, parallelism=full)
-    text = "parallelism.activation_checkpointing=full "
-    if both := _smaller(forecast, least) or _sharded(forecast, least):
-        return [(text + both[0], both[1])]
-    last = _sharded(forecast, cut_to(least, 1))
-    return [(f"batch.micro_batch_size=1 {text}{last[0]}", last[1])] if last else []
 
 
 def _smaller(forecast: Forecast, cut: Cut) -> Remedy | None:
@@ -199,10 +183,6 @@ def _larger(forecast: Forecast, larger: Cut) -> str:
         f"rounding and the random numbers of dropout, and fits: {gib(forecast.needed(larger))} of "
         f"{gib(forecast.room.usable)} GiB"
     )
-
-
-def shown(forecast: Forecast, text: str, cut: Cut) -> str:
-    return f"{text} ({gib(forecast.needed(cut))} GiB)"
 
 
 def _room(room: Room) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from llmexp.forecast.duration import Cost
 from llmexp.run import Run
-from llmexp.run.banner import banner_sections
 from llmexp.settings.config import Config
 from llmexp.system.console import banner
 
@@ -40,10 +39,3 @@ class Planned:
 
     def __str__(self) -> str:
         return banner(self.rows)
-
-
-def described(config: Config, run: Run, folder: str) -> Planned:
-    """Return the plan of a solved run whose memory and time nobody asked for."""
-    memory = Memory([] if run.memory else [("memory", NO_MEMORY)], {})
-    rows = [*banner_sections(run, folder), *memory.rows, ("time", NO_TIME)]
-    return Planned(run, config, rows, {"folder": folder, **run.as_dict()}, memory, None, 0)

@@ -11,7 +11,7 @@ from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
-from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned, described
+from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.settings import Plan
 from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
@@ -20,12 +20,13 @@ from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import AUTO, ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device, device_named
-from llmexp.train.assembly.assemble import Parts, assemble, kernel_of
-from llmexp.train.assembly.inputs import Shared
-from llmexp.train.assembly.remembered import MEMORY, kind_of, remember
+from llmexp.train.assembly.assemble import Cache, Parts, assemble
+from llmexp.train.assembly.remembered import MEMORY, remember
+from llmexp.train.assembly.solving import kernel_of
 from llmexp.train.calibration import MOST
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
@@ -37,17 +38,15 @@ class Planner:
     def __init__(self, plan: Plan, measure: bool) -> None:
         self._plan, self._measure = plan, measure
         self._device = None if plan.device is None else device_named(plan.device)
-        self._shared = Shared()
+        self._once = Cache()
 
     def planned(self, config: Config, folder: str) -> Planned:
         """Return the plan of a run. Raises ConfigError."""
-        plan, device, once = self._plan, self._device, self._shared.once
+        plan, device, once = self._plan, self._device, self._once
         own = config if plan.device is None or self._measure else placeable(config)
-        parts = assemble(own, write=False, shared=self._shared)
+        parts = assemble(own, once)
         if config.batch.micro_batch_size == AUTO:
-            parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
-        if not plan.asks and not self._measure:
-            return described(parts.config, parts.run, folder)
+            parts = assemble(self._cut(own, parts), once)
         if device is not None:  # what was measured here is not of it
             parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, memory=None))
         precision = memory.precision_on(parts, config.precision.kind, device)
@@ -62,9 +61,9 @@ class Planner:
                 whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
         name = parts.run.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
-        kind = (kind_of(parts.config, name), config.data, config.tokenizer, steps)
-        of_memory = once("memory", kind, lambda: self._memory(parts, config, precision))
-        times, basis = once("times", kind, lambda: self._times(parts, precision, folder))
+        kind = (deciding_work(parts.config, name), config.data, config.tokenizer, steps)
+        of_memory = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
+        times, basis = once(lambda *_: self._times(parts, precision, folder), "times", *kind)
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
@@ -105,8 +104,8 @@ class Planner:
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
         """Return what is known of the memory of a run.
 
-        Where it is not known, return why: this host hides how much it has, or the model needs
-        memory to run.
+        That is why it is not known where this host hides how much it has, or the model needs memory
+        to run.
         """
         plan = self._plan
         if plan.device is None:
@@ -133,7 +132,7 @@ class Planner:
     def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from.
 
-        None, and the reason, where they are not known. Raises ConfigError.
+        None, and why they are not known, where nothing tells them. Raises ConfigError.
         """
         share, device, run = self._plan.peak_share, self._device, parts.run
         if self._measure:
@@ -169,7 +168,7 @@ class Planner:
             found = measured(parts.config, "all", disk)
         except Died as death:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
-        kind = kind_of(parts.config, run.device_name)
+        kind = deciding_work(parts.config, run.device_name)
         remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
         names = {field.name for field in dataclasses.fields(Times)}
         times = Times(**{key: value for key, value in found.items() if key in names})

@@ -45,11 +45,6 @@ class Plan:
         default=None,
     )
 
-    @property
-    def asks(self) -> bool:
-        """Return whether memory or money is asked for."""
-        return self.device is not None or self.price_per_gpu_hour is not None
-
 
 def build_plan(mapping: Mapping[str, Any]) -> Plan:
     """Return the section `plan`. Raises ConfigError, also for a device that is not known."""

@@ -90,9 +90,9 @@ class Run:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the run was trained with."""
-        from llmexp.train.assembly.inputs import build_tokenizer, filled
+        from llmexp.train.assembly.inputs import build_tokenizer
 
-        return build_tokenizer(filled(self.config))[0]
+        return build_tokenizer(self.config.tokenizer)
 
     def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
         """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode.

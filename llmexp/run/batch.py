@@ -9,6 +9,7 @@ from typing import Any
 from llmexp.settings.config import Batch
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.settings.variables import fill
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 
@@ -131,8 +132,9 @@ def solve_rates(
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     rates = {
         key: rate
-        for key, rate in optimizer.items()
-        if (key == "lr" or key.endswith("_lr")) and type(rate) in (int, float)
+        for key, value in optimizer.items()
+        if (key == "lr" or key.endswith("_lr"))
+        and type(rate := fill(value, f"optimizer.{key}")) in (int, float)
     }
     if not rates:
         text = "there is no rate `lr` in this section that it could scale"

@@ -25,7 +25,7 @@ from llmexp.runs.ending import state_now
 from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.convert import section
-from llmexp.settings.knobs import essence
+from llmexp.settings.knobs import deciding_result
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
@@ -211,7 +211,7 @@ class Ledger:
 
 def config_identity(config: Mapping[str, Any]) -> str:
     """Return a hash, in hex digits, of what can change results in a plain config."""
-    text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
+    text = json.dumps(deciding_result(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

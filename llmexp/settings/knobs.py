@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmexp.settings import parts
-from llmexp.settings.config import Config
+from llmexp.settings.config import Config, plain
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, section_knobs
 
 
@@ -108,7 +108,7 @@ def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
 
 
-def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
+def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a flat config can change a bit of the result, beside its other values.
 
     Configs that are equal in it make equal runs. A knob that the config does not list, such as that
@@ -123,3 +123,31 @@ def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
     if not flat.get("hooks"):  # only hooks read the section user
         without |= {key for key in flat if key.startswith("user.")}
     return {key: value for key, value in flat.items() if key not in without and not is_record(key)}
+
+
+# Knobs of the sections train and optimizer that neither the memory nor the time of a step depends
+# on.
+_NO_WORK = {
+    "train": (
+        "max_steps", "max_epochs", "max_tokens", "tail", "seed", "twin", "log_every", "eval_every",
+        "eval_every_tokens", "tasks_folder", "max_consecutive_skips", "stop_step", "profile_start",
+        "profile_steps",
+    ),
+    "optimizer": ("lr", "weight_decay", "beta1", "beta2"),
+}  # fmt: skip
+
+
+def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
+    """Return what of a solved run the memory and the time of its steps depend on, besides data."""
+    tree = plain(config)
+    for section, names in _NO_WORK.items():
+        tree[section] = {k: v for k, v in tree[section].items() if k not in names}
+    for name in ("sample_every", "tasks_every"):  # whether they come at all
+        tree["train"][name] = tree["train"][name] is not None
+    whole = ("train", "optimizer", "batch", "model", "precision", "metrics", "hooks", "user")
+    return {key: tree[key] for key in whole} | {
+        "device": device_name,
+        "parallelism": {k: v for k, v in tree["parallelism"].items() if "timeout" not in k},
+        "clip": tree["clip"]["kind"],
+        "async": tree["checkpoint"]["async"],
+    }

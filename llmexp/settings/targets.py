@@ -20,6 +20,7 @@ from typing import Any, cast
 from llmexp.settings.convert import checked_knob, converted, today
 from llmexp.settings.parts import COMMON, declared
 from llmexp.settings.values import ConfigError, Knob, hint, nearest, nested, refuse
+from llmexp.settings.variables import fill
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
@@ -175,7 +176,6 @@ def refuse_calls(key: str, value: Any) -> None:
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the section's function, bound to its knobs and to what it takes of `offered`.
 
-    Variables of the environment are filled in before (`llmexp.train.assembly.inputs.filled`).
     Raises ConfigError for knobs that the signature does not have (with the nearest one), that do
     not fit or that are missing; and, when it is called, for an exception of the user's own code.
     """
@@ -214,9 +214,11 @@ def resolve(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the callable that a section names, and the arguments that its knobs are.
 
-    `offered` are arguments that are no knobs. Raises ConfigError for knobs that the callable does
-    not have, with the nearest one, and for values that do not fit their declaration.
+    Variables of the environment are filled in here. `offered` are arguments that are no knobs.
+    Raises ConfigError for knobs that the callable does not have, with the nearest one, and for
+    values that do not fit their declaration.
     """
+    values = fill(values, section)
     if "_target_" not in values:
         example = EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
         text = f"it names the function, for example {section}._target_={example}"
@@ -263,7 +265,8 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
         found, knobs = resolve(key, entry, ("event", "context"))
         name = str(entry["_target_"])
     else:
-        found, knobs, name = locate("hooks", entry), {}, str(entry)
+        name = str(fill(entry, "hooks"))
+        found, knobs = locate("hooks", name), {}
     try:
         inspect.signature(found).bind("step_start", None, **knobs)
     except TypeError as error:

@@ -20,12 +20,11 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder
-from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.inputs import Shared
+from llmexp.train.assembly.assemble import Cache, Parts, assemble
 
 
 def answer(
-    purpose: str, request: dict[str, Any], shared: Any, waiting: dict[str, Parts]
+    purpose: str, request: dict[str, Any], shared: Cache, waiting: dict[str, Parts]
 ) -> dict[str, Any]:
     """Return the facts of a point, assembled or from `waiting`; queue its run if that is asked.
 
@@ -38,7 +37,7 @@ def answer(
     parts = waiting.pop(key, None)
     if parts is None:
         config = fitted(build(request["config"]), request["folder"])
-        parts = assemble(config, write=True, shared=shared, **known)
+        parts = assemble(config, shared, **known)
     if purpose == "check":
         waiting[key] = parts
     if purpose == "queue":
@@ -60,7 +59,7 @@ def serve() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             ((purpose, requests),) = json.loads(line).items()
-            shared = Shared()  # for one question: files may change until the next one
+            shared = Cache()  # for one question: files may change until the next one
             for request in requests:
                 try:
                     found = answer(purpose, request, shared, waiting)

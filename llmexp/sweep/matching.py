@@ -17,7 +17,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts, steps_of
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.knobs import essence
+from llmexp.settings.knobs import deciding_result
 from llmexp.settings.labels import shown
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.checker import Checker
@@ -213,7 +213,7 @@ def composed(
 
 
 def flat_of(config: Config) -> dict[str, Any]:
-    return essence(flatten(plain(config)))
+    return deciding_result(flatten(plain(config)))
 
 
 def without_budget(flat: Mapping[str, Any]) -> dict[str, Any]:

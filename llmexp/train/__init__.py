@@ -1,4 +1,6 @@
-"""Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
+"""Train a run: `python -m llmexp.train RUN_DIR`.
+
+No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
 step           one optimizer step, and what it works on

@@ -20,7 +20,7 @@ from llmexp.train.loop import Due, report, take_step
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.step import Step
-from llmexp.train.verdicts import settle
+from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import read_ahead
 
 ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
@@ -31,8 +31,10 @@ NOTHING = Due(row=False, evaluation=False, tasks=False, checkpoint=False, sample
 
 
 def calibrate(loop: Loop) -> str:
-    """Train a few steps as the run will, and write what they took; return how that ended, as
-    `train` does. Times are in seconds."""
+    """Train a few steps as the run will, and write how many seconds each part took.
+
+    Return how that ended, as `train` does.
+    """
     began = time.time()
     at, last, stopped = _steps(loop)
     if stopped:
@@ -56,8 +58,11 @@ def calibrate(loop: Loop) -> str:
 
 
 def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
-    """Take the steps; return when each began, what writes a row of the last one, and whether a
-    signal to any rank ended them."""
+    """Take the steps.
+
+    Return when each began, what writes a row of the last one, and whether a signal to any rank
+    ended them.
+    """
     loop.setup.model.train()
     first = loop.progress.step  # not 0 in a fork
     end = min(loop.run.max_steps, first + MOST)
@@ -69,7 +74,7 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
         stopped, through = mesh.any_rank(loop.mesh, STOP.requested, enough)
         if stopped or through or loop.progress.step >= end:
             break
-    settle(loop)
+    finish_step(loop)
     row = Due(row=True, evaluation=False, tasks=False, checkpoint=False, sample=False)
     done: Step = step
     return at, lambda: report(loop, done, window, row), stopped

@@ -1,5 +1,8 @@
-"""After a window whose loss or gradient is not finite: the window once more, with a hook on every
-module, to name the first one that goes wrong. Nothing of this is there while training goes well."""
+"""Find the first module of a window whose loss or gradient is not finite.
+
+The window is computed once more, with a hook on every module. Nothing of this is there while
+training goes well.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.train.step import Setup, weigh
+from llmexp.train.step import Setup, loss_factor
 from llmexp.update import precision
 
 NOTHING = (
@@ -21,8 +24,7 @@ NOTHING = (
 
 
 def first_bad(setup: Setup, window: Window) -> str:
-    """Return what of the window's step is the first not to be finite, in words; on all ranks
-    together, the same answer.
+    """Name in words what of the window's step is the first not to be finite; the same on all ranks.
 
     The parameters must still be those of the step, as a bad update is not applied. Gradients are
     lost.
@@ -31,8 +33,11 @@ def first_bad(setup: Setup, window: Window) -> str:
     looks, first = (0, list[tuple[int, str]]())
 
     def look(value: Tensor | bool, text: str) -> None:
-        """Ranks make the same looks in the same order: what one of them meets first, it met before
-        all others."""
+        """Look at a value on all ranks together.
+
+        Ranks make the same looks in the same order: what one of them meets first, it met before all
+        others.
+        """
         nonlocal looks
         looks += 1
         if not (first or (value if isinstance(value, bool) else _finite(value))):
@@ -59,10 +64,9 @@ def first_bad(setup: Setup, window: Window) -> str:
 
 
 def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
-    """Forward and backward of the step, as train_step has them: ranks must meet in the same
-    places."""
+    """Compute forward and backward of the step as train_step does: ranks meet in like places."""
     kind, device = setup.arithmetic, setup.mesh.device
-    _, weight = weigh(setup, window)
+    _, weight = loss_factor(setup, window)
     for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()

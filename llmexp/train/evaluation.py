@@ -19,8 +19,11 @@ from llmexp.update import precision
 
 
 def evaluate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
-    """Token-weighted validation losses over all ranks, summed in float64: of the main set, of each
-    named one, and of the average of the weights. The training RNG is not touched."""
+    """Return the validation losses over all ranks, weighted by tokens and summed in float64.
+
+    They are of the main set, of each named one, and of the average of the weights. The training RNG
+    is not touched.
+    """
     run, corpus = parts.run, parts.corpus
     if corpus.val is None or not run.eval_sequences:
         return {}
@@ -41,8 +44,10 @@ def evaluate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, flo
 
 
 def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
-    """Return the scores of the run's tasks by the keys of a row, task/NAME/acc; all ranks share the
-    items. The training RNG is not touched."""
+    """Return the scores of the run's tasks by the keys of a row, such as task/NAME/acc.
+
+    All ranks share the items. The training RNG is not touched.
+    """
     row = dict[str, float]()
     tokens = parts.run.micro_batch_size * parts.run.sequence_length
     was_training = setup.model.training

@@ -10,8 +10,8 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, refuse, typed
-from llmexp.settings.variables import fill
-from llmexp.train.assembly.assemble import Parts, rate_factor
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.solving import rate_factor
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
@@ -41,7 +41,7 @@ def check(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None
         text = f"the last window of {path} was a short one, which a longer run does not have"
         raise ConfigError(f"{key}={value}: {text}; {_fork(path, step, key, value)}")
     section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
-    then = rate_factor(fill(section, "schedule"), before.max_steps)
+    then = rate_factor(section, before.max_steps)
     updates = int(loaded.state["progress"]["updates"])
     other = next((u for u in range(updates) if then(u) != parts.rate_factor(u)), None)
     if other is not None:

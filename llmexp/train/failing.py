@@ -1,5 +1,4 @@
-"""From an exception to how the run ended: state, exit code and words, and the places that they are
-written to."""
+"""Turn an exception into the end of a run: state, exit code, words, and where they are written."""
 
 from __future__ import annotations
 
@@ -30,8 +29,11 @@ from llmexp.train.step import TrainingFailed
 
 @dataclass(frozen=True)
 class Kind:
-    """Exceptions that mean the same for a run. Those that are `explained` say all in their text,
-    and would come again: they need no trace and no restart."""
+    """Group exceptions that mean the same for a run.
+
+    Those that are `explained` say all in their text, and would come again: they need no trace and
+    no restart.
+    """
 
     types: tuple[type[BaseException], ...]
     exit_code: int  # before training starts; after that it is FAILED
@@ -111,7 +113,9 @@ def under_agent() -> bool:
 
 def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
     """Print and record how the run ended, or leave the printing to the agent; return the exit code.
-    In a folder that is not `ours` another process may be at work: it is not touched."""
+
+    In a folder that is not `ours` another process may be at work: it is not touched.
+    """
     code, text, trace = failure.exit_code, redacted(failure.text), redacted(failure.trace)
     more = {"final": failure.final} if under_agent() else {}
     if failure.state == "failed" and under_agent() and path is not None:
@@ -131,8 +135,10 @@ def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
 
 
 def record_unbegun(path: Path | None, failure: Failure) -> int:
-    """Print why a run did not begin, and record it in its folder unless another process is at work
-    there; return the exit code."""
+    """Print why a run did not begin and record it; return the exit code.
+
+    Nothing is recorded in a folder where another process is at work.
+    """
     failure = replace(failure, final=True)
     with contextlib.ExitStack() as locks:
         ours = path is not None and (failure.exit_code == FAILED or rundir.is_run(path))

@@ -19,10 +19,13 @@ from llmexp.train.step import TrainingFailed
 
 @dataclass(frozen=True)
 class HookContext:
-    """Hold all that a hook sees. `step` counts from 1; `row` holds the row's figures so far, None
-    when no row is due; `user` is the config's section of that name. `micro_batches` are those of
-    the step's window on this rank, as it trains on them: (inputs, targets) int64 [b, t], where a
-    target below 0 does not count; None where no window is there."""
+    """Hold all that a hook sees.
+
+    `step` counts from 1; `row` holds the row's figures so far, None when no row is due; `user` is
+    the config's section of that name. `micro_batches` are those of the step's window on this rank,
+    as it trains on them: (inputs, targets) int64 [b, t], where a target below 0 does not count;
+    None where no window is there.
+    """
 
     step: int
     model: nn.Module
@@ -42,8 +45,11 @@ def call_hooks(
     window: Window | None = None,
     wanted: bool = False,
 ) -> None:
-    """Call the user's functions, here and nowhere else. Finite figures that they return are kept
-    for the row of this step where there will be one (`wanted`)."""
+    """Call the user's functions, here and nowhere else.
+
+    Finite figures that they return are kept for the row of this step where there will be one
+    (`wanted`).
+    """
     parts = loop.parts
     batches = None if window is None else window.micro_batches
     for name, hook in parts.hooks:
@@ -75,8 +81,10 @@ def call_hooks(
 
 
 def _checked(found: Any) -> dict[str, Any]:
-    """Return the figures that a hook returned, without reading a tensor. Raise ValueError for
-    anything else."""
+    """Return the figures that a hook returned, without reading a tensor.
+
+    Raises ValueError for anything else.
+    """
     if found is None:
         return {}
     if not isinstance(found, Mapping):

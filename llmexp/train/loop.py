@@ -29,7 +29,7 @@ from llmexp.train.row import Measures, build_row
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.step import Step, TrainingFailed, seed_step, train_step
-from llmexp.train.verdicts import settle
+from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import read_ahead
 
 WEIGHT_NORM_EVERY = 10  # rows
@@ -73,8 +73,10 @@ def due_after(step: int, last: bool, config: Config, run: Run, by_time: bool = F
 
 
 def train(loop: Loop) -> str:
-    """Train to the end ("finished") or to a signal ("preempted", with a checkpoint). Raises
-    TrainingFailed."""
+    """Train to the end ("finished") or to a signal ("preempted", with a checkpoint).
+
+    Raises TrainingFailed.
+    """
     config, max_steps, progress = loop.config, loop.run.max_steps, loop.progress
     stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
     if progress.step == 0 and config.checkpoint.save_initial:
@@ -92,7 +94,7 @@ def train(loop: Loop) -> str:
         if stop or progress.step >= stop_step:
             show_rows(loop)
             loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
-            settle(loop)
+            finish_step(loop)
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
@@ -129,8 +131,7 @@ def train(loop: Loop) -> str:
 
 
 def due_by_time(loop: Loop) -> bool:
-    """Return whether the last checkpoint is so old that another one is due; by this rank's
-    clock."""
+    """Return whether the last checkpoint is so old, by this rank's clock, that one is due."""
     minutes = loop.config.checkpoint.every_minutes
     return minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
 
@@ -147,12 +148,12 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         seed, foreign = loop.config.train.seed, loop.parts.foreign_code
         seed_step(seed, progress.step, loop.mesh.dp_rank, loop.mesh.device, foreign)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
-        step = train_step(loop.setup, window, lambda: settle(loop), gradients_ready)
+        step = train_step(loop.setup, window, lambda: finish_step(loop), gradients_ready)
         progress.step += 1
         loop.pending = step
         meter.add(step.target_tokens)
         if due.verdict:
-            settle(loop)
+            finish_step(loop)
     return window, step
 
 

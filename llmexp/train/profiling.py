@@ -12,8 +12,7 @@ from llmexp.train.state import Loop
 
 
 def start_profiler(loop: Loop) -> torch.profiler.profile | None:
-    """Return a torch.profiler trace of steps profile_start .. profile_start+profile_steps-1 into
-    the run folder."""
+    """Trace the steps from profile_start on, with torch.profiler, into the run folder."""
     chosen = loop.config.train
     first = chosen.profile_start
     if first is None or not loop.out.main or first <= loop.progress.step:

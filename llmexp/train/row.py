@@ -7,13 +7,12 @@ from typing import Any
 
 from llmexp.run import Run
 from llmexp.train.state import Progress
-from llmexp.train.step import BAD_LOSS, EMPTY, OK, OUTLIER, Seen
+from llmexp.train.step import BAD_LOSS, EMPTY, OK, OUTLIER, Outcome
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Hold the measurements for a row besides its step, over all ranks. A figure that is not known,
-    or not asked for, is None."""
+    """Hold the measurements for a row, over all ranks; None is not known or not asked for."""
 
     tokens_seen: int
     weight_norm: float | None
@@ -26,9 +25,11 @@ class Measures:
     peak_flops: float | None
 
 
-def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> dict[str, Any]:
-    """Return the row of a step, without what evaluation and hooks add; a figure that is not known
-    is absent."""
+def build_row(run: Run, progress: Progress, seen: Outcome, measures: Measures) -> dict[str, Any]:
+    """Return the row of a step, without what evaluation and hooks add.
+
+    A figure that is not known is absent.
+    """
     applied = seen.code in (OK, OUTLIER)
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": measures.tokens_seen}
     row["epoch"] = run.sequences_at(progress.step) / run.train_sequences

@@ -31,11 +31,10 @@ def sample(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> str:
-    """Return the prompt and up to `tokens` tokens after it, to the end of the document; uses its
-    own random numbers.
+    """Return the prompt and up to `tokens` tokens after it, to the end of the document.
 
-    Raises ConfigError where there is nothing to begin with: no prompt, and no token for the start
-    of a document.
+    It draws its own random numbers. Raises ConfigError where there is nothing to begin with: no
+    prompt, and no token for the start of a document.
     """
     end = encoding.eot_token
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
@@ -64,10 +63,12 @@ def sample(
 
 
 def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = None) -> str:
-    """Return what the samples of a run begin with: nothing, where the start of a document is among
-    the training tokens; else the first words of the validation text. A corpus of one document has
-    no such start, and its token is not trained; under a document mask (`document_end`) what
-    follows that token is no target."""
+    """Return what the samples of a run begin with: the first words of the validation text.
+
+    Nothing, where the start of a document is among the training tokens. A corpus of one document
+    has no such start, and its token is not trained; under a document mask (`document_end`) what
+    follows that token is no target.
+    """
     if not corpus.is_text:
         return ""
     if document_end is None and corpus.train.holds(encoding.eot_token):
@@ -80,8 +81,7 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = 
 
 
 def sample_text(loop: Loop) -> str:
-    """Return a sampled text from the start of a document, or from the first words of the validation
-    text, on one line."""
+    """Return a sampled text on one line, which begins as `first_words` says."""
     parts, tokens = loop.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
@@ -94,8 +94,11 @@ def sample_text(loop: Loop) -> str:
 
 @contextlib.contextmanager
 def one_thread(*, small: bool) -> Iterator[None]:
-    """Compute with one thread within, where the model is `small`: the operations of a single
-    sequence are too short to share, and on a busy machine threads would wait for each other."""
+    """Compute with one thread within, where the model is `small`.
+
+    The operations of a single sequence are too short to share, and on a busy machine threads would
+    wait for each other.
+    """
     threads = torch.get_num_threads()
     if not small or threads == 1:
         yield

@@ -54,8 +54,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. Its figures are numbers on a CPU; elsewhere they are tensors without
-    dimension on the device, and reading one makes the host wait."""
+    """Hold the outcome of one optimizer step.
+
+    Its figures are numbers on a CPU; elsewhere they are tensors without dimension on the device,
+    and reading one makes the host wait.
+    """
 
     target_tokens: Tensor | float
     own_nll: Tensor | float  # this rank's part of the loss, summed
@@ -64,7 +67,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Outcome:
     """Hold the figures of a window on the host."""
 
     code: int
@@ -79,8 +82,10 @@ class Seen:
 
 
 class Verdict:
-    """The figures of a window on their way to the host, in one copy, and the limits of outliers
-    that held for it. `read` waits for that copy alone, not for work queued after it."""
+    """Copy the figures of a window to the host at once, with the outlier limits that held for it.
+
+    `read` waits for that copy alone, not for work queued after it.
+    """
 
     def __init__(self, limits: Limits | None, skip: Tensor | bool, *more: Any) -> None:
         self._limits = limits
@@ -94,14 +99,14 @@ class Verdict:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def read(self) -> Seen:
+    def read(self) -> Outcome:
         if self._event is not None:
             self._event.synchronize()
             self._figures = self._pinned.tolist()
         skipped, loss, norm, norm_after, clipped, count, scale, *small = self._figures
-        code = judge(loss, norm, count, bool(skipped), self._limits)
+        code = outcome_code(loss, norm, count, bool(skipped), self._limits)
         mean_square = (small[0], small[1]) if small else None
-        return Seen(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
+        return Outcome(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
 
 
 def train_step(
@@ -118,7 +123,7 @@ def train_step(
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
-    count, weight = weigh(setup, window)
+    count, weight = loss_factor(setup, window)
     nll = accumulate(setup, window, weight)
     own_nll = figure(nll.clone())
     loss = figure(mesh.total(setup.mesh, nll)) / at_least_one(count)
@@ -128,7 +133,7 @@ def train_step(
     setup.scaler.unscale(held)
     gradients_ready()
     norm = mesh.global_norm(setup.mesh, gradients)
-    skip = unusable(loss, norm, count)
+    skip = must_skip(loss, norm, count)
     clip = setup.clip
     by_update = optim.clips_in_update(setup.optimizers, norm)
     norm_after, clipped, factor = clipping.clip(
@@ -150,8 +155,7 @@ def train_step(
 
 
 def figure(value: Tensor) -> Any:
-    """Return a tensor without dimension as a number where reading is free, on a CPU; elsewhere as
-    it is."""
+    """Return a 0-dim tensor as a number on a CPU, where reading is free, else as it is."""
     return value.item() if value.device.type == "cpu" else value
 
 
@@ -159,9 +163,11 @@ def at_least_one(count: Any) -> Any:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
 
 
-def weigh(setup: Setup, window: Window) -> tuple[Any, Tensor]:
-    """Return the number of valid targets of a window on all ranks, and the factor on the loss of
-    each micro-batch: 0-dim, on the device."""
+def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
+    """Return the valid targets of a window on all ranks, and the factor on each micro-batch's loss.
+
+    Both have no dimension; the factor is on the device.
+    """
     device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
@@ -174,8 +180,10 @@ def weigh(setup: Setup, window: Window) -> tuple[Any, Tensor]:
 
 
 def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
-    """Add up the gradients of the micro-batches, times `weight`, over the ranks too; return the
-    summed loss of this rank's targets."""
+    """Add up the gradients of the micro-batches, times `weight`, over the ranks too.
+
+    Return the summed loss of this rank's targets.
+    """
     device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(weight)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
@@ -189,25 +197,26 @@ def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
     return nll
 
 
-def unusable(loss: Any, norm: Any, count: Any) -> Any:
+def must_skip(loss: Any, norm: Any, count: Any) -> Any:
     """Return whether a window has no valid target, or a figure that is not finite."""
     if not isinstance(loss, Tensor):
-        return judge(loss, float(norm), count, False, None) != OK
+        return outcome_code(loss, float(norm), count, False, None) != OK
     return ~(loss.isfinite() & norm.isfinite() & (count > 0))
 
 
 def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:
-    """Return whether the update is left out, now also where it would be an outlier's; the same on
-    all ranks."""
+    """Return whether the update is skipped, now also as an outlier's; the same on all ranks."""
     if isinstance(skip, bool):
         return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
-    loss_64, norm_64 = loss.double(), norm.double()  # as `judge` compares them
+    loss_64, norm_64 = loss.double(), norm.double()  # as `outcome_code` compares them
     outside = loss_64.clamp(*limits.loss) != loss_64
     outside |= norm_64.clamp(*limits.norm) != norm_64
     return mesh.maximum(joined, (skip | outside).int()) > 0
 
 
-def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits | None) -> int:
+def outcome_code(
+    loss: float, norm: float, count: float, skipped: bool, limits: Limits | None
+) -> int:
     """Return what is wrong with a window, or OK; `skipped`: its update was not applied."""
     if count == 0:
         return EMPTY
@@ -223,9 +232,11 @@ def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits 
 def seed_step(
     seed: int, step: int, rank: int, device: torch.device, everywhere: bool = True
 ) -> None:
-    """Seed the RNG of a window, a pure function of (seed, step, rank): nothing that happens between
-    two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere` it is
-    torch's alone: nobody draws from the others."""
+    """Seed the RNG of a window from (seed, step, rank) alone.
+
+    Nothing that happens between two windows can disturb it, and a resumed run needs no RNG state.
+    Without `everywhere` only torch's is seeded: nobody draws from the others.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     # torch.manual_seed queues a call a step where CUDA is not started

@@ -20,8 +20,7 @@ from llmexp.train.state import Loop
 
 
 def summarise(loop: Loop) -> dict[str, Any]:
-    """Return the figures that status.json and the tracker's summary end with; what is not known is
-    absent."""
+    """Return the figures that end status.json and the tracker's summary, as far as known."""
     rows = Figures() if loop.out.rows is None else loop.out.rows.figures
     newest, last = rows.newest, rows.last
     found: dict[str, Any] = {"steps": loop.progress.step}
@@ -56,8 +55,10 @@ def summarise(loop: Loop) -> dict[str, Any]:
 
 
 def training_time(loop: Loop) -> float | None:
-    """Return seconds of training of the whole run, of a fork without its parent; what a resumed run
-    did twice counts once. None where steps after the last row were not timed."""
+    """Return the seconds of training of the whole run, of a fork without its parent.
+
+    What a resumed run did twice counts once. None where steps after the last row were not timed.
+    """
     step, seconds = parent.step if (parent := loop.run.parent) else 0, 0.0
     if loop.out.rows is not None:
         step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
@@ -68,8 +69,7 @@ def training_time(loop: Loop) -> float | None:
 
 
 def details(loop: Loop) -> dict[str, Any]:
-    """Return what status.json holds besides the summary, as far as it was measured: how the run
-    clipped, and the gradient noise scale."""
+    """Return what status.json holds besides the summary: clipping and noise scale, if measured."""
     found: dict[str, Any] = {}
     if clip := loop.measured.norms.summary():
         found["clip"] = clip
@@ -85,8 +85,7 @@ def details(loop: Loop) -> dict[str, Any]:
 
 
 def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
-    """Show the end of a run to its reader: figures, a sample, a picture, the folder, the next
-    command."""
+    """Show the end of a run: figures, a sample, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.parts
     reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
     by_plan = loop.progress.step == parts.config.train.stop_step

@@ -18,7 +18,7 @@ from llmexp.train.step import (
     OK,
     OUTLIER,
     SKIPPED_OUTLIER,
-    Seen,
+    Outcome,
     Step,
     TrainingFailed,
     seed_step,
@@ -33,15 +33,17 @@ WHAT = {
 }
 
 
-def settle(loop: Loop) -> int:
-    """Look at the verdict on the last step; return the number of applied updates. Raises
-    TrainingFailed."""
+def finish_step(loop: Loop) -> int:
+    """Read the outcome of the last step and return the number of applied updates.
+
+    Raises TrainingFailed.
+    """
     progress = loop.progress
     if loop.pending is None:
         return progress.updates
     step, loop.pending = loop.pending, None
     seen = step.verdict.read()
-    note(loop, seen)
+    count_outcome(loop, seen)
     if seen.code in (OK, OUTLIER):
         progress.updates += 1
         if loop.setup.ema is not None:
@@ -53,7 +55,7 @@ def settle(loop: Loop) -> int:
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
             raise TrainingFailed(words)
-        if seen.code != SKIPPED_OUTLIER:  # of which `note` prints more
+        if seen.code != SKIPPED_OUTLIER:  # of which `count_outcome` prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {WHAT[seen.code]}{how}; its update was skipped"
             loop.out.console.line(text)
@@ -61,8 +63,10 @@ def settle(loop: Loop) -> int:
 
 
 def reason_to_end(loop: Loop, step: Step, code: int) -> str:
-    """Return why the run cannot go on after a step whose update was skipped; "" where it can. All
-    ranks are here, and the checkpoint that is on its way is finished."""
+    """Return why the run cannot go on after a skipped update; "" where it can.
+
+    All ranks are here, and the checkpoint that is on its way is finished.
+    """
     progress, scaler = loop.progress, loop.setup.scaler
     overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
     if overflowed and not scaler.enabled:
@@ -71,7 +75,7 @@ def reason_to_end(loop: Loop, step: Step, code: int) -> str:
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         return (
             f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
-            f"applied; {comes_again(diagnosed(loop) + grew(loop))}"
+            f"applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"
         )
     if overflowed and scaler.state_dict()["scale"] < 1:
         finish_last_save(loop)
@@ -90,8 +94,10 @@ def reason_to_end(loop: Loop, step: Step, code: int) -> str:
 
 
 def comes_again(words: str) -> str:
-    """Return why a step went wrong, and that a resumed run would meet it again: not where a second
-    pass found nothing."""
+    """Return why a step went wrong, and that a resumed run would meet it again.
+
+    The second is left out where a second pass found nothing.
+    """
     return words if NOTHING in words else f"{words}; {COMES_AGAIN}"
 
 
@@ -103,7 +109,7 @@ def finish_last_save(loop: Loop) -> None:
         loop.out.console.line(f"WARNING: {error}")
 
 
-def grew(loop: Loop) -> str:
+def growth_hint(loop: Loop) -> str:
     """Return a hint, where the losses of the rows had been on their way up."""
     figures = Figures() if loop.out.rows is None else loop.out.rows.figures
     if figures.train_losses < 2 and loop.progress.step < 100:  # too soon for rows to tell
@@ -134,7 +140,7 @@ def diagnosed(loop: Loop) -> str:
         return f"where is not known: {error!r}"
 
 
-def note(loop: Loop, seen: Seen) -> None:
+def count_outcome(loop: Loop, seen: Outcome) -> None:
     """Keep what is measured of the last step; its figures are on the host now."""
     progress, outliers = loop.progress, loop.setup.outliers
     if seen.code in (OUTLIER, SKIPPED_OUTLIER):

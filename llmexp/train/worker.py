@@ -44,7 +44,7 @@ def main(argument: str) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        parts = assemble(build(request["config"]), write=True, **folder.known(request))
+        parts = assemble(build(request["config"]), **folder.known(request))
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):
@@ -68,7 +68,7 @@ def go_on(path: Path) -> int:
     if folder.is_finished(path):
         return DONE
     parent = folder.parent_of(path)
-    parts = assemble(rundir.built_config(path), write=True, tried=True, parent=parent)
+    parts = assemble(rundir.built_config(path), tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     return start(path, parts, {key: recorded.get(key) for key in folder.RECORDED})

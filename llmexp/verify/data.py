@@ -30,7 +30,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.inputs import filled, works_to_prepare
+from llmexp.train.assembly.inputs import works_to_prepare
 from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, equal
 
@@ -47,7 +47,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     all of them, from the files: no note in the cache is believed. Raises ConfigError.
     """
     try:
-        parts = assemble(config, write=True)
+        parts = assemble(config)
     except ConfigError as error:
         # the one refusal that is what is to be proven here
         if "is not in the vocabulary" not in str(error):
@@ -59,9 +59,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), run.vocab_size or parts.tokenizer.n_vocab, path)
-        checks += check_documents(
-            corpus, lambda: works_to_prepare(filled(config), parts.tokenizer)[0]
-        )
+        checks += check_documents(corpus, lambda: works_to_prepare(config.data, parts.tokenizer)[0])
         checks += check_order(parts)
         changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
     except DataChanged as error:  # what is left could not be looked at

@@ -67,12 +67,12 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
-    own = assemble(config, write=True)
+    own = assemble(config)
     real = real_batch(own.run.real_batch_size)
     tail = real // 2 - 1  # so the second half of the ranks has no rows in it
     length = own.run.sequence_length
     planned = plan(config, steps, real, tail)
-    parts = assemble(in_precision(planned, "fp64", own.precision), write=True)
+    parts = assemble(in_precision(planned, "fp64", own.precision))
     windows = read_windows(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
     planned = with_knobs(planned, data={"ignore_id": ignore_id})

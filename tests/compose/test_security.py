@@ -26,14 +26,13 @@ from llmexp.__main__ import run
 from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ending, rundir
-from llmexp.settings import targets
+from llmexp.settings import targets, variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from llmexp.system import redact
-from llmexp.train.assembly.inputs import filled
 from tests.conftest import TINY, Result, llmexp
 
 KEY, NETRC_KEY, NOTE, RATE = (
@@ -378,7 +377,7 @@ def test_messages_name_the_variables_of_this_processs_runs_only(tmp_path, monkey
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     config = rundir.built_config(tmp_path)
     assert redact.redacted("it is canary-of-another") == "it is canary-of-another"
-    filled(config)  # as a process does with its own
+    variables.remember_names(plain(config))  # as a process does with its own
     assert redact.redacted("it is canary-of-another") == "it is ${oc.env:CANARY_OF_ANOTHER}"
 
 

@@ -183,7 +183,7 @@ def test_weights_that_do_not_fit_are_refused(
     broken(tmp_path / "hf", what)
     model = config.model | {"init_from": str(tmp_path / "hf"), "vocab_size": 257}
     with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
-        assemble(replace(config, model=model), write=False)
+        assemble(replace(config, model=model))
     assert str(refusal.value).startswith("model.init_from=")
 
 

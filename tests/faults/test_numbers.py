@@ -37,7 +37,7 @@ def parts_of(tokens: Path, *overrides: str) -> Parts:
             f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
     with app.hydra_app(None) as hydra:
         config = app.typed(app.compose(hydra, [*base, *overrides])[0])
-    return assemble(config, write=False)
+    return assemble(config)
 
 
 def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:

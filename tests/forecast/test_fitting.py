@@ -15,6 +15,7 @@ from llmexp.forecast.fitting import fitted
 from llmexp.forecast.measuring import Died
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
+from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
@@ -47,8 +48,8 @@ def probed(tmp_path, monkeypatch):
             raise Died(found)
         return {"peak_bytes": found[0] * GIB, "step_s": 8 * found[1]}
 
-    Probed.tried, Probed.forecast = [], fitting._forecast
-    monkeypatch.setattr(fitting, "_forecast", lambda parts, room, sizes: (None, sizes[0]))
+    Probed.tried, Probed.first = [], fitting._first
+    monkeypatch.setattr(fitting, "_first", lambda parts, room, sizes: sizes[0])
     monkeypatch.setattr(fitting, "measured", measured)
     return Probed
 
@@ -94,11 +95,10 @@ def test_a_length_that_does_not_fit_is_refused_with_what_may(probed, monkeypatch
 
 
 def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
-    monkeypatch.setattr(fitting, "_forecast", probed.forecast)
+    monkeypatch.setattr(fitting, "_first", probed.first)
     monkeypatch.setattr(memory, "process_bytes", lambda threads: 0)
-    monkeypatch.setattr(memory, "SHARDS", (2,))
     long = ["batch.sequence_length=512", "model.max_position_embeddings=512"]
-    said = r"length=512: does not fit at .* 1: one sequence takes .*; what may fit: .*a shorter"
+    said = r"length=512: does not fit at .* 1: one sequence takes .*; take a shorter"
     with pytest.raises(ConfigError, match=said):
         fitted(composed(*SMALL, *AUTO, *long, "batch.memory_gib=0.0012", "batch.real_batch_size=2"))
     assert probed.tried == []
@@ -145,29 +145,29 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
 
 
 def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):
-    def refused(path):
+    def refused(path, **_):
         raise PermissionError(path)
 
     config = composed(*SMALL)
-    kind = remembered.kind_of(config, "cpu")
+    kind = deciding_work(config, "cpu")
     monkeypatch.setenv("LLMEXP_CACHE_DIR", "~nobody-of-this-name/cache")  # RuntimeError
     remembered.remember(remembered.MEMORY, {"peak_bytes": 1}, kind)
     assert remembered.known_memory(config, "cpu") is None
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
     remembered.remember(remembered.MEMORY, {"peak_bytes": GIB}, kind)
     assert remembered.known_memory(config, "cpu").startswith("1 GiB a rank")
-    monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr(Path, "read_text", refused)
     assert remembered.known_memory(config, "cpu") is None
 
 
 def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
-    kind = remembered.kind_of(composed(*SMALL), "cpu")
+    kind = deciding_work(composed(*SMALL), "cpu")
     remembered.remember("what", {"it": 1}, kind)
     same = composed(*SMALL, "optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta1=0")
-    assert remembered.remembered("what", remembered.kind_of(same, "cpu")) == {"it": 1}
+    assert remembered.remembered("what", deciding_work(same, "cpu")) == {"it": 1}
     for more in ("optimizer.eps=1", "+user.layers=2", "hooks=[{_target_: llmexp.hooks.some}]"):
-        other = remembered.kind_of(composed(*SMALL, more), "cpu")
+        other = deciding_work(composed(*SMALL, more), "cpu")
         assert remembered.remembered("what", other) is None
     # the user's functions and files may be other ones in the next process
     for own in (

@@ -40,7 +40,7 @@ def composed(*overrides: str) -> Config:
 
 
 def parts_of(*overrides: str) -> Parts:
-    return assemble(composed(*SMALL, *overrides), write=False)
+    return assemble(composed(*SMALL, *overrides))
 
 
 def allocated(parts: Parts) -> int:

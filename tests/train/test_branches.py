@@ -363,7 +363,7 @@ def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:
 
 def planned(overrides: list[str]) -> Parts:
     """What `llmexp plan` does, in this process."""
-    return assemble(composed(overrides), write=False)
+    return assemble(composed(overrides))
 
 
 def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, monkeypatch):

@@ -23,7 +23,7 @@ from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
-from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
+from llmexp.train.step import BAD_NORM, Outcome, TrainingFailed
 from llmexp.train.summary import summarise
 from tests.conftest import TINY, llmexp
 
@@ -139,7 +139,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 
 def overflow() -> Any:
-    seen = Seen(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None)
+    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None)
     return SimpleNamespace(verdict=SimpleNamespace(read=lambda: seen))
 
 
@@ -148,13 +148,13 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     on_its_way(loop, tmp_path)
     loop.pending = overflow()
     monkeypatch.setattr(verdicts, "finish_saving", lambda loop: pytest.fail("waited"))
-    assert verdicts.settle(loop) == 0
+    assert verdicts.finish_step(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()
     monkeypatch.setattr("llmexp.train.checkpointing.call_hooks", lambda *arguments: {})
     loop.pending = overflow()
     with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
-        verdicts.settle(loop)
+        verdicts.finish_step(loop)
     assert (tmp_path / "committed").exists()  # the run ends here
 
 

@@ -310,7 +310,7 @@ def test_the_reference_is_what_another_one_computes(tokens):
                 "train.max_steps=5", "schedule.warmup_steps=2", "precision=fp64",
                 "train.device=cpu",
                 "clip.max_norm=1.5", "batch.real_batch_size=16"]  # fmt: skip
-    parts = assemble(composed(*settings, data=[]), write=False)
+    parts = assemble(composed(*settings, data=[]))
     model = parts.build_model()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     want = reference.train(
@@ -450,7 +450,7 @@ class Noisy(nn.Module):
 
 def test_a_model_that_draws_random_numbers_is_refused():
     assert draws_random_numbers(Noisy(), torch.arange(8)[None])
-    parts = assemble(composed("precision=fp64", "train.device=cpu"), write=False)
+    parts = assemble(composed("precision=fp64", "train.device=cpu"))
     geometry.refuse_random(parts, torch.arange(8)[None])
     with pytest.raises(ConfigError, match=r"model\._target_=.* draws random numbers in drop"):
         geometry.refuse_random(dataclasses.replace(parts, build_model=Noisy), torch.arange(8)[None])

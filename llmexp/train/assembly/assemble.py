@@ -1,17 +1,17 @@
-"""From a config to the parts of a run: tokenizer, data, model, optimizer, schedule, and the solved
-`Run`.
+"""Assemble a run from its config in five stages: place, inputs, model, data, run.
 
-`plan` stops after this; a worker goes on to train. Nothing is written here but the token cache of
-the data.
+Every check is made and every fact is looked up here. `plan` stops after it; a worker goes on to
+train. Nothing is written but the token cache of the data.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,45 +22,43 @@ from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.models.loss import WindowLoss
-from llmexp.run import Facts, Parent, Run, check_model
-from llmexp.run.batch import solve_batch, solve_rates
-from llmexp.run.layout import Layout
-from llmexp.settings.config import Config
+from llmexp.run import Parent, Run, check_model
+from llmexp.run.batch import SolvedBatch, solve_batch, solve_rates
+from llmexp.runs import provenance
+from llmexp.settings import variables
+from llmexp.settings.config import Config, plain
+from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import hook
-from llmexp.system import hardware
-from llmexp.system.redact import redacted
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
-    Shared,
+    build_corpus,
     build_tokenizer,
     document_end,
-    filled,
+    uses_tokenizer,
+    with_vocabulary,
 )
 from llmexp.train.assembly.parent import find_parent
 from llmexp.train.assembly.parts import (
     build_model,
+    build_on_meta,
     build_optimizers,
     initial_notes,
-    label_of,
-    model_maker,
-    sizes_in,
-    tasks_of,
+    is_own,
+    prepare_tasks,
 )
-from llmexp.train.assembly.placement import (
-    Placement,
-    check_parallel,
-    placed,
-    threads_per_rank,
-)
-from llmexp.train.assembly.solving import corpus_of, facts_of_data, rate_factor, solve_run
+from llmexp.train.assembly.placement import Placement, check_parallel, placed
+from llmexp.train.assembly.solving import rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run. `config` has every derived value written back, and names variables
-    without their value."""
+    """Hold the parts of a run.
+
+    `config` has every derived value written back, and names variables without their value."""
 
     config: Config
     run: Run
@@ -78,14 +76,14 @@ class Parts:
     @property
     def document_end(self) -> int | None:
         """Return the id that attention and targets do not reach across; None: there is none."""
-        return document_end(self.config, self.tokenizer)
+        return document_end(self.tokenizer, self.config.batch.document_mask)
 
     @functools.cached_property
     def foreign_code(self) -> bool:
         """Return whether code that is not ours runs in a step: hooks, own parts, transformers."""
         config = self.config
         parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
-        foreign = config.model.get("_target_") == TRANSFORMERS or any(map(_own, parts))
+        foreign = config.model.get("_target_") == TRANSFORMERS or any(map(is_own, parts))
         return bool(self.hooks) or foreign
 
     @property
@@ -94,50 +92,70 @@ class Parts:
         return TargetMask(self.config.data.get("ignore_id"), self.document_end)
 
 
-def assemble(
-    config: Config,
-    *,
-    write: bool,
-    shared: Shared | None = None,
-    tried: bool = False,
-    parent: Parent | None = None,
-) -> Parts:
-    """Check everything and look up every fact; cheap checks come before expensive ones.
+class Cache:
+    """Keep what functions returned, for configs with equal arguments, such as points of a sweep."""
 
-    `write` is false in a process that trains nothing. `tried`: a model of the user's has had its
-    trial pass before the run's folder was made. `parent`: that of a fork, from its run.json. Raises
-    ConfigError."""
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def __call__(self, make: Callable[..., T], *arguments: Any) -> T:
+        """Return `make(*arguments)`, or what it returned for the same arguments before.
+
+        Plain values are the same where they are equal, other arguments only as the same object.
+        """
+        key = json.dumps([make.__name__, arguments], sort_keys=True, default=id)
+        if key not in self._made:
+            self._made[key] = make(*arguments), arguments  # kept: no other object gets their ids
+        found: T = self._made[key][0]
+        return found
+
+
+def assemble(
+    config: Config, cache: Cache | None = None, *, tried: bool = False, parent: Parent | None = None
+) -> Parts:
+    """Build the parts of a run and solve it; cheap checks come before expensive ones.
+
+    `tried`: a checkpoint of the run is there, so its model and first weights were checked before.
+    `parent`: that of a fork, from its run.json. Raises ConfigError."""
+    once = cache or Cache()
+    variables.remember_names(plain(config))
     stores.check_chosen(config.tracker.kind, config.tracker.also)
-    saved, config, once = config, filled(config), (shared or Shared()).once
+    # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
     batch = solve_batch(config.batch, place.layout.dp_size)
-    length = batch.sequence_length
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
-    tokenizer, model_section = once(
-        "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
-    )
-    config = dataclasses.replace(config, model=model_section, batch=batch)
-    end = document_end(config, tokenizer)
-    of_model = (model_maker(config.model), config.model, place.precision, config.train, end)
-    make_model = functools.partial(build_model, *of_model)
-    make_optimizers = functools.partial(build_optimizers, optimizer)
-    deciding = [config.model, place.precision, end]
-    loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
-    check_parallel(config, place.layout, loss)
-    vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
-    initial = _initial(once, config, loss.model, tokenizer, tried or parent is not None)
-    if _own(config.model) and not tried:
-        sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
-        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place)
-        tried_as = [*deciding, _own(optimizer), *sizes, place.deterministic]
-        once("trial", tried_as, lambda: try_model(*asked))
-    tasks = tasks_of(once, config, tokenizer)
-    corpus = corpus_of(once, config, tokenizer, vocab_size or tokenizer.n_vocab)
-    more = facts_of_data(config, tokenizer, corpus) | initial | {"rates": rates}
-    parent = parent or find_parent(dataclasses.replace(saved, batch=batch), loss.model, corpus)
-    facts = _facts(config, place, loss, more | {"parent": parent})
-    solved, run = solve_run(saved, config, optimizer, facts, corpus, once, place.compiled)
+    # inputs: tokenizer and vocabulary
+    tokenizer = once(build_tokenizer, config.tokenizer)
+    solved = _solved(config, place, batch, optimizer, tokenizer)
+
+    # model: without memory, with its optimizers and its loss; a user's own model is tried
+    section = solved.model, place.precision, document_end(tokenizer, batch.document_mask)
+    model = once(build_on_meta, *section)
+    with torch.device("meta"):
+        # an optimizer of the user's may change the model that it is given
+        build_optimizers(optimizer, build_on_meta(*section) if is_own(optimizer) else model)
+        loss = WindowLoss(model)
+    check_parallel(solved, place.layout, loss)
+    train, length, mask = config.train, batch.sequence_length, batch.document_mask
+    ids = _check_sizes(model, length, tokenizer)
+    begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
+    warnings = [] if tried or parent else once(initial_notes, *begins_with)
+    if is_own(solved.model) and not tried:
+        wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
+        at = str(place.device), place.deterministic
+        once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
+
+    # data: requests of tasks; token ids, prepared and checked against the vocabulary
+    tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
+    corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
+
+    # run: every derived number
+    parent = parent or find_parent(solved, model, corpus)
+    notes = {"parent": parent, "rates": rates, "warnings": tuple(warnings)}
+    facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
+    versions, commit = once(provenance.versions), once(provenance.source_commit)
+    run = solve_run(config, solved, facts, corpus, versions, commit)
     return Parts(
         config=solved,
         run=run,
@@ -145,96 +163,54 @@ def assemble(
         precision=place.precision,
         tokenizer=tokenizer,
         corpus=corpus,
-        build_model=make_model,
-        build_optimizers=make_optimizers,
+        build_model=functools.partial(build_model, *section, train.seed, train.twin),
+        build_optimizers=functools.partial(build_optimizers, optimizer),
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
         tasks=tasks,
-        user=config.user,
+        user=variables.fill(config.user, "user"),
     )
 
 
-def _own(section: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the section where it names a function of the user's, None where it is one of ours."""
-    return None if str(section.get("_target_")).startswith("llmexp.") else section
-
-
-def _on_meta(
-    once: Callable[..., Any],
-    deciding: list[Any],
+def _solved(
+    config: Config,
+    place: Placement,
+    batch: SolvedBatch,
     optimizer: dict[str, Any],
-    make_model: Callable[[], nn.Module],
-    make_optimizers: Callable[[nn.Module], list[Optimizer]],
-) -> WindowLoss:
-    """Return the loss with its model, without memory. Raise ConfigError for bad knobs of the model
-    and the optimizer.
-
-    An optimizer of the user's may change the model that it is given, so each gets a model of its
-    own.
-    """
-    with torch.device("meta"):
-        model = make_model() if _own(optimizer) else once("model", deciding, make_model)
-        make_optimizers(model)
-        return WindowLoss(model)
+    tokenizer: Tokenizer,
+) -> Config:
+    """Return the config with every derived value written back."""
+    layout, kind, wanted = place.layout, config.parallelism.kind, config.checkpoint.async_
+    ours = {key: config.data[key] for key in COMMON["data"] if key in config.data}
+    return dataclasses.replace(
+        config,
+        model=with_vocabulary(config.model, tokenizer),
+        data=config.data | variables.fill(ours, "data"),
+        optimizer=optimizer,
+        batch=batch,
+        precision=dataclasses.replace(config.precision, kind=place.precision),
+        parallelism=dataclasses.replace(
+            config.parallelism,
+            nproc_per_node=layout.nproc_per_node,
+            replicate_size=layout.replicate_size if kind == "hsdp" else None,
+            tensor_parallel_size=(
+                layout.tensor_parallel_size if kind in ("tp", "fsdp_tp") else None
+            ),
+        ),
+        train=dataclasses.replace(config.train, compile=place.compiled),
+        checkpoint=dataclasses.replace(
+            config.checkpoint,
+            async_=place.device.type == "cuda" if wanted == "auto" else wanted is True,
+        ),
+    )
 
 
 def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | None:
-    """Return the vocabulary of a model that has one. Raise ConfigError where sequences or token ids
-    are beyond the model."""
+    """Return the vocabulary of a model that has one.
+
+    Raises ConfigError where sequences or token ids are beyond the model.
+    """
     positions = getattr(model, "max_position_embeddings", None)
     vocab_size: int | None = getattr(model, "vocab_size", None)
     check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
     return vocab_size
-
-
-def _initial(
-    once: Callable[..., Any], config: Config, model: nn.Module, tokenizer: Tokenizer, tried: bool
-) -> dict[str, Any]:
-    """Return the facts about the weights that the model begins with. Raise ConfigError for those
-    that do not fit; a run that was `tried` may go on without them."""
-    run, given = config.fork.run, config.model.get("init_from")
-    if run is None and given is None and config.model["_target_"] != TRANSFORMERS:
-        return {}
-    deciding = [config.model, config.tokenizer, config.data["_target_"], run]
-    asked = config, model, tokenizer
-    found = () if tried else tuple(once("initial", deciding, lambda: initial_notes(*asked)))
-    initial = f"{given} ({sizes_in(config.model)})" if run is None and given else None
-    return {"initial": initial, "warnings": found}
-
-
-def kernel_of(
-    config: Config, loss: WindowLoss, layout: Layout, device: torch.device, compiled: bool
-) -> str:
-    """Return which kernel computes the loss of a run on the device."""
-    if (tp := layout.tensor_parallel_size) > 1:
-        rows = loss.model.head_weight.shape[0]
-        return f"chunked(vocab={rows // tp} of {rows})"
-    batch, whole = config.batch, layout.world_size == 1
-    together = compiled and (whole or config.parallelism.kind == "ddp")
-    tokens = int(batch.micro_batch_size or 1) * batch.sequence_length
-    return loss.loss_kernel(device, tokens if together else None)
-
-
-def _facts(config: Config, place: Placement, loss: WindowLoss, more: dict[str, Any]) -> Facts:
-    """Return what the run is solved from. `more`: the facts that are of neither model nor
-    device."""
-    model = loss.model
-    flops = getattr(model, "flops_per_token", None)
-    return Facts(
-        parallelism=config.parallelism.kind,
-        layout=place.layout,
-        threads_per_rank=threads_per_rank(place.layout.nproc_per_node),
-        model=redacted(label_of(config.model)),
-        parameters=sum(p.numel() for p in model.parameters()),
-        max_position_embeddings=getattr(model, "max_position_embeddings", None),
-        flops_per_token=flops(config.batch.sequence_length) if flops else None,
-        flops_formula=getattr(model, "flops_formula", None),
-        loss_kernel=kernel_of(config, loss, place.layout, place.device, place.compiled),
-        vocab_size=getattr(model, "vocab_size", None),
-        device=place.device.type,
-        device_name=hardware.device_name(place.device),
-        precision=place.precision,
-        precision_reason=place.reason,
-        compiled=place.compiled_because,
-        **more,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,22 +21,25 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
+from llmexp.settings.targets import bind
 from llmexp.settings.values import ConfigError
+from llmexp.settings.variables import fill
 from llmexp.train.assembly.inputs import (
     build_tokenizer,
     document_end,
-    filled,
     padded,
     uses_tokenizer,
+    with_vocabulary,
 )
-from llmexp.train.assembly.parts import initial_weights, keep_inside_documents, model_maker
+from llmexp.train.assembly.parts import initial_weights, keep_inside_documents
 from llmexp.update import precision
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Hold a trained model and what belongs to it. `config` is filled; the model is on the CPU, in
-    the run's type of parameters, with the checkpoint's weights."""
+    """Hold a trained model and what belongs to it.
+
+    The model is on the CPU, in the run's type of parameters, with the checkpoint's weights."""
 
     path: Path
     step: int
@@ -48,15 +51,14 @@ class Opened:
 def open_run(
     path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
 ) -> Opened:
-    """Open a run's checkpoint as `open_checkpoint` does. `naming.named_checkpoint` reads RUN@STEP.
-    Nothing is written. Raises ConfigError."""
-    config = filled(rundir.built_config(path))
+    """Open a run's checkpoint as `open_checkpoint` does; nothing is written.
+
+    `naming.named_checkpoint` reads RUN@STEP. Raises ConfigError.
+    """
+    config = rundir.built_config(path)
     try:
         loaded = open_checkpoint(path, step, warn, weights)
-        tokenizer, section = build_tokenizer(config)
-        model = _build(section)
-        model.to(precision.parameter_dtype(config.precision.kind))
-        keep_inside_documents(model, section["_target_"], document_end(config, tokenizer))
+        tokenizer, model = _unloaded(config)
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
@@ -64,21 +66,21 @@ def open_run(
 
 
 def open_folder(folder: Path, config: Config) -> Opened:
-    """Open a Hugging Face folder with the model section of `config`, which `folder_model` makes;
-    the step is 0. Raises ConfigError."""
-    config = filled(config)
-    tokenizer, section = build_tokenizer(config)
-    model = _build(section)
-    model.to(precision.parameter_dtype(config.precision.kind))
-    keep_inside_documents(model, section["_target_"], document_end(config, tokenizer))
-    if (initial := initial_weights(section, model, True)) is not None:
+    """Open a Hugging Face folder, as step 0, with the model section that `folder_model` makes.
+
+    Raises ConfigError.
+    """
+    tokenizer, model = _unloaded(config)
+    if (initial := initial_weights(config.model, model, True)) is not None:
         begin_with(model, initial[0])
     return Opened(folder, 0, config, tokenizer, model)
 
 
 def folder_model(folder: Path) -> dict[str, Any]:
-    """Return the model section for the weights of a Hugging Face folder: of a model of ours where
-    it computes the same, else that of `model=hf`."""
+    """Return the model section for the weights of a Hugging Face folder.
+
+    It is of a model of ours where that computes the same, else of `model=hf`.
+    """
     if (sizes := sizes_of(str(folder))) is None:
         return {"_target_": TRANSFORMERS, "path": str(folder), "pretrained": True}
     target, knobs = sizes
@@ -94,25 +96,31 @@ def export_run(
     keep_padding: bool = False,
     check: bool = False,
 ) -> Exported:
-    """Write a checkpoint, (run, step, weights) as for `open_checkpoint`, as a folder of Hugging
-    Face; `dtype`: a key of DTYPES, None: as trained; `check` as in `export`. Raises ConfigError."""
+    """Write a checkpoint as a folder of Hugging Face.
+
+    `checkpoint`: run, step and weights, as for `open_checkpoint`; `dtype`: a key of DTYPES, None:
+    as trained; `check` as in `export`. Raises ConfigError.
+    """
     path, step, weights = checkpoint
-    config = filled(rundir.built_config(path))
+    config = rundir.built_config(path)
     try:
-        tokenizer, section = build_tokenizer(config)
+        tokenizer = build_tokenizer(config.tokenizer)
+        section = fill(with_vocabulary(config.model, tokenizer), "model")
         loaded = open_checkpoint(path, step, warn, weights)
         vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
         form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
         return export(loaded, section, tokenizer, folder, form, path, weights=weights, check=check)
-    except ValueError as error:
+    except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -> int | None:
-    """Return the ids of the tokenizer where the model of ours has rows for more; None where it has
-    no more, or where the data may hold ids beyond the tokenizer's."""
+    """Return the tokenizer's ids where the model of ours has rows for more of them.
+
+    None where it has no more, or where the data may hold ids beyond the tokenizer's.
+    """
     size = section.get("vocab_size")
     if section["_target_"] == TRANSFORMERS or not isinstance(size, int):
         return None
@@ -120,17 +128,28 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
     return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 
+def _unloaded(config: Config) -> tuple[Tokenizer, nn.Module]:
+    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    section = with_vocabulary(config.model, tokenizer)
+    model = _build(section)
+    model.to(precision.parameter_dtype(config.precision.kind))
+    end = document_end(tokenizer, config.batch.document_mask)
+    keep_inside_documents(model, section["_target_"], end)
+    return tokenizer, model
+
+
 def _build(section: dict[str, Any]) -> nn.Module:
-    """Return the model of the section, whose weights follow. Raise ConfigError where there is no
-    room for it: the config may be somebody else's."""
-    make = model_maker(section)
+    """Build the model of a section without drawing values, where it is one of ours.
+
+    Raises ConfigError where there is no room for it: the config may be somebody else's."""
+    make = bind("model", section, {})
     try:
         with torch.device("meta"):
             model: nn.Module = make()
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    if type(model) in (GPT2, Llama):  # a subclass may have buffers or tied parameters
-        give_memory(model, torch.device("cpu"))
-    else:
-        model = make()
+    if type(model) not in (GPT2, Llama):  # a subclass may have buffers or tied parameters
+        return cast(nn.Module, make())
+    give_memory(model, torch.device("cpu"))
     return model

@@ -19,7 +19,7 @@ from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
-from llmexp.settings.knobs import differing, essence, is_record
+from llmexp.settings.knobs import deciding_result, differing
 from llmexp.settings.labels import shown
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
@@ -80,7 +80,7 @@ def _setting(there: Config, before: Mapping[str, Any]) -> str:
     """Return a digest of what a parent's config decides, less its seed; `before`: its own parent.
 
     Parents that differ in the seed alone, and whose own parents do, have the same one."""
-    flat = essence(flatten(plain(there)))
+    flat = deciding_result(flatten(plain(there)))
     flat |= {SEED: None, "fork.run": before.get("setting") or flat.get("fork.run")}
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -136,9 +136,8 @@ def _place(
         ours = str(flat.get("data._target_")).startswith("llmexp.")
         found = {
             key: value
-            for key, value in flat.items()
-            if not is_record(key)
-            and (key.startswith(("data.", "tokenizer.")) or key in ORDER)
+            for key, value in deciding_result(flat).items()
+            if (key.startswith(("data.", "tokenizer.")) or key in ORDER)
             and not (ours and BESIDES.fullmatch(key))
         }
         if ours and "data.val_files" in found:  # without them a part of the rest is for validation

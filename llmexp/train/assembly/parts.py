@@ -1,9 +1,8 @@
-"""The parts that the open sections of a config name beside the inputs: tasks, model and optimizers,
-each checked when built."""
+"""Build model, optimizers and tasks of a config, each checked when it is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from llmexp.exchange.reading import Source, begin_with, check, check_values, ope
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, Train
 from llmexp.settings.targets import bind
 from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.variables import fill
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
-from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses_tokenizer
+from llmexp.train.assembly.inputs import build_tokenizer, place_of
 from llmexp.update import optim, precision
 from llmexp.update.twin import perturb
 
@@ -34,27 +33,18 @@ def prepare_tasks(
     return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
-def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> list[Task]:
-    """Return the tasks of a run, read once for configs that share them. Raises ConfigError."""
-    given = (config.train.tasks, config.train.tasks_folder)
-    length = config.batch.sequence_length
-    deciding = [*given, config.tokenizer, length]
-    found: list[Task] = once("tasks", deciding, lambda: prepare_tasks(*given, tokenizer, length))
-    return found
-
-
-def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
-    """Return the function that makes the model of a filled section. Raises ConfigError for knobs
-    that it does not have."""
-    return bind("model", section, {})
+def is_own(section: dict[str, Any]) -> bool:
+    """Return whether a section names a function of the user's, not one of ours."""
+    return not str(section.get("_target_")).startswith("llmexp.")
 
 
 def initial_weights(
     section: dict[str, Any], model: nn.Module, whole: bool
 ) -> tuple[Source, list[str]] | None:
-    """Return the weights that the model section names, and what grows beyond them; None without
-    any. `whole`: all values are read and checked, too. Raises ConfigError where they do not fit the
-    model."""
+    """Return the weights that the model section names, and what grows beyond them; None for none.
+
+    `whole`: read and check all values, too. Raises ConfigError where they do not fit the model."""
+    section = fill(section, "model")
     if (given := section.get("init_from")) is None:
         return None
     try:
@@ -67,16 +57,24 @@ def initial_weights(
         raise ConfigError(f"model.init_from={given}: {error}") from None
 
 
-def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> list[str]:
-    """Return what a user should know of the weights that a run begins with: those of the parent of
-    a fork, or those that its model section names. Raises ConfigError where they do not fit."""
-    if config.fork.run is not None:
-        return _check_ids("fork.run", Path(config.fork.run), config.data, tokenizer)
-    _check_hugging_face(config.model)
-    if (found := initial_weights(config.model, model, True)) is None:
+def initial_notes(
+    section: dict[str, Any],
+    parent: str | None,
+    uses_tokenizer: bool,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+) -> list[str]:
+    """Return what a user should know of the weights that a run begins with.
+
+    They are those of the folder `parent` of a fork, or those that the model section names. Their
+    tokenizer counts where the data are ids of the run's. Raises ConfigError for a misfit."""
+    used = tokenizer if uses_tokenizer else None
+    if parent is not None:
+        return _check_ids("fork.run", Path(parent), used)
+    _check_hugging_face(fill(section, "model"))
+    if (found := initial_weights(section, model, True)) is None:
         return []
-    key, folder = "model.init_from", found[0].folder
-    return [*found[1], *_check_ids(key, folder, config.data, tokenizer)]
+    return [*found[1], *_check_ids("model.init_from", found[0].folder, used)]
 
 
 def _check_hugging_face(section: dict[str, Any]) -> None:
@@ -85,14 +83,17 @@ def _check_hugging_face(section: dict[str, Any]) -> None:
         check_finite(Path(str(section["path"])))
 
 
-def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Return a warning where the tokenizer of `folder`, which `key` names and the weights were
-    trained with, cannot be read. Raises ConfigError where it gives other ids than the run's."""
-    if not uses_tokenizer(data):
+def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]:
+    """Compare the tokenizer of the folder that `key` names, and whose weights are taken, with ours.
+
+    Return a warning where it cannot be read. Raises ConfigError where it gives other ids.
+    """
+    if tokenizer is None:
         return []
     try:
         if rundir.is_run(folder):
-            other: Tokenizer | None = build_tokenizer(filled(rundir.built_config(folder)))[0]
+            tokenizer_section = rundir.built_config(folder).tokenizer
+            other: Tokenizer | None = build_tokenizer(tokenizer_section)
         else:
             other = tokenizer_of(folder)
     except ValueError as error:
@@ -108,18 +109,20 @@ def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenize
 
 
 def build_model(
-    make: Callable[[], Any],
     section: dict[str, Any],
     kind: str,
-    train: Train,
     end: int | None = None,
+    seed: int = 0,
+    twin: int = 0,
     fresh: bool = True,
 ) -> nn.Module:
-    """Return what `make` makes of the model section, in the type of its parameters for the
-    precision `kind`, with the weights of this run's seed and twin. `fresh` false: a checkpoint's
-    weights follow. Raise ConfigError for what cannot be trained."""
-    torch.manual_seed(train.seed)
-    model = make()
+    """Build the model of a section, in the parameters' type for the precision `kind`.
+
+    `end`: the id that ends a document, where attention stays inside. Its weights are those of
+    `seed` and `twin`; with `fresh` false those of a checkpoint follow. Raises ConfigError for a
+    model that cannot be trained."""
+    torch.manual_seed(seed)
+    model = bind("model", section, {})()
     dotted = section["_target_"]
     if not isinstance(model, nn.Module):
         text = f"returned {type(model).__name__}, not a torch.nn.Module"
@@ -132,13 +135,21 @@ def build_model(
     on_meta = any(p.is_meta for p in model.parameters())
     if fresh and not on_meta and (initial := initial_weights(section, model, False)) is not None:
         begin_with(model, initial[0])
-    perturb(model, train.seed, train.twin)
+    perturb(model, seed, twin)
     return model
 
 
+def build_on_meta(section: dict[str, Any], kind: str, end: int | None) -> nn.Module:
+    """Build the model of a section without memory. Raises ConfigError."""
+    with torch.device("meta"):
+        return build_model(section, kind, end)
+
+
 def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> None:
-    """Give the model the id that ends a document, where there is one. Raise ConfigError for a model
-    that has no use for it."""
+    """Give the model the id that ends a document, where there is one.
+
+    Raises ConfigError for a model that has no use for it.
+    """
     if end is None:
         return
     if not hasattr(model, "document_end"):

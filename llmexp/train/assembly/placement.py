@@ -44,8 +44,10 @@ def placed(config: Config) -> Placement:
 
 
 def _compiled(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
-    """Return whether the model is compiled, and what there is to say of it. Raises ConfigError
-    where it cannot be and was asked for."""
+    """Return whether the model is compiled, and why, in words.
+
+    Raises ConfigError where it cannot be and was asked for.
+    """
     if wanted is False or (wanted == "auto" and device.type == "cpu"):
         return False, ""
     missing = _missing_to_compile(device)
@@ -81,8 +83,10 @@ def _device(kind: str) -> torch.device:
 
 
 def _layout(config: Config, device: torch.device) -> Layout:
-    """Return where the ranks stand. Raises ConfigError for more than the devices there are and for
-    what does not divide."""
+    """Return where the ranks stand.
+
+    Raises ConfigError for more than the devices there are and for what does not divide.
+    """
     wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
     there = torch.cuda.device_count() if device.type == "cuda" else None
     ranks = wanted or (1 if kind == "single" else there) or 1

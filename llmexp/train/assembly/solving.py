@@ -8,61 +8,105 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
-from llmexp.runs import provenance
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.execution import Parallelism
-from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import bind
 from llmexp.settings.values import refuse
+from llmexp.settings.variables import fill
+from llmexp.system import hardware
 from llmexp.system.redact import redacted
-from llmexp.train.assembly.inputs import build_corpus, place_of
+from llmexp.train.assembly.inputs import place_of
+from llmexp.train.assembly.parts import label_of, sizes_in
+from llmexp.train.assembly.placement import Placement, threads_per_rank
 from llmexp.train.assembly.remembered import known_memory
 from llmexp.update import schedule
 
-Once = Callable[..., Any]
+
+def run_facts(
+    config: Config,
+    place: Placement,
+    loss: WindowLoss,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    notes: dict[str, Any],
+) -> Facts:
+    """Return what a run is solved from. `config` is solved; `notes`: parent, rates and warnings."""
+    model, section = loss.model, fill(config.model, "model")
+    flops, given = getattr(model, "flops_per_token", None), section.get("init_from")
+    begins_with = config.fork.run is None and given is not None
+    return Facts(
+        parallelism=config.parallelism.kind,
+        layout=place.layout,
+        threads_per_rank=threads_per_rank(place.layout.nproc_per_node),
+        train_tokens=len(corpus.train),
+        train_sequences=corpus.train_sequences(config.batch.sequence_length),
+        val_tokens=len(corpus.val) if corpus.val is not None else 0,
+        data=redacted(corpus.description),
+        model=redacted(label_of(section)),
+        parameters=sum(p.numel() for p in model.parameters()),
+        max_position_embeddings=getattr(model, "max_position_embeddings", None),
+        flops_per_token=flops(config.batch.sequence_length) if flops else None,
+        flops_formula=getattr(model, "flops_formula", None),
+        loss_kernel=kernel_of(config, loss, place.layout, place.device, place.compiled),
+        tokenizer=redacted(tokenizer.name),
+        tokenizer_vocab_size=tokenizer.n_vocab,
+        vocab_size=getattr(model, "vocab_size", None),
+        device=place.device.type,
+        device_name=hardware.device_name(place.device),
+        precision=place.precision,
+        precision_reason=place.reason,
+        compiled=place.compiled_because,
+        initial=f"{given} ({sizes_in(section)})" if begins_with else None,
+        **notes,
+    )
 
 
-def facts_of_data(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
-    """Return the facts about the data of a run."""
-    return {
-        "train_tokens": len(corpus.train),
-        "train_sequences": corpus.train_sequences(config.batch.sequence_length),
-        "val_tokens": len(corpus.val) if corpus.val is not None else 0,
-        "data": redacted(corpus.description),
-        "tokenizer": redacted(tokenizer.name),
-        "tokenizer_vocab_size": tokenizer.n_vocab,
-    }
+def kernel_of(
+    config: Config, loss: WindowLoss, layout: Layout, device: torch.device, compiled: bool
+) -> str:
+    """Return which kernel computes the loss of a run on the device."""
+    if (tp := layout.tensor_parallel_size) > 1:
+        rows = loss.model.head_weight.shape[0]
+        return f"chunked(vocab={rows // tp} of {rows})"
+    batch, whole = config.batch, layout.world_size == 1
+    together = compiled and (whole or config.parallelism.kind == "ddp")
+    tokens = int(batch.micro_batch_size or 1) * batch.sequence_length
+    return loss.loss_kernel(device, tokens if together else None)
 
 
 def solve_run(
-    saved: Config,
     config: Config,
-    optimizer: dict[str, Any],
+    solved: Config,
     facts: Facts,
     corpus: Corpus,
-    once: Once,
-    compiled: bool,
-) -> tuple[Config, Run]:
-    """Return the config `saved` with every derived value written back, and the run. `config` is the
-    same one, filled, with its batch solved; `optimizer`: its section with solved rates. Raises
-    ConfigError."""
-    software = once("software", None, lambda: (provenance.versions(), provenance.source_commit()))
-    warmup = functools.partial(_warmup, config.schedule)
-    run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
-    solved = _solved(saved, config, optimizer, facts, compiled)
-    return solved, _completed(solved, run, corpus)
+    versions: dict[str, str],
+    commit: str | None,
+) -> Run:
+    """Return the run, with its sources, its warnings and what is known of its memory.
 
-
-def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int) -> Corpus:
-    length, masks = config.batch.sequence_length, config.batch.document_mask
-    deciding = [config.data, config.tokenizer, ids, length, masks]
-    found: Corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids))
-    return found
+    `solved` is `config` with every derived value. Raises ConfigError."""
+    run = solve(config, facts, functools.partial(_warmup, config.schedule), versions, commit)
+    sources = []
+    if (mixed := corpus.mixed) is not None:
+        shares = mixed.shares(run.total_sequences, run.sequence_length)
+        for name, (sequences, epochs) in shares.items():
+            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
+                text = f"the run would walk the source {name} {epochs:.4g} times"
+                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
+            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
+    return dataclasses.replace(
+        run,
+        warnings=(*run.warnings, *corpus.warnings, *_too_late(config, run)),
+        memory=known_memory(solved, run.device_name),
+        sources=tuple(sources),
+    )
 
 
 def _warmup(section: dict[str, Any], total: int) -> int:
@@ -73,8 +117,10 @@ def _warmup(section: dict[str, Any], total: int) -> int:
 
 
 def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
-    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
-    knobs."""
+    """Return the schedule's factor on the base rate by applied updates.
+
+    Raises ConfigError for bad knobs.
+    """
     factor = bind("schedule", section, {})
     for update in (0, max_steps - 1):
         if not isinstance(found := factor(update, max_steps), (int, float)):
@@ -86,62 +132,6 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
     return lambda update: float(factor(update, max_steps))
 
 
-def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
-    """Return the section with what was null and has a meaning written back."""
-    return dataclasses.replace(
-        p,
-        nproc_per_node=layout.nproc_per_node,
-        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
-        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
-    )
-
-
-def _solved(
-    saved: Config,
-    config: Config,
-    optimizer: dict[str, Any],
-    facts: Facts,
-    compiled: bool,
-) -> Config:
-    """Return the config `saved` with every derived value written back. `config` is the same one,
-    filled."""
-    model, data = dict(saved.model), dict(saved.data)
-    if model.get("vocab_size", 0) is None:
-        model["vocab_size"] = config.model["vocab_size"]
-    data |= {key: config.data[key] for key in COMMON["data"] if key in config.data}
-    wanted = config.checkpoint.async_
-    beside = facts.device == "cuda" if wanted == "auto" else wanted is True
-    rates = {key: rate for key, rate in optimizer.items() if rate != config.optimizer[key]}
-    return dataclasses.replace(
-        saved,
-        model=model,
-        data=data,
-        optimizer=saved.optimizer | rates,
-        batch=config.batch,
-        precision=dataclasses.replace(config.precision, kind=facts.precision),
-        parallelism=solved_parallelism(config.parallelism, facts.layout),
-        train=dataclasses.replace(config.train, compile=compiled),
-        checkpoint=dataclasses.replace(config.checkpoint, async_=beside),
-    )
-
-
-def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
-    """Return the run with its sources, its warnings and what is known of its memory.
-
-    Raises ConfigError for a source that is read too often."""
-    warnings = (*run.warnings, *corpus.warnings, *_too_late(config, run))
-    sources = []
-    if (mixed := corpus.mixed) is not None:
-        shares = mixed.shares(run.total_sequences, run.sequence_length)
-        for name, (sequences, epochs) in shares.items():
-            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
-                text = f"the run would walk the source {name} {epochs:.4g} times"
-                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
-            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
-    memory = known_memory(config, run.device_name)
-    return dataclasses.replace(run, warnings=warnings, memory=memory, sources=tuple(sources))
-
-
 def _too_late(config: Config, run: Run) -> Iterator[str]:
     """Yield what is set and does not come before the end of the run."""
     if run.warmup_updates > run.max_steps:
@@ -149,13 +139,13 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             f"the warm-up of {run.warmup_updates} updates is longer than the run of "
             f"{run.max_steps}: the base rate is never reached"
         )
-    start = config.schedule.get("decay_start")
+    start = fill(config.schedule.get("decay_start"), "schedule.decay_start")
     if isinstance(start, int) and start >= run.max_steps:
         yield (
             f"schedule.decay_start={start}: the run ends after {run.max_steps} updates, so the "
             "rate never decays"
         )
-    stages = config.data.get("stages")
+    stages = fill(config.data.get("stages"), "data.stages")
     for stage in stages if isinstance(stages, list) else ():
         first = stage.get("from_tokens") if isinstance(stage, dict) else None
         if isinstance(first, int) and first >= run.max_tokens:

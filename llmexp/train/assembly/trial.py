@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,39 +12,40 @@ from llmexp.settings.targets import described, locate
 from llmexp.settings.targets import place as line_of
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
-from llmexp.train.assembly.placement import Placement
+from llmexp.train.assembly.parts import build_model
 from llmexp.update import precision
 
 ROWS, TOKENS = 2, 16  # of the batch
 
 
 def try_model(
-    dotted: str,
+    arguments: tuple[dict[str, Any], str, int | None],
     model: nn.Module,
-    build: Callable[[], nn.Module],
     length: int,
     ids: int,
     wanted: int | None,
-    place: Placement,
+    device_name: str,
+    deterministic: bool,
 ) -> None:
     """Build a user's model and run it once on token ids below `ids`, in the run's arithmetic.
 
-    `model` is the same one on the meta device: one that this host has no room for is not tried.
-    Raise ConfigError, with the line of the user's file, for a pass that fails, and for anything but
-    floating-point logits (batch, time, vocabulary), of `wanted` ids or, where it is None, of at
-    least `ids`.
+    `arguments` are those of `build_model`; `model` is the same one on the meta device: one that
+    takes more than half of the device's memory is not tried. Raises ConfigError, with the line of
+    the user's file, for a pass that fails, and for anything but floating-point logits (batch, time,
+    vocabulary), of `wanted` ids or, where it is None, of at least `ids`.
     """
-    device, room = place.device, hardware.memory_bytes(place.device)
+    device, dotted = torch.device(device_name), str(arguments[0]["_target_"])
+    room = hardware.memory_bytes(device)
     if room is not None and sum(p.nbytes for p in model.parameters()) > room / 2:
         return
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            precision.deterministic_within(place.deterministic),
-            precision.autocast(place.precision, device),
+            precision.deterministic_within(deterministic),
+            precision.autocast(arguments[1], device),
         ):
-            wrong = _run(build().to(device), tokens, ids, wanted)
+            wrong = _run(build_model(*arguments).to(device), tokens, ids, wanted)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
@@ -78,8 +78,7 @@ def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None
 
 
 def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
-    """Return what is wrong with the output of a model, which should be logits; None where nothing
-    is."""
+    """Return what is wrong with the output of a model, which should be logits; None: nothing."""
     rows, length = tokens.shape
     size = f"({rows}, {length}, {wanted or ids})"
     needed = f"a tensor of logits {size} = (batch, time, vocabulary) is needed"
@@ -105,8 +104,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _line(model: nn.Module, dotted: str) -> str:
-    """Return " (FILE:LINE)" of the forward pass, or of what made the model where the pass is not
-    the user's."""
+    """Return " (FILE:LINE)" of the forward pass, or of what made the model.
+
+    The second where the pass is not the user's.
+    """
     forward = type(model).forward
     package = dotted.partition(".")[0]
     if str(getattr(forward, "__module__", "")).partition(".")[0] == package:

@@ -1,0 +1,71 @@
+"""What the stages of assembly share, and where variables of the environment get their values."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from llmexp.models.gpt2 import GPT2
+from llmexp.settings.values import ConfigError
+from llmexp.system import hardware
+from llmexp.train.assembly.assemble import Cache, assemble
+from tests.forecast.test_memory import composed
+
+SMALL = ["data=synthetic", "data.n_tokens=4000", "model.n_layers=1", "train.device=cpu"]
+
+
+def test_results_are_shared_for_the_same_arguments() -> None:
+    """Plain values are the same where they are equal, objects only where they are one."""
+    made: list[tuple[object, ...]] = []
+
+    def make(*arguments: object) -> object:
+        made.append(arguments)
+        return object()
+
+    once, one = Cache(), object()
+    assert once(make, {"a": 1, "b": [2]}, one) is once(make, {"b": [2], "a": 1}, one)
+    assert len(made) == 1
+    for other in ({"a": 1, "b": [3]}, one), ({"a": 1, "b": [2]}, object()), ({"a": 1, "b": [2]},):
+        once(make, *other)
+    assert len(made) == 4
+
+
+def test_configs_with_equal_sections_share_model_tokenizer_and_corpus() -> None:
+    once = Cache()
+    one, other = (assemble(composed(*SMALL, f"optimizer.lr={lr}"), once) for lr in (0.1, 0.2))
+    assert one.corpus is other.corpus
+    assert one.tokenizer is other.tokenizer
+    assert assemble(composed(*SMALL, "data.seed=3"), once).corpus is not one.corpus
+
+
+def test_the_config_keeps_variables_and_parts_get_their_values(monkeypatch) -> None:
+    """A value that looks like a variable itself is not filled in again."""
+    monkeypatch.setenv("RATE", "0.0125")
+    monkeypatch.setenv("WIDTH", "24")
+    monkeypatch.setenv("NOTE", "${oc.env:WIDTH}")
+    given = {"optimizer.lr": "RATE", "model.d_model": "WIDTH", "+user.note": "NOTE"}
+    overrides = [f"{key}=${{oc.env:{name}}}" for key, name in given.items()]
+    parts = assemble(composed(*SMALL, *overrides, "model.n_heads=2"))
+    config = parts.config
+    assert config.optimizer["lr"] == "${oc.env:RATE}"
+    assert config.model["d_model"] == "${oc.env:WIDTH}"
+    assert parts.user == {"note": "${oc.env:WIDTH}"}
+    model = parts.build_model()
+    assert model.token_embedding.weight.shape[1] == 24
+    assert parts.build_optimizers(model)[0].param_groups[0]["lr"] == 0.0125
+
+
+class Broken(GPT2):
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        raise ArithmeticError("broken")
+
+
+def test_a_model_that_has_no_room_here_is_not_tried(monkeypatch) -> None:
+    monkeypatch.setenv("LLMEXP_ALLOW", "tests")
+    config = composed(*SMALL, f"model._target_={__name__}.Broken")
+    with pytest.raises(ConfigError, match=r"failed on tokens .*ArithmeticError: broken"):
+        assemble(config)
+    model = assemble(composed(*SMALL)).build_model()
+    held = sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 2 * held - 1)
+    assert isinstance(assemble(config).build_model(), Broken)
