@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmexp.compare.comparing import NO_RUN, investigate
-from llmexp.compare.next_step import Step, next_step
+from llmexp.compare.known import Step
+from llmexp.compare.next_step import next_step
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
 

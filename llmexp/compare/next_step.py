@@ -25,6 +25,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
+FIRST_SEEDS, ALL_SEEDS = 2, 8  # of a sweep that decides by itself, unless it is given others
 MOST_SETTINGS = 8  # that get further seeds, the best ones
 # Numbers that have a best value in between.
 TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_size",
@@ -178,9 +179,24 @@ def wider(k: Known) -> Step | None:
     return None
 
 
+def decide(k: Known) -> Step | None:
+    """Let a grid of single seeds find out itself how many seeds each of its settings needs."""
+    sweep, count = k.sweep, len(k.settings)
+    if not sweep or not sweep.grid or any("sweep.halving=" in a for a in sweep.arguments):
+        return None
+    if k.f.looks or count < 2 or any(len(r.seeds) > 1 for r in k.f.ranked):
+        return None
+    runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
+    why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
+    words = ("resume", str(sweep.path), "sweep.decide=true")
+    return Step("decide", why, words, runs, runs * k.tokens, k.hours(runs * k.tokens))
+
+
 def seeds(k: Known) -> Step | None:
     """Give further seeds to the settings that can still be best, so many as should decide."""
     f, lead = k.f, k.f.ranked[0]
+    if f.looks:  # such a sweep has had the seeds that it may have
+        return None
     worse = [f.metric.sign * (r.size or 0.0) for r in f.those(Verdict.WORSE)]
     few = f.those(Verdict.FEW_SEEDS)[: MOST_SETTINGS - 1]
     few = [r for r in few if f.metric.sign * (r.size or 0.0) < min(worse, default=math.inf)]
@@ -238,4 +254,4 @@ def compared(k: Known) -> Step | None:
     return None
 
 
-RULES = (rest, budget, compared, confirm, wider, seeds, finer)
+RULES = (rest, budget, compared, confirm, wider, decide, seeds, finer)

@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import investigate
-from llmexp.compare.next_step import RULES, Step, compared, next_step
+from llmexp.compare.known import Step
+from llmexp.compare.next_step import RULES, compared, next_step
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
@@ -73,12 +74,29 @@ def test_settings_that_are_not_told_apart_get_seeds_and_others_do_not(tmp_path):
     assert step.hours == pytest.approx(step.runs * 400 * 0.5 / 3600)
 
 
-def test_single_runs_get_three_seeds_of_the_nearest_settings(tmp_path):
+def test_single_runs_get_three_seeds_of_the_nearest_settings_and_a_grid_decides(tmp_path):
     losses = {round(1e-3 * 1.5**i, 6): 0.01 * (i - 5) ** 2 for i in range(11)}
-    step = step_of(planted(tmp_path / "s", losses, seeds=(1,)))
+    step = step_of(planted(tmp_path / "r", losses, seeds=(1,), sweep=False))
     assert step.rule == "seeds"
-    assert step.words[-1] == "train.seed=1,2,3"
+    assert step.words[-1] == "train.seed=2,3"
     assert step.runs == 8 * 2  # of eight settings
+    grid = planted(tmp_path / "s", losses, seeds=(1,))
+    step = step_of(grid)
+    assert (step.rule, step.words) == ("decide", ("resume", str(grid), "sweep.decide=true"))
+    assert step.runs == 11  # the first look is at two seeds each
+
+
+def test_a_sweep_that_has_decided_gets_no_further_seeds(tmp_path):
+    losses = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02, 3e-2: 0.5}
+    path = planted(tmp_path / "s", losses, wobble=0.03)
+    assert step_of(path).rule == "seeds"
+    ledger = json.loads((path / "sweep.json").read_text())
+    look = {"seeds": ["1", "2", "3"], "level": 0.05, "most": 3, "going": [], "worse": []}
+    ledger["looks"] = [look | {"why": "all 3 seeds are trained"}]
+    (path / "sweep.json").write_text(json.dumps(ledger))
+    step = step_of(path)
+    assert step.rule == "nothing"
+    assert "all 3 seeds are trained" in step.why
 
 
 @pytest.mark.parametrize(
@@ -200,10 +218,12 @@ def test_what_is_proposed_can_be_pasted_and_run(tmp_path):
     proposed = run_llmexp("next", "my sweep", cwd=tmp_path).out.splitlines()
     words = shlex.split(proposed[0])
     assert words[:3] == ["llmexp", "resume", "my sweep"]
-    assert proposed[1].startswith("4 runs, ")
+    assert proposed[1].startswith("2 runs, ")  # the least; chance decides how many it takes
+    assert words[3:] == ["sweep.decide=true"]
+    words += ["sweep.max_seeds=2"]
     done = run_llmexp(*words[1:], cwd=tmp_path)
     assert done.code == 0, done.err
-    assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 6
+    assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 4
 
 
 def test_numbers_that_are_written_in_two_ways_and_seeds_that_are_lost_are_no_error(tmp_path):
