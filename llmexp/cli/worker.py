@@ -59,7 +59,7 @@ class Worker:
         if request["config"]["batch"]["micro_batch_size"] == AUTO:
             request["config"]["batch"]["micro_batch_size"] = fitting(request)
         self._used = True
-        with signals_passed_on(self._process) as passed:
+        with signals_passed_on([self._process]) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()
         with os.fdopen(self._report, encoding="utf-8") as report:

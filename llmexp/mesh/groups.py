@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmexp.settings.values import ConfigError
 
-# names the folder where the ranks of one host meet, each group at a file of its own
+# names the file through which the ranks of one host meet
 MEETING = "LLMEXP_MEETING"
 LOOPBACK_S = 3.0
 
@@ -106,7 +106,7 @@ def join(
             if place is None:
                 dist.init_process_group(names, timeout=timeout)
             else:
-                store = dist.FileStore(f"{place}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", world)
+                store = dist.FileStore(place, world)
                 store.set_timeout(timeout)
                 dist.init_process_group(
                     names, store=store, rank=rank, world_size=world, timeout=timeout

@@ -123,33 +123,34 @@ def pass_on(process: Popen[Any], number: int) -> None:
 
 
 @contextlib.contextmanager
-def signals_passed_on(process: Popen[Any]) -> Iterator[list[int]]:
-    """Pass signals on to a child for a while; yield the numbers of those passed on so far."""
+def signals_passed_on(processes: Sequence[Popen[Any]]) -> Iterator[list[int]]:
+    """Pass signals on to children for a while; yield the numbers of those passed on so far."""
     passed: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
         passed.append(number)
-        pass_on(process, number)
+        for process in processes:
+            pass_on(process, number)
 
     with handling(PASSED_ON, handler, stay=lambda: bool(passed)):
         yield passed
 
 
-def how_it_died(code: int, stopped: bool) -> str:
-    """Return how a worker died that could not record it; negative codes are signals.
+def how_it_died(code: int, stopped: bool, who: str = "the worker") -> str:
+    """Return how a process died that could not record it; negative codes are signals.
 
-    `stopped`: one was passed on to it.
+    `stopped`: a signal was passed on to it.
     """
     if code >= 0:
-        return f"the worker ended with exit code {code} and reported no error"
+        return f"{who} ended with exit code {code} and reported no error"
     hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
-    return f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
+    return f"{who} was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
 
 
 @contextlib.contextmanager
 def handling(
     numbers: Sequence[signal.Signals],
-    handler: Callable[[int, FrameType | None], Any],
+    handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
     stay: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Handle the signals by `handler` for a while, except those that are ignored.

@@ -15,7 +15,7 @@ import torch
 from llmexp import mesh
 from llmexp.checkpoint.loading import CheckpointError
 from llmexp.data.stream import DataChanged
-from llmexp.mesh.agent import STARTED
+from llmexp.mesh.ranks import STARTED
 from llmexp.runs import ending, rundir
 from llmexp.settings.targets import own_line
 from llmexp.settings.values import ConfigError
@@ -98,7 +98,8 @@ def meaning(
         )
         return Failure(code, text, final=False)
     elif path is not None and parts is not None and joined is not None and not local:
-        absent = group.absent_ranks(path, joined, text, parts.config.parallelism)
+        timeout_s = parts.config.parallelism.timeout_s
+        absent = group.absent_ranks(path, joined.rank, joined.world_size, text, timeout_s)
         if absent:
             return Failure(code, absent, final=False)
     where = own_line(error, or_any=False)
@@ -106,31 +107,27 @@ def meaning(
     return Failure(code, text, traceback.format_exc(), final=False)
 
 
-def under_agent() -> bool:
-    """Return whether this process is a rank whose agent reports for it."""
-    return STARTED in os.environ and "RANK" in os.environ
-
-
 def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
-    """Print and record how the run ended, or leave the printing to the agent; return the exit code.
+    """Print and record how the run ended; return the exit code.
 
-    In a folder that is not `ours` another process may be at work: it is not touched.
+    In a folder that is not `ours` another process may be at work: it is not touched. A rank that a
+    process of ours started leaves the printing to that process.
     """
     code, text, trace = failure.exit_code, redacted(failure.text), redacted(failure.trace)
-    more = {"final": failure.final} if under_agent() else {}
-    if failure.state == "failed" and under_agent() and path is not None:
-        group.report(path, int(os.environ["RANK"]), code, text, trace)
-        # into this rank's log; what local rank 0 prints is on the console
-        if ours and os.environ["LOCAL_RANK"] != "0":
+    rank = os.environ.get("RANK")
+    if failure.state == "failed":
+        if rank is not None and path is not None:
+            group.report(path, int(rank), code, text, trace, final=failure.final)
+        if STARTED not in os.environ:
+            _print(path if ours else None, code, text, trace)
+        elif os.environ["LOCAL_RANK"] != "0":  # into its log; that of local rank 0 is shown
             print(f"{trace}{text}", file=sys.stderr)
-    elif failure.state == "failed":
-        _print(path if ours else None, code, text, trace)
     if path is None or not ours:
         return code
     with contextlib.suppress(OSError):  # the disk may be what failed
         # of several ranks, the first one to fail names the cause
-        if "RANK" not in os.environ or rundir.read_status(path).get("state") != "failed":
-            ending.record_end(path, failure.state, code, text, **more)
+        if rank is None or rundir.read_status(path).get("state") != "failed":
+            ending.record_end(path, failure.state, code, text)
     return code
 
 
@@ -142,7 +139,7 @@ def record_unbegun(path: Path | None, failure: Failure) -> int:
     failure = replace(failure, final=True)
     with contextlib.ExitStack() as locks:
         ours = path is not None and (failure.exit_code == FAILED or rundir.is_run(path))
-        if path is not None and ours and not under_agent():
+        if path is not None and ours and STARTED not in os.environ:
             ours = _taken(path, locks)
         return record(path, failure, ours=ours)
 

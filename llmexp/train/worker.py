@@ -8,11 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmexp import mesh
-from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import error_record
@@ -87,20 +87,21 @@ def start(path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bo
 
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     """Start this host's ranks for the run and watch them; return the exit code."""
+    alone = parts.run.layout.nnodes == 1  # else rank 0 locks and records, once all hosts are there
     with contextlib.ExitStack() as stack:
-        if parts.run.layout.nnodes == 1:  # else rank 0 does both, wherever it is
+        if alone:
             stack.enter_context(rundir.locked(path))
-            os.environ[LOCK_HELD] = "1"
             folder.record(path, parts, request)
-        ours = LOCK_HELD in os.environ  # else the run may be another start's
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            return failing.record(path, failing.meaning(stopped), ours=ours)
+            end = replace(failing.meaning(stopped), text="stopped before it could save")
+            return failing.record(path, end, ours=alone)
         if code == FAILED:
             text = f"{text}; the logs of all ranks are in {path / 'logs'}"
-        if text:
-            failing.record(path, Failure(code, text), ours=ours or code == FAILED)
+        if text:  # on several hosts the run may be another start's
+            ours = alone or not rundir.is_alive(path, rundir.read_status(path))
+            failing.record(path, Failure(code, text), ours=ours)
         return code
 
 
@@ -110,8 +111,6 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     With `accept_first` the folder is written to only once its newest checkpoint and its rows were
     accepted: a refusal leaves it as it was.
     """
-    if group.given_up(path):
-        return FAILED
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it
 
@@ -127,7 +126,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             alone = locks.enter_context(group.held(path, joined))
             ours = True
             if joined.rank == 0 and not alone:  # again, after a restart
-                fresh = dict.fromkeys(("error", "exit_code", "final", "ended"))
+                fresh = dict.fromkeys(("error", "exit_code", "ended"))
                 rundir.write_status(path, "running", **fresh)
             elif joined.rank == 0 and not accept_first:
                 folder.record(path, parts, request)
@@ -135,8 +134,8 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
             mesh.leave(joined)
-            # The agent must not take ranks that stop as they were asked for failed ones.
-            return DONE if code == PREEMPTED and STARTED in os.environ else code
+            # torchrun would take any other code for a failure, and start the ranks again
+            return DONE if code == PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ else code
         except BaseException as error:
             failure = failing.meaning(error, path, parts, joined)
             untouched = accept_first and failure.exit_code == REFUSED

@@ -94,7 +94,7 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
     Yields the numbers of those passed on so far.
     """
-    with signals_passed_on(process) as passed:
+    with signals_passed_on([process]) as passed:
         try:
             yield passed
         finally:

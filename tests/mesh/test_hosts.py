@@ -1,15 +1,13 @@
-"""Several hosts: lost and brought back, cut off, missing, unlike each other. Two network namespaces
-are two hosts."""
+"""Several hosts, whose ranks torchrun or Slurm starts: lost, cut off, missing, unlike each other.
+
+Two network namespaces are two hosts for torchrun; Slurm is its variables."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +19,8 @@ import pytest
 import torch
 import yaml
 
-from llmexp.mesh.watch import rendezvous
+from llmexp.mesh.ranks import place_of_this_host
+from llmexp.settings.values import ConfigError
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
 from tests.tools import alive, exact, pids, weights
 
@@ -42,7 +41,7 @@ def wait(event, context):
 
 @dataclass(frozen=True)
 class Host:
-    """A place to start agents in: this machine, or a namespace that `keeper` keeps alive."""
+    """A place to start torchrun in: this machine, or a namespace that `keeper` keeps alive."""
 
     endpoint: str
     keeper: int | None = None
@@ -70,10 +69,6 @@ def link(path: str) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(path)
     return ""
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextlib.contextmanager
@@ -166,27 +161,53 @@ def variables(work: Path, **more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def agent(host: Host, run: Result, work: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """launchers/torchrun.sh on a host. What is left of it is killed at the end."""
-    env = variables(work, LLMEXP_RDZV_ENDPOINT=host.endpoint, **env)
-    command = host.command(str(ROOT / "launchers" / "torchrun.sh"), str(run.folder))
+def begun(
+    command: list[str], run: Result, work: Path, **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A command that trains the run. What is left of it is killed at the end."""
     process = subprocess.Popen(
-        command,
-        cwd=work,
-        env=env,
-        text=True,
-        stdin=-3,
-        stdout=-1,
-        stderr=-1,
+        command, cwd=work, env=variables(work, **env), text=True, stdin=-3, stdout=-1, stderr=-1,
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         yield process
     finally:
-        for pid in alive(run.folder):
+        for pid in {*alive(run.folder), process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=10)
+
+
+def torchrun(
+    host: Host, run: Result, work: Path, **env: str
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """launchers/torchrun.sh on a host."""
+    command = host.command(str(ROOT / "launchers" / "torchrun.sh"), str(run.folder))
+    return begun(command, run, work, LLMEXP_RDZV_ENDPOINT=host.endpoint, **env)
+
+
+@contextlib.contextmanager
+def nodes(
+    run: Result, work: Path, *which: int, **env: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """What Slurm starts on the nodes of a job, with its variables."""
+    port = next(port for port in iter(free_port, None) if port >= 20_000)
+    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(port - 20_000)} | env
+    job["SLURM_LAUNCH_NODE_IPADDR"] = "127.0.0.1"
+    command = [sys.executable, "-P", "-m", "llmexp.train", str(run.folder)]
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(begun(command, run, work, SLURM_NODEID=str(node), **job))
+            for node in which
+        ]
+
+
+def ended(
+    processes: list[subprocess.Popen[str]], seconds: float = 60
+) -> tuple[list[int], list[str]]:
+    """Exit codes, and what was printed on standard error."""
+    said = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [process.returncode for process in processes], said
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
@@ -216,52 +237,41 @@ def same(run: Result, work: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def failures(run: Result) -> list[str]:
-    """What ranks reported, which is taken away: within 12 s it would count for the next loss."""
-    reports = list(run.folder.glob("logs/failure-*.json"))
-    texts = [json.loads(path.read_text())["text"] for path in reports]
-    for path in (*reports, *run.folder.glob("logs/waiting/*")):
-        path.unlink()
-    return texts
+def ranks_of(run: Result) -> dict[int, int]:
+    """The process of each rank."""
+    found = {}
+    for pid in alive(run.folder):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(v[5:]): pid for v in variables if v.startswith(b"RANK=")}
+    return found
 
 
-def test_a_host_that_is_lost_and_comes_back(two_hosts, run, work):
-    """First one that the others do not depend on, then the one where they meet."""
+def test_torchrun_brings_back_a_host_that_was_lost(two_hosts, run, work):
     one, two = two_hosts
-    change(run, max_restarts=3)
-    with agent(one, run, work) as first, agent(two, run, work) as second:
+    change(run, max_restarts=2)
+    with torchrun(one, run, work) as first, torchrun(two, run, work) as second:
         until_row(run, 7, first, second)
         two.kill()
-        with agent(two, run, work) as second_again:
-            until_row(run, 14, first, second_again)
-            told = failures(run)
-            one.kill()
-            with agent(one, run, work) as first_again:
-                out, err = first_again.communicate(timeout=90)
-                assert first_again.returncode == 0, err
-                _, err = second_again.communicate(timeout=30)
-                assert second_again.returncode == 0, err
-    assert "resumed from step_000000" in out
-    assert "lost llxt1:29400, where the hosts meet; waiting for it to come back" in err
-    assert "all start again from the newest checkpoint" in err
-    told += failures(run)
-    assert told
-    assert all(
-        re.fullmatch(r"rank [01] was lost \(killed, or its host is down\)", text) for text in told
-    ), told
+        told = run.folder / "status.json"
+        until(lambda: "was lost (killed, or its host is down)" in told.read_text(), "its loss")
+        with torchrun(two, run, work) as again:
+            codes, said = ended([first, again], 90)
+    assert codes == [0, 0], said
+    assert "resumed from step_000000" in (run.folder / "train.log").read_text()
     same(run, work)
 
 
 def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
     one, two = two_hosts
     change(run, timeout_s=5.0)
-    with agent(one, run, work) as first, agent(two, run, work) as second:
+    with torchrun(one, run, work) as first, torchrun(two, run, work) as second:
         until_row(run, 7, first, second)
         subprocess.run(two.command("ip", "link", "set", "eth0", "down"), check=True, timeout=10)
-        since = time.monotonic()
-        said = [process.communicate(timeout=60)[1] for process in (first, second)]
-        assert time.monotonic() - since < 5 + 30
-    assert [first.returncode, second.returncode] == [3, 3]
+        until(lambda: not ranks_of(run), "the end of all ranks", 5 + 30)
+        for process in (first, second):  # which may wait for the other's store for minutes
+            process.send_signal(signal.SIGKILL)
+        _, said = ended([first, second])
     cut = (
         "all ranks waited 5 s for each other and none arrived; is the network between their hosts "
         "cut? llxt1 (rank 0), llxt2"
@@ -269,111 +279,141 @@ def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
     for err in [*said, run.json("status.json")["error"]]:
         # which host has which rank is chance
         assert cut in err.replace("llxt1 (rank 1)", "llxt1 (rank 0)")
+    assert run.json("status.json")["exit_code"] == 3
+
+
+def test_slurm_starts_the_ranks_of_each_node(run, work):
+    """A stop saves and ends both with 75; started again, both go on to the end."""
+    with nodes(run, work, 0, 1) as both:
+        until_row(run, 7, *both)
+        for process in both:
+            process.send_signal(signal.SIGUSR2)
+        codes, said = ended(both)
+    assert codes == [75, 75], said
+    assert run.json("status.json")["state"] == "preempted"
+    assert not list(run.folder.glob("logs/meeting-*"))
+    with nodes(run, work, 0, 1, SLOW="0") as both:
+        codes, said = ended(both)
+    assert codes == [0, 0], said
+    same(run, work)
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_lost_on_one_node_ends_the_other_which_names_it(run, work, lost):
+    with nodes(run, work, 0, 1) as both:
+        until_row(run, 7, *both)
+        os.kill(ranks_of(run)[lost], signal.SIGKILL)
+        since = time.monotonic()
+        codes, said = ended(both)
+        assert time.monotonic() - since < 30
+        assert alive(run.folder) == []
+    assert codes == [3, 3]
+    for err in [*said, run.json("status.json")["error"]]:
+        assert f"rank {lost} was ended by signal 9 (SIGKILL" in err
         assert "Traceback" not in err
+    assert any("go on: start it on each of the 2 hosts again" in err for err in said)
+
+
+def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):
+    with nodes(run, work, 0, 1) as (first, second):
+        until_row(run, 7, first, second)
+        rank = ranks_of(run)[1]
+        os.kill(second.pid, signal.SIGSTOP)  # it must not report for its rank
+        os.kill(rank, signal.SIGKILL)
+        os.kill(second.pid, signal.SIGKILL)
+        codes, (err,) = ended([first])
+    assert codes == [3]
+    for text in (err, run.json("status.json")["error"]):
+        assert "rank 1 was lost (killed, or its host is down)" in text
 
 
 @pytest.mark.slow
-def test_a_killed_agent_takes_its_rank_with_it(here, run, work):
+def test_a_killed_starter_takes_its_rank_with_it(run, work):
     """And with it all others: they stop with a checkpoint."""
-    with agent(here, run, work) as first, agent(here, run, work) as second:
+    with nodes(run, work, 0, 1) as (first, second):
         until_row(run, 7, first, second)
-        (rank,) = (p for p in alive(run.folder) if parent(p) == second.pid)
-        second.kill()
+        rank = ranks_of(run)[1]
+        os.kill(second.pid, signal.SIGKILL)
         until(lambda: rank not in alive(run.folder), "its rank to go", 10)
-        _, err = first.communicate(timeout=40)
+        codes, said = ended([first], 40)
         assert alive(run.folder) == []
-    assert first.returncode == 75, err
+    assert codes == [75], said
     status = run.json("status.json")
     assert status["state"] == "preempted"
     assert run.checkpoint(status["summary"]["steps"]).is_dir()
 
 
+@pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_node_that_never_comes_is_missed(run, work, missing):
+    change(run, start_timeout_s=5.0)
+    with nodes(run, work, 1 - missing) as one:
+        codes, (err,) = ended(one, 60)
+    assert codes == [3]
+    for text in (err, run.json("status.json")["error"]):
+        assert f"rank {missing} did not arrive within 5 s (hung, stopped or cut off)" in text
+        assert "Traceback" not in text
+
+
 @pytest.mark.slow
-def test_a_start_too_many_leaves_the_run_alone(here, run, work):
-    """A third agent for two hosts, as after a forgotten terminal: it finds nobody, and the two
-    train on."""
-    change(run, start_timeout_s=12.0)
-    with agent(here, run, work, SLOW="3") as first, agent(here, run, work, SLOW="3") as second:
-        until_row(run, 1, first, second)
-        with agent(here, run, work) as third:
-            _, err = third.communicate(timeout=60)
-            assert third.returncode == 2, err
-            assert "by its records this run is running, and it was left untouched" in err
+def test_a_start_too_many_leaves_the_run_alone(run, work):
+    """A second job for the same run is refused on all its nodes."""
+    with nodes(run, work, 0, 1, SLOW="3") as both:
+        until_row(run, 1, *both)
+        with nodes(run, work, 0, 1) as others:
+            codes, said = ended(others)
+            assert codes == [2, 2], said
+            assert all("another process is training in this folder" in err for err in said)
             status = run.json("status.json")
             assert (status["state"], status["error"]) == ("running", None)
-            # longer than anybody would wait to end them
-            until_row(run, len(run.rows()) + 4, first, second)
+            until_row(run, len(run.rows()) + 2, *both)
 
 
-@pytest.mark.slow
-def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):
-    """By the host where they were to meet, and by one that waits for that host."""
-    change(run, start_timeout_s=5.0)
-    shutil.copytree(run.folder, tmp_path / "other")
-    other, absent = Result(0, "", "", tmp_path / "other"), Host("host1.invalid:29400")
-    since = time.monotonic()
-    with agent(here, run, work) as first, agent(absent, other, work) as second:
-        for process, host, result in ((first, here, run), (second, absent, other)):
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 3
-            told = (
-                f"1 of 2 hosts came to {host.endpoint} within 5 s: {socket.gethostname()}; "
-                "missing: 1 more"
-            )
-            assert told in err
-            assert "Traceback" not in out + err
-            status = result.json("status.json")
-            assert status["state"] == "failed"
-            assert told in status["error"]
-    assert time.monotonic() - since < 40
-
-
-def test_an_agent_that_waits_for_a_host_can_be_stopped(here, run, work):
-    with agent(here, run, work) as process:
-        until(lambda: list(run.folder.glob("logs/hosts/*")), "the agent")
+def test_a_node_that_waits_for_another_can_be_stopped(run, work):
+    with nodes(run, work, 0) as (process,):
+        until(lambda: list(run.folder.glob("logs/waiting/*")), "its rank")
+        time.sleep(1)  # it soon waits where no handler of Python's runs
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
+        assert alive(run.folder) == []
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("endpoint", [None, "host1", ":29400", "host1:http"])
-def test_hosts_have_to_know_where_they_meet(monkeypatch, endpoint):
-    for name in [n for n in os.environ if n.startswith(("LLMEXP_RDZV", "SLURM"))]:
+def test_hosts_have_to_know_which_they_are(monkeypatch):
+    for name in [n for n in os.environ if n.startswith("SLURM")]:
         monkeypatch.delenv(name)
-    if endpoint is not None:
-        monkeypatch.setenv("LLMEXP_RDZV_ENDPOINT", endpoint)
-    said = (
-        f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT"
-        if endpoint
-        else "nothing says where .*LLMEXP_RDZV_ENDPOINT=host1"
-    )
-    with pytest.raises(ValueError, match=said):
-        rendezvous(2, "run1")
-    assert rendezvous(1, "run1")[0] == "localhost:0"
+    with pytest.raises(ConfigError, match="torchrun or Slurm starts the ranks of several hosts"):
+        place_of_this_host(2, 4)
+    for name, value in {"NNODES": "1", "NODEID": "0", "JOB_ID": "7"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
+    with pytest.raises(ConfigError, match=r"the Slurm job has 1 nodes; .* sbatch --nodes=2"):
+        place_of_this_host(2, 4)
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20007"}
+    assert place_of_this_host(2, 4) == (4, meeting)
+    assert place_of_this_host(1, 4) == (0, {})
 
 
-def torchrun(ranks: int, run: Result, work: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "llmexp.train",
-    ]
+@pytest.mark.parametrize("endpoint", ["", "host1", ":29400", "host1:http"])
+def test_torchrun_has_to_know_where_hosts_meet(run, work, endpoint):
+    with torchrun(Host(endpoint), run, work) as process:
+        codes, (err,) = ended([process])
+    assert codes == [2]
+    assert "HOST:PORT, is needed; for example host1:29400" in err
+
+
+def plain_torchrun(ranks: int, run: Result, work: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [*command, str(run.folder)],
-        cwd=work,
-        env=variables(work),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+        [*command, "-m", "llmexp.train", str(run.folder)], cwd=work, env=variables(work),
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_plain_torchrun_does_as_well(run, work):
-    done = torchrun(2, run, work)
+    done = plain_torchrun(2, run, work)
     assert done.returncode == 0, done.stderr
     same(run, work)
 
@@ -405,7 +445,7 @@ def ranks(number: int, run: Result, work: Path, here: Host, **last: str) -> list
 def test_a_world_of_another_size_is_refused_on_every_rank(here, run, work):
     why = "parallelism.nproc_per_node=2 x 1: 3 ranks were started, but the run's parallelism has 2"
     assert all(why in err for err in ranks(3, run, work, here))
-    done = torchrun(3, run, work)  # which ends the others as soon as one refuses
+    done = plain_torchrun(3, run, work)  # which ends the others as soon as one refuses
     assert done.returncode == 1
     assert why in done.stderr
     assert "exitcode  : 2 " in done.stderr

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llmexp.__main__ import run as command
-from llmexp.mesh.agent import LOCK_HELD, STARTED
+from llmexp.mesh.ranks import STARTED
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
@@ -143,10 +143,10 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
         "import os\n"
         "class Bad(BaseException): pass\n"
         "def hook(event, context):\n"
-        "    group = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "    if event == 'step_start' and context.step == 3 + int(group) and os.environ['RANK'] == "
-        "'1':\n"
-        "        raise Bad('broken on purpose by group ' + group)\n"
+        "    group = os.path.exists('before') + 0\n"
+        "    if (event, context.step, os.environ['RANK']) == ('step_start', 3 + group, '1'):\n"
+        "        open('before', 'w')\n"
+        "        raise Bad(f'broken on purpose by group {group}')\n"
     )
     result = faulty(tmp_path, settings, restarts=1)
     assert result.code == 3
@@ -156,7 +156,7 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
     assert "Connection" not in result.err[:first]
     error = result.json("status.json")["error"]
     assert (
-        error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:6")
+        error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:7")
         or "Bad: broken" in error
     )
     assert "(rank 1 on" in error
@@ -417,7 +417,7 @@ def test_compiled_parts_compute_the_same(tmp_path, settings):
 def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeypatch):
     """On several hosts, and where the lock is another's, what is interrupted before it begins is
     not the run."""
-    for name in ("RANK", "WORLD_SIZE", STARTED, LOCK_HELD):
+    for name in ("RANK", "WORLD_SIZE", STARTED):
         monkeypatch.delenv(name, raising=False)
     rundir.write_status(tmp_path, "running")
     before = (tmp_path / "status.json").read_bytes()

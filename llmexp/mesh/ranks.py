@@ -1,0 +1,198 @@
+"""Start the ranks of this host, watch them, and start them again when one was lost.
+
+A rank is `python -m llmexp.train RUN_DIR` with the variables of torchrun (RANK, WORLD_SIZE, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from llmexp.mesh.groups import MEETING
+from llmexp.settings.values import ConfigError
+from llmexp.system.child import (
+    DONE,
+    PREEMPTED,
+    STOP_SIGNALS,
+    pass_on,
+    signals_passed_on,
+    start_worker,
+)
+
+STARTED = "LLMEXP_RANK_STARTED"  # tells a rank that our process started it and reports for it
+GRACE_S = 8.0  # for ranks to leave after another one has failed; a hung process never does
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what this host has to start."""
+
+    run_dir: Path
+    ranks: int  # on this host
+    world_size: int
+    first_rank: int
+    meeting: dict[str, str]  # variables that say where hosts meet; empty: this host is alone
+    threads: int
+    max_restarts: int
+
+
+def run_ranks(plan: Plan, lost: Callable[[int, int], bool]) -> int:
+    """Start this host's ranks, wait for them and return the exit code of the run.
+
+    When a rank fails, `lost(rank, exit_code)` is called at once, and says whether a new start would
+    only fail again. A negative exit code is a signal. Raises SystemExit when a signal stopped the
+    ranks before they could save.
+    """
+    logs = plan.run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    for old in logs.glob("meeting-*"):  # of a process that was killed
+        with contextlib.suppress(OSError):
+            old.unlink()
+    ranks: list[subprocess.Popen[bytes]] = []
+    with (
+        open(log_file(plan.run_dir, plan.first_rank), "a+b") as log,  # reads what comes from now on
+        signals_passed_on(ranks) as stopped,
+    ):
+        for attempt in range(plan.max_restarts + 1):
+            with started(plan, attempt, ranks):
+                for rank in ranks if stopped else ():  # it may have come before they were there
+                    pass_on(rank, stopped[0])
+                code, final = wait(plan, ranks, log, lost)
+            if code in (DONE, PREEMPTED) or final or stopped:
+                break
+            if attempt < plan.max_restarts:
+                text = "a rank was lost; all start again from the newest checkpoint"
+                print(f"llmexp: {text}", file=sys.stderr, flush=True)
+    if stopped and (code > 128 or -code in STOP_SIGNALS):
+        raise SystemExit(abs(code) % 128 + 128)
+    return code
+
+
+@contextlib.contextmanager
+def started(plan: Plan, attempt: int, ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Start this host's ranks, into `ranks`; none of them is left in the end."""
+    # a file, because a free TCP port could be another process's before rank 0 listens on it
+    meeting = plan.run_dir.absolute() / "logs" / f"meeting-{os.getpid()}-{attempt}"
+    where = plan.meeting or {MEETING: str(meeting)}
+    try:
+        for local in range(plan.ranks):
+            ranks.append(start_rank(plan, local, where))
+        yield
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        ranks.clear()
+        meeting.unlink(missing_ok=True)
+
+
+def start_rank(plan: Plan, local: int, where: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start one rank. Its output goes to its log; the standard output of the host's first rank goes
+    to the console, which train.log repeats."""
+    rank = plan.first_rank + local
+    for old in (account_file(plan.run_dir, rank), waiting_file(plan.run_dir, rank)):
+        old.unlink(missing_ok=True)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": plan.world_size,
+        "LOCAL_WORLD_SIZE": plan.ranks,
+        "OMP_NUM_THREADS": plan.threads,
+        STARTED: 1,
+    }
+    env = os.environ | where | {name: str(value) for name, value in variables.items()}
+    with open(log_file(plan.run_dir, rank), "ab") as log:
+        return start_worker(
+            str(plan.run_dir),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=None if local == 0 else log,
+            stderr=log,
+        )
+
+
+def wait(
+    plan: Plan,
+    ranks: list[subprocess.Popen[bytes]],
+    log: BinaryIO,
+    lost: Callable[[int, int], bool],
+) -> tuple[int, bool]:
+    """Wait for the ranks, and meanwhile print what comes into `log`.
+
+    Return the exit code of the first one that failed, and what `lost` said of it. The others have
+    GRACE_S to leave before they are killed.
+    """
+    failed: tuple[int, bool] | None = None
+    deadline = math.inf
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        with contextlib.suppress(OSError):
+            print(log.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        bad = [i for i, code in enumerate(codes) if code not in (None, DONE, PREEMPTED)]
+        if bad and failed is None:
+            first = min(bad, key=lambda i: _failed_at(plan, i))
+            code = ranks[first].returncode
+            failed = code, lost(plan.first_rank + first, code)
+            deadline = time.monotonic() + GRACE_S
+        if None not in codes:
+            return failed or (max(rank.returncode for rank in ranks), False)
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(POLL_S)
+
+
+def _failed_at(plan: Plan, local: int) -> float:
+    """Return when a rank left its account; one without, killed by a signal, comes first."""
+    try:
+        return account_file(plan.run_dir, plan.first_rank + local).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def account_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank says of what it failed."""
+    return run_dir / "logs" / f"failure-{rank}.json"
+
+
+def waiting_file(run_dir: Path, rank: int) -> Path:
+    """Return the file that is there while a rank waits for others: at the start, or in vain."""
+    return run_dir / "logs" / "waiting" / str(rank)
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank prints."""
+    return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:
+    """Return the first of this host's `ranks`, and the variables that say where the hosts meet.
+
+    Slurm says so to the process that it starts on each node. Raises ConfigError where it does not.
+    """
+    if nnodes == 1:
+        return 0, {}
+    env = os.environ
+    try:
+        nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
+        job, address = int(env["SLURM_JOB_ID"]), env["SLURM_LAUNCH_NODE_IPADDR"]
+    except (KeyError, ValueError):
+        text = (
+            "torchrun or Slurm starts the ranks of several hosts; on each of them, for example "
+            "LLMEXP_RDZV_ENDPOINT=host1:29400 launchers/torchrun.sh RUN_DIR"
+        )
+        raise ConfigError(f"parallelism.nnodes={nnodes}: {text}") from None
+    if nodes != nnodes:
+        text = f"the Slurm job has {nodes} nodes; start it with sbatch --nodes={nnodes}"
+        raise ConfigError(f"parallelism.nnodes={nnodes}: {text}")
+    port = 20000 + job % 30000  # jobs that share a node get ports of their own
+    return node * ranks, {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
