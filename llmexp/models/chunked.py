@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from llmexp.models import rows
-from llmexp.models.operands import IGNORE_INDEX, Dtypes, VocabShard, multiply, subtract_rows
+from llmexp.models.operands import (
+    Dtypes,
+    VocabShard,
+    local_targets,
+    log_over_ranks,
+    multiply,
+    subtract_rows,
+)
 from llmexp.models.planned import kind_of
 
 
@@ -67,21 +74,13 @@ class _Chunk:
 
     h_nd: Tensor
     target_n1: Tensor
-    valid_n1: Tensor  # whether the row has a target
-    here_n1: Tensor  # and it is in this rank's part of the vocabulary
+    none_n1: Tensor  # whether the row has no target
+    here_n1: Tensor  # whether its target is in this rank's part of the vocabulary
 
     @classmethod
     def of(cls, h_nd: Tensor, targets_n: Tensor, head: _Head) -> _Chunk:
-        first_id = 0 if head.shard is None else head.shard.first
-        target_n1 = targets_n[:, None]
-        valid_n1 = target_n1 != IGNORE_INDEX
-        target_n1 = target_n1 - first_id
-        here_n1 = valid_n1 & (target_n1 >= 0) & (target_n1 < head.weight_vd.shape[0])
-        # Other rows are computed with target 0 and multiplied away: their place is not known on the
-        # host.
-        return cls(
-            h_nd.to(head.dtypes.compute), target_n1.masked_fill(~here_n1, 0), valid_n1, here_n1
-        )
+        where = local_targets(targets_n, head.shard, head.weight_vd.shape[0])
+        return cls(h_nd.to(head.dtypes.compute), *where)
 
 
 @dataclass(frozen=True)
@@ -171,21 +170,14 @@ def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
             tiles.append(e_nv.to(head.dtypes.compute))
     max_ni = torch.cat(maxima, 1)
     max_n1 = max_ni.amax(1, keepdim=True)
-    if head.shard is not None:
-        max_n1 = head.shard.max(max_n1)
     relative_ni = (max_ni - max_n1).exp()
     total_n1 = (relative_ni * torch.cat(sums, 1)).sum(1, keepdim=True)
-    # Relative to the maximum, as the total is, so that a loss far below 1 keeps its digits.
-    at_target_n1 = (target_logit_n1 - max_n1).masked_fill(~chunk.here_n1, 0)
-    owners_n1 = chunk.here_n1.to(sum_dtype)
-    if head.shard is not None:
-        total_n1, at_target_n1, owners_n1 = head.shard.sum(
-            torch.stack((total_n1, at_target_n1, owners_n1))
-        )
-    # A target that is nobody's spoils the loss instead of passing unseen.
-    at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
-    nll_n1 = (total_n1.log() - at_target_n1).masked_fill(~chunk.valid_n1, 0)
-    c_ni = (relative_ni / total_n1).masked_fill(~chunk.valid_n1, 0)
+    own_n1 = target_logit_n1 - max_n1
+    log_n1, factor_n1, total_n1 = log_over_ranks(
+        head.shard, max_n1, total_n1, own_n1, chunk.here_n1
+    )
+    nll_n1 = (-log_n1).masked_fill(chunk.none_n1, 0)
+    c_ni = (relative_ni * factor_n1 / total_n1).masked_fill(chunk.none_n1, 0)
     return _Softmax(tiles, c_ni, nll_n1)
 
 

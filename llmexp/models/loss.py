@@ -76,7 +76,7 @@ class WindowLoss(nn.Module):
         )
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
         self.run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
-        self._compiled = self._served = False
+        self._compiled = False
 
     def _has_head(self) -> bool:
         head_weight = getattr(self.model, "head_weight", None)
@@ -175,14 +175,13 @@ class WindowLoss(nn.Module):
         """
         was_training = self.training
         same = getattr(self.model, "same_in_training", lambda: False)
-        self._served = self.run_whole is not None and same()
-        self.train(self._served)
+        served = self.run_whole is not None and same()
+        self.train(served)
         try:
-            with torch.no_grad(), contextlib.nullcontext() if self._served else self._eager():
+            with torch.no_grad(), contextlib.nullcontext() if served else self._eager():
                 yield
         finally:
             self.train(was_training)
-            self._served = False
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
         """Nothing runs compiled inside. (The compiler is not even imported where nothing is.)"""
@@ -218,11 +217,11 @@ class WindowLoss(nn.Module):
         return plain_cross_entropy_sum(self._checked(out, tokens_bt), targets_bt)
 
     def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Call what may be compiled; in evaluation with the graph of training."""
-        if not self._served:
-            return run(*inputs)
-        with torch.enable_grad():
-            return run(*inputs).detach()
+        """Call what may be compiled; in evaluation with the graph of training, if that serves."""
+        served = self.run_whole is not None and self.training and not torch.is_grad_enabled()
+        with torch.enable_grad() if served else contextlib.nullcontext():
+            out = run(*inputs)
+        return out.detach() if served else out
 
     def _logits(self, tokens_bt: Tensor) -> Tensor:
         out = self._trunk(tokens_bt)

@@ -1,4 +1,4 @@
-"""Share between the kernels of the chunked loss: the operands of its products."""
+"""What the two kernels of the chunked loss share: operands, products, targets, ranks."""
 
 from __future__ import annotations
 
@@ -96,6 +96,44 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
         torch.addmm(out, a, b, alpha=alpha, out_dtype=out.dtype, out=out)
     else:
         out.add_(a @ b, alpha=alpha)
+
+
+def local_targets(
+    targets_n: Tensor, shard: VocabShard | None, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (n, 1) each: targets as rows of this rank's head, where rows have none, where here.
+
+    A target that is not here is row 0, to be multiplied away: its place is not known on the host.
+    """
+    target_n1 = targets_n[:, None]
+    none_n1 = target_n1 == IGNORE_INDEX
+    if shard is not None:
+        target_n1 = target_n1 - shard.first
+    here_n1 = ~none_n1 & (target_n1 >= 0) & (target_n1 < vocab_size)
+    return target_n1.masked_fill(~here_n1, 0), none_n1, here_n1
+
+
+def log_over_ranks(
+    shard: VocabShard | None, base_n1: Tensor, total_n1: Tensor, own_n1: Tensor, here_n1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-softmax at the targets, and this rank's factor and the total of each row.
+
+    `total_n1`: the sum of exp(logit - base) over this rank's vocabulary; `own_n1`: the target's
+    logit - base. The softmax over all ranks is exp(logit - base) * factor / total. Ranks share
+    these in two reductions. A target that is on no rank gives nan.
+    """
+    own_n1 = own_n1.masked_fill(~here_n1, 0)
+    factor_n1, owners_n1 = torch.ones_like(total_n1), here_n1.to(total_n1.dtype)
+    if shard is not None:
+        # relative to the largest rank, so that a loss far below 1 keeps its digits
+        relative_n1 = base_n1 - shard.max(base_n1.clone())
+        factor_n1 = relative_n1.exp()
+        own_n1 = (own_n1 + relative_n1).masked_fill(~here_n1, 0)
+        total_n1, own_n1, owners_n1 = shard.sum(
+            torch.stack((total_n1 * factor_n1, own_n1, owners_n1))
+        )
+    own_n1 = own_n1.masked_fill(owners_n1 != 1, torch.nan)
+    return own_n1 - total_n1.log(), factor_n1, total_n1
 
 
 def subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:

@@ -24,6 +24,8 @@ from llmexp.models.operands import (
     Dtypes,
     VocabShard,
     add_product,
+    local_targets,
+    log_over_ranks,
     multiply,
     subtract_rows,
 )
@@ -109,11 +111,8 @@ def _padded(
 ) -> _Rows:
     """Return the operands in their dtype; rows that are added have no target."""
     n, (v, d) = h_nd.shape[0], weight_vd.shape
-    target_n1 = F.pad(targets_n, (0, rows - n), value=IGNORE_INDEX)[:, None]
-    none_n1 = target_n1 == IGNORE_INDEX
-    if shard is not None:
-        target_n1 = target_n1 - shard.first
-    here_n1 = (target_n1 >= 0) & (target_n1 < v)
+    targets_n = F.pad(targets_n, (0, rows - n), value=IGNORE_INDEX)
+    target_n1, none_n1, here_n1 = local_targets(targets_n, shard, v)
     h_nd = F.pad(h_nd, (0, 0, 0, rows - n)) if rows > n else h_nd
     head_vd = weight_vd.new_empty((-(-v // ALIGNED) * ALIGNED, d), dtype=dtypes.compute)
     head_vd[:v].copy_(weight_vd.to(dtypes.operand))
@@ -122,7 +121,7 @@ def _padded(
         h_nd.to(dtypes.operand).to(dtypes.compute).masked_fill(none_n1, 0),
         head_vd,
         v,
-        target_n1.masked_fill(~here_n1, 0),
+        target_n1,
         none_n1,
         here_n1,
         dtypes,
@@ -149,9 +148,12 @@ def _add_chunk(
     p_nv, own_n1 = softmax(z_nv, target_n1, dtypes.sums, dtypes.compute, dtypes.softmax_shift)
     log_n1[cut] = own_n1
     if whole.shard is not None:
-        sum_n1 = z_nv.gather(1, target_n1).to(dtypes.sums) - own_n1
-        log_n1[cut], part_n1 = _over_ranks(whole.shard, own_n1, sum_n1, whole.here_n1[cut])
-        share_n1[cut] *= part_n1
+        sum_n1 = z_nv.gather(1, target_n1).to(dtypes.sums) - own_n1  # logsumexp of this rank's
+        one_n1, here_n1 = torch.ones_like(sum_n1), whole.here_n1[cut]
+        log_n1[cut], factor_n1, total_n1 = log_over_ranks(
+            whole.shard, sum_n1, one_n1, own_n1, here_n1
+        )
+        share_n1[cut] *= factor_n1 / total_n1
         h_nd = (h_nd * share_n1[cut]).to(dtypes.compute)
     del z_nv
     if grad_h_nd is not None:
@@ -175,21 +177,3 @@ def local_softmax(
 @functools.cache
 def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(local_softmax, dynamic=False)
-
-
-def _over_ranks(
-    shard: VocabShard, own_n1: Tensor, sum_n1: Tensor, here_n1: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the log-softmax over all ranks at the targets, and the part of the softmax that is
-    this rank's, in two reductions. `sum_n1`: logsumexp of this rank's logits."""
-    max_n1 = shard.max(sum_n1.clone())
-    # Relative to the largest rank, so that a loss far below 1 keeps its digits.
-    relative_n1 = sum_n1 - max_n1
-    part_n1 = relative_n1.exp()
-    at_target_n1 = (own_n1 + relative_n1).masked_fill(~here_n1, 0)
-    total_n1, at_target_n1, owners_n1 = shard.sum(
-        torch.stack((part_n1, at_target_n1, here_n1.to(sum_n1.dtype)))
-    )
-    # A target that is nobody's spoils the loss instead of passing unseen.
-    at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
-    return at_target_n1 - total_n1.log(), part_n1 / total_n1
