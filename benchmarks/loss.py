@@ -1,4 +1,4 @@
-"""The two kernels of the chunked loss on a CPU, in pairs: tiles (what a CPU uses) against whole rows.
+"""The two kernels of the chunked loss on a CPU, in pairs: its own (tiles) against whole rows.
 
     python benchmarks/loss.py [--width 256] [--tokens 1024] [--vocab 50304] [--rounds 6]
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -46,12 +46,18 @@ def ways(tokens: int, width: int, vocab: int) -> dict[str, Callable[[], object]]
 
 
 def peak_mib(name: str, sizes: tuple[int, int, int]) -> float:
-    """Return what one pass adds to the memory of this process."""
+    """Return what one pass adds to the memory of this process (Linux)."""
     torch.set_num_threads(1)
     run = ways(*sizes)[name]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak_kib()
     run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (_peak_kib() - before) / 1024
+
+
+def _peak_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
@@ -73,10 +79,8 @@ def main() -> None:
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             peak = pool.apply(peak_mib, (name, sizes))
-        median = statistics.median(found[1:])
-        print(
-            f"{name:9} {median:6.3f} s  {statistics.median(ratios):.2f} ({spread})  {peak:5.0f} MiB"
-        )
+        figures = f"{statistics.median(found[1:]):6.3f} s  {statistics.median(ratios):.2f}"
+        print(f"{name:9} {figures} ({spread})  {peak:5.0f} MiB")
 
 
 if __name__ == "__main__":
