@@ -78,7 +78,7 @@ def evaluate_stream(
         RankSlice(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=sequences,
-        mask=parts.hidden,
+        mask=parts.mask,
     )
     with setup.loss.evaluating():
         for starts_b, tokens_bt, targets_bt in batches:

@@ -20,7 +20,7 @@ def order_of(parts: Parts) -> Sampler:
         run.total_sequences,
         config.train.seed,
         config.data.get("shuffle", True),
-        parts.hidden,
+        parts.mask,
         parts.corpus.mixed,
         run.skipped_sequences,
     )

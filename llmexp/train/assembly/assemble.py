@@ -87,7 +87,7 @@ class Parts:
         return bool(self.hooks) or foreign
 
     @property
-    def hidden(self) -> TargetMask:
+    def mask(self) -> TargetMask:
         """Return which targets do not count."""
         return TargetMask(self.config.data.get("ignore_id"), self.document_end)
 
