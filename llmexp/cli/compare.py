@@ -31,6 +31,7 @@ def run(arguments: list[str]) -> int:
         align=args.align,
         sort=args.sort,
         negligible=args.negligible,
+        target=args.target,
     )
     for problem in comparison.problems:
         print(f"llmexp: {problem}", file=sys.stderr)
@@ -126,6 +127,10 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--negligible", metavar="NATS",
         help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--target", metavar="KEY=NUMBER",
+        help="compare by where runs first reach a figure, such as val/loss=3.28",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     parser.add_argument(

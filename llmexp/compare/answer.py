@@ -16,14 +16,17 @@ from llmexp.compare.figures import half_width
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED, TWIN
 from llmexp.compare.statistics import seeds_needed
+from llmexp.compare.target import REACHED
 from llmexp.settings.labels import plural
-from llmexp.system.text import with_interval
+from llmexp.system.text import rounded, with_interval
 
 
 def headline(f: Findings) -> str:
     """State the result in one line."""
     if not f.ranked:
         return _nothing_to_rank(f)
+    if f.c.target:
+        return _to_target(f)
     if f.tasks > 1:
         return (
             f"No ranking: the runs have {f.tasks} different validation texts, so their losses "
@@ -50,6 +53,38 @@ def _nothing_to_rank(f: Findings) -> str:
     if f.mixed and f.metric.key.endswith("/loss"):
         return "No ranking: the tokenizers differ, so losses per token do not compare."
     return f"No ranking: no run that takes part has a {f.metric.title}."
+
+
+def _to_target(f: Findings) -> str:
+    """Say who reaches the target first, and how surely."""
+    best, others = f.ranked[0], f.ranked[1:]
+    key, unit = f.metric.key, {"time": "s of training"}.get(f.c.align, f.c.align)
+    worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
+    undecided = f.those(Verdict.UNDECIDED)
+    if not best.entry.figures.get(REACHED):
+        return f"No run reaches {f.c.target}."
+
+    def when(r: Rival) -> str:
+        if key in r.entry.figures:
+            return f"after {rounded(r.entry.figures[key])} {unit}"
+        return f"in {round(r.entry.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
+
+    start = f"{best.label} reaches {f.c.target} {'first, ' if others else ''}{when(best)}"
+    if not others:
+        return f"{start}."
+    near = (undecided or few or worse or others)[0]
+    beside = f"; {near.label} {when(near)}"
+    if all(key in r.entry.figures for r in (best, near)) and near.size is not None:
+        half = f" ± {rounded(near.difference.half)}" if near.difference else ""
+        basis = f" ({near.difference.basis})" if near.difference else ""
+        beside = f", {rounded(abs(near.size))}{half} before {near.label}{basis}"
+    if undecided:
+        return f"Undecided: {start}{beside}; {_seeds_to_go(near, f)}."
+    if few:
+        seeds = "one seed each" if all(len(r.seeds) == 1 for r in f.ranked) else "too few seeds"
+        return f"Undecided, {seeds}: {start}{beside}; {FEW} seeds each would begin to tell."
+    verb = "is" if len(worse) == 1 else "are"
+    return f"{start}{beside}. {len(worse)} of the {len(others)} others {verb} slower."
 
 
 def _leads(f: Findings, start: str, of: str = "") -> str:

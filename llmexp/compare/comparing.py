@@ -20,6 +20,7 @@ from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
+from llmexp.compare.target import REACHED, aimed, target_of, whole
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
@@ -36,16 +37,19 @@ def compare(
     align: str = "tokens",
     sort: str | None = None,
     negligible: float | str | None = None,
+    target: str | None = None,
 ) -> Comparison:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
     `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
     tokenizers differ. `negligible`: nats below which a difference does not matter; default: that of
-    the runs' sweep, else 0.002. Raises ConfigError for an `align`, `sort` or `negligible` that
-    there is not; what cannot be read is among `problems`.
+    the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
+    they are compared by where they first do. Raises ConfigError for an option that there is not;
+    what cannot be read is among `problems`.
     """
-    return answered(investigate(paths, align=align, sort=sort, negligible=negligible))
+    found = investigate(paths, align=align, sort=sort, negligible=negligible, target=target)
+    return answered(found)
 
 
 def investigate(
@@ -54,6 +58,7 @@ def investigate(
     align: str = "tokens",
     sort: str | None = None,
     negligible: float | str | None = None,
+    target: str | None = None,
 ) -> Findings:
     """Find out what the runs under the paths show, as `compare` does."""
     if align not in ALIGNMENTS:
@@ -61,9 +66,11 @@ def investigate(
             f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
         )
     size = None if negligible is None else _size(negligible)
+    if target is not None and sort is not None:
+        raise ConfigError(f"--sort {sort}: --target orders the table by itself; leave one out")
     found, problems = find(paths)
     records = read(found)
-    return findings(records, problems, align=align, sort=sort, negligible=size)
+    return findings(records, problems, align=align, sort=sort, negligible=size, target=target)
 
 
 def _size(given: float | str) -> float:
@@ -93,6 +100,7 @@ def findings(
     align: str = "tokens",
     sort: str | None = None,
     negligible: float | None = None,
+    target: str | None = None,
 ) -> Findings:
     """Find out what runs show that have been read."""
     out = left_out(records, align, sort or "val/loss")
@@ -102,9 +110,14 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     at = None if read is None else read.at
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
+    better = {k: v for r in records for k, v in as_dict(r.facts.get("better")).items()}
+    better = {k: v for k, v in better.items() if v in ("lower", "higher")}
     records = [
         replace(r, out=out.get(r, ""), figures=figures(r, align, read, more)) for r in records
     ]
+    aim = None if target is None else target_of(target, better)
+    if aim is not None:
+        sort, records = f"target/{align}", [aimed(r, aim, align) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = settings.folded(records)
     differing = settings.differing_keys([group[0] for group in groups])
@@ -113,8 +126,7 @@ def findings(
         settings.entry_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    better = {k: v for r in records for k, v in as_dict(r.facts.get("better")).items()}
-    better = {k: v for k, v in better.items() if v in ("lower", "higher")}
+    entries = [whole(e) for e in entries]
     metric = _metric(entries, sort, mixed, better)
     factors = settings.factors([e for e in entries if e.out not in APART], differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
@@ -130,6 +142,7 @@ def findings(
         batch=_batch(taking_part),
         problems=(*problems, *damage),
         factors=factors,
+        target=aim,
     )
     metric = next((column for column in columns if column.key == metric.key), metric)
     of_sweeps = {r.negligible for r in records}
@@ -164,14 +177,15 @@ def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry
     originals = {e.computation: e for e in entries if not e.values.get(TWIN)}
     unordered = mixed and metric.key.endswith("/loss")  # losses per token of several tokenizers
 
-    def place(entry: Entry) -> tuple[bool, float, bool]:
+    def place(entry: Entry) -> tuple[bool, float, float, bool]:
         twin = bool(entry.values.get(TWIN))
         original = originals.get(entry.computation, entry) if twin else entry
         value = original.figures.get(metric.key)
         if metric.key not in entry.figures or unordered:
             value = None
-        last = bool(entry.out) or value is None
-        return last, math.inf if value is None else metric.sign * value, twin
+        never = 1.0 - original.figures.get(REACHED, 1.0)
+        last = bool(entry.out) or (value is None and never in (0.0, 1.0))
+        return last, never, math.inf if value is None else metric.sign * value, twin
 
     return sorted(entries, key=place)
 

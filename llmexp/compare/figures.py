@@ -51,6 +51,12 @@ COLUMNS = (
     _column("noise_scale"),
     _column("skipped_steps"),
     _column("outlier_steps"),
+    Column("target/tokens", "tokens to target", "lower"),
+    Column("target/steps", "steps to target", "lower"),
+    Column("target/time", "time to target (s)", "lower"),
+    Column("target/after", "evaluated before it", "", 6),
+    Column("target/by", "and behind it", "", 6),
+    Column("target/reached", "share that reached it", "higher", 3),
 )
 _FIXED = frozenset(column.key for column in COLUMNS)
 # Figures whose name in the summary, or in a row, is another one.
@@ -87,7 +93,7 @@ def difference(entry: Entry) -> str:
 def half_width(entry: Entry, column: Column) -> float | None:
     """Return the half width of a loss's interval over seeds, or of a score's over the items of its
     task; None where there is none, as of rates and times."""
-    known = is_loss(column.key) or is_score(column.key)
+    known = is_loss(column.key) or is_score(column.key) or column.key.startswith("target/")
     low, high = entry.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
     return (high - low) / 2 or None
 

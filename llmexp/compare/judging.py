@@ -29,6 +29,7 @@ from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Stan
 from llmexp.compare.settings import varying
 from llmexp.compare.spending import ALPHA
 from llmexp.compare.statistics import Difference
+from llmexp.compare.target import cap_of, capped
 from llmexp.runs.ledger import Look
 from llmexp.system.text import shown
 
@@ -95,7 +96,8 @@ def find_out(
     """Find out what the entries show."""
     loss, sign = is_loss(metric.key), metric.sign
     negligible = negligible if loss else 0.0
-    rivals = [_rival(c, e, metric.key) for e in c.entries if not e.out]
+    cap = cap_of(c.taking_part, c.align)
+    rivals = [_rival(c, e, metric.key, cap) for e in c.entries if not e.out]
     ranked = [r for r in rivals if r.seeds]
     without = [r for r in rivals if not r.seeds]
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
@@ -131,8 +133,10 @@ def find_out(
     )
 
 
-def _rival(c: Comparison, entry: Entry, metric: str) -> Rival:
+def _rival(c: Comparison, entry: Entry, metric: str, cap: float) -> Rival:
     runs = entry.taking_part
+    if c.target:
+        return Rival(entry, capped(runs, metric, cap))
     seeds = {r.seed: r.figures[metric] for r in runs if metric in r.figures}
     # The best and the last loss are read at the run's own end.
     at = None if metric in ("final val/loss", "best val/loss") else c.align_at
@@ -247,7 +251,9 @@ def _standing(r: Rival, f: Findings) -> Standing:
         return Standing("best" if best else f.extreme) if len(f.ranked) > 1 else Standing("")
     if r.verdict == Verdict.BUDGET and sum(r.budget == other.budget for other in f.ranked) > 1:
         return Standing(f"{f.extreme} of budget")
-    mark = r.verdict.mark if f.is_loss else ""
+    mark = r.verdict.mark if f.is_loss or f.c.target else ""
+    if f.c.target and not all(f.metric.key in one.entry.figures for one in (r, f.ranked[0])):
+        return Standing(mark)  # by how much is not known
     if r.difference is None:
         return Standing(mark, r.size)
     return Standing(mark, r.size, r.difference.half, r.difference.basis)

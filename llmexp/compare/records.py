@@ -129,6 +129,18 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A figure of the rows that runs are to reach."""
+
+    key: str
+    value: float
+    sign: float  # 1 where lower is better
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value:.10g}"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Everything that the table, the JSON and the page show."""
 
@@ -143,6 +155,7 @@ class Comparison:
     problems: tuple[str, ...]  # paths that were no run, damage that was passed over
     # of `differing`, those that vary of themselves and not as another's consequence
     factors: tuple[str, ...] = ()
+    target: Target | None = None  # that runs are to reach; the metric is where they did
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask

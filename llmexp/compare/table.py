@@ -174,8 +174,9 @@ def to_json(c: Comparison) -> str:
         row |= {"difference": e.standing.difference, "half": e.standing.half}
         runs.append(row | {"basis": e.standing.basis or None})
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
-    whole = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
+    whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
     whole |= {name: getattr(c, name) for name in names}
+    whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 
 

@@ -72,14 +72,16 @@ class Answer:
 
 
 def compare(*paths: Any, align: str = "tokens",
-            sort: str | None = None, negligible: float | None = None) -> Answer:  # fmt: skip
+            sort: str | None = None, negligible: float | None = None,
+            target: str | None = None) -> Answer:  # fmt: skip
     """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does.
 
     Raises ConfigError for what the command refuses, such as a path without a run.
     """
     from llmexp.compare import comparing
 
-    comparison = comparing.compare(_paths(paths), align=align, sort=sort, negligible=negligible)
+    how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible}
+    comparison = comparing.compare(_paths(paths), target=target, **how)
     if not comparison.entries:
         raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
     return Answer(comparison)

@@ -1,0 +1,99 @@
+"""Find where runs first reach a target, such as a validation loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmexp.compare.position import positions
+from llmexp.compare.records import Entry, Record, Target
+from llmexp.compare.rows import elapsed
+from llmexp.metrics.keys import KEYS, is_of_named_set
+from llmexp.settings.values import ConfigError
+
+AXES = ("tokens", "steps", "time")
+REACHED = "target/reached"
+ROWS = {"tokens": "tokens_seen", "steps": "step"}
+
+
+def target_of(given: str, better: Mapping[str, str]) -> Target:
+    """Return the target of `KEY=NUMBER`. `better`: lower or higher, for keys of hooks.
+
+    Raises ConfigError.
+    """
+    key, _, text = given.partition("=")
+    known = KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
+    way = better.get(key) or (known.better if known else "")
+    way = "higher" if key.startswith("task/") and key.endswith(("/acc", "/acc_norm")) else way
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not way:
+        text = "a figure of the rows that is better when lower or higher is needed, and a number"
+        raise ConfigError(f"--target {given}: {text}; for example --target val/loss=3.28")
+    return Target(key, value, -1.0 if way == "higher" else 1.0)
+
+
+def aimed(record: Record, target: Target, align: str) -> Record:
+    """Return a run with the figures of where it reaches the target."""
+    found = target_figures(record, target, align)
+    return dataclasses.replace(record, figures={**record.figures, **found})
+
+
+def target_figures(record: Record, target: Target, align: str) -> dict[str, float]:
+    """Return where a run first reaches the target, between two evaluations by a straight line.
+
+    `target/reached` is 1 or 0, absent for a run that was never evaluated. `target/after` and
+    `target/by` are the positions of the two evaluations: start and first one, where that is there.
+    """
+    own, before = record.columns, record.before
+    values = np.concatenate([_column(c, target.key) for c in (before, own)])
+    measured = np.flatnonzero(np.isfinite(values))
+    if not len(measured):
+        return {}
+    there = measured[target.sign * values[measured] <= target.sign * target.value]
+    if not len(there):
+        return {REACHED: 0.0}
+    by, after = there[0], measured[measured < there[0]][-1:]
+    share = 1.0
+    if len(after):
+        share = float((values[after[0]] - target.value) / (values[after[0]] - values[by]))
+    found = {REACHED: 1.0}
+    for axis in AXES:
+        parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
+        where = np.concatenate([parents, positions(record, axis)])
+        if len(where) != len(values):
+            continue
+        low, high = float(where[after[0]]) if len(after) else 0.0, float(where[by])
+        found[f"target/{axis}"] = low + share * (high - low) if len(after) else high
+        if axis == align:
+            found |= {"target/after": low, "target/by": high}
+    return found
+
+
+def _column(columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    return columns.get(key, np.full(len(columns.get("step", ())), np.nan))
+
+
+def whole(entry: Entry) -> Entry:
+    """Return an entry without means where one of its runs never reached the target."""
+    if entry.figures.get(REACHED, 1.0) == 1.0:
+        return entry
+    figures = {k: v for k, v in entry.figures.items() if not k.startswith("target/")}
+    return dataclasses.replace(entry, figures=figures | {REACHED: entry.figures[REACHED]})
+
+
+def capped(runs: Sequence[Record], key: str, cap: float) -> dict[str, float]:
+    """Return by seed where runs reach the target, `cap` for those that have not by then."""
+    known = [r for r in runs if REACHED in r.figures]
+    return {r.seed: min(r.figures.get(key, cap), cap) for r in known}
+
+
+def cap_of(runs: Sequence[Record], align: str) -> float:
+    """Return the end of the first of the runs to end that never reached the target."""
+    never = [positions(r, align) for r in runs if r.figures.get(REACHED) == 0.0]
+    return min((float(where[-1]) for where in never if len(where)), default=math.inf)

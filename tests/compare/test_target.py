@@ -1,0 +1,184 @@
+"""Where runs first reach a target, and which setting does first."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from llmexp.__main__ import run as llmexp
+from llmexp.compare.comparing import compare
+from llmexp.compare.inference import fit, judged
+from llmexp.settings.values import ConfigError
+from tests.compare.synthetic import make_run
+from tests.conftest import TINY
+from tests.conftest import llmexp as command
+from tests.tools import printed
+
+TOKENS = 8 * 128  # a step
+
+
+def crossing(offset: float, target: float, every: int) -> tuple[float, float, float]:
+    """The step at which a made run reaches the target, and the evaluations beside it."""
+
+    def loss(s: float) -> float:
+        return 2.6 + 3 * math.exp(-s / 80) + offset
+
+    by = next(s for s in range(every, 401, every) if loss(s) <= target)
+    after = by - every
+    if not after:
+        return by, 0, by
+    return after + every * (loss(after) - target) / (loss(after) - loss(by)), after, by
+
+
+def planted(folder, offsets, seeds=(1, 2, 3), spread=0.02, every=20, **more):
+    """Settings (learning rates) with these offsets of their losses; each seed adds its own."""
+    noise = np.random.default_rng(0).standard_normal((len(offsets), len(seeds))) * spread
+    shared = np.random.default_rng(1).standard_normal(len(seeds)) * spread
+    found = {}
+    for i, (rate, offset) in enumerate(offsets.items()):
+        for j, seed in enumerate(seeds):
+            own = offset + noise[i, j] + shared[j]
+            make_run(folder / f"{rate}-{seed}", offset=own, seed=seed, val_every=every,
+                     optimizer__lr=rate, **more)  # fmt: skip
+            found[rate, seed] = own
+    return found
+
+
+def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path):
+    offsets = planted(tmp_path, {0.1: 0.0, 0.2: 0.3})
+    for align, unit in (("tokens", TOKENS), ("steps", 1), ("time", 0.5)):
+        c = compare([tmp_path], target="val/loss=3.2", align=align)
+        assert c.metric == f"target/{align}"
+        for entry in c.entries:
+            for run in entry.runs:
+                lr, seed = run.config["optimizer.lr"], run.config["train.seed"]
+                at, after, by = (unit * x for x in crossing(offsets[lr, seed], 3.2, 20))
+                assert run.figures[f"target/{align}"] == pytest.approx(at)
+                assert run.figures["target/after"] == pytest.approx(after)
+                assert run.figures["target/by"] == pytest.approx(by)
+                assert after < at <= by
+            mean = np.mean([r.figures[f"target/{align}"] for r in entry.runs])
+            assert entry.figures[f"target/{align}"] == pytest.approx(mean)
+        assert [e.standing.mark for e in c.entries] == ["best", "worse"]
+        assert c.headline.startswith("lr=0.1 reaches val/loss=3.2 first, after ")
+        assert "before lr=0.2 (3 seeds). 1 of the 1 others is slower." in c.headline
+
+
+def test_a_target_below_the_first_evaluation_is_known_from_the_start_only(tmp_path):
+    make_run(tmp_path / "a", val_every=100)
+    (entry,) = compare([tmp_path], target="val/loss=5").entries
+    assert entry.figures["target/after"] == 0
+    assert entry.figures["target/tokens"] == entry.figures["target/by"] == 100 * TOKENS
+    assert entry.figures["target/steps"] == 100
+
+
+def test_runs_that_never_do_count_as_such(tmp_path):
+    planted(tmp_path, {0.1: 0.0, 0.2: 0.05, 0.3: 0.8})
+    c = compare([tmp_path], target="val/loss=3.2")
+    assert [e.label for e in c.entries] == ["lr=0.1", "lr=0.2", "lr=0.3"]
+    never = c.entries[-1]
+    assert never.figures["target/reached"] == 0
+    assert "target/tokens" not in never.figures
+    assert (never.standing.mark, never.standing.difference) == ("worse", None)
+    assert any(n.startswith("3 of 9 runs never reached it (lr=0.3") for n in c.notes)
+    # One of three seeds: no mean is made of the other two.
+    make_run(tmp_path / "0.1-4", offset=0.9, seed=4, val_every=20, optimizer__lr=0.1)
+    c = compare([tmp_path], target="val/loss=3.2")
+    partly = next(e for e in c.entries if e.label == "lr=0.1")
+    assert partly.figures["target/reached"] == pytest.approx(0.75)
+    assert "target/tokens" not in partly.figures
+    assert "lr=0.1 in 3 of 4 runs" in c.headline or partly.standing.mark == "worse"
+    none = compare([tmp_path], target="val/loss=0.1")
+    assert none.headline == "No run reaches val/loss=0.1."
+
+
+def test_a_fork_has_reached_what_its_parents_have(tmp_path):
+    path = make_run(tmp_path / "fork", val_every=20, facts={"parent": {"step": 200}})
+    rows = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "lineage.jsonl").write_text("\n".join(rows[:200]) + "\n")
+    (path / "metrics.jsonl").write_text("\n".join(rows[200:]) + "\n")
+    make_run(tmp_path / "whole", val_every=20)
+    fork, whole = (compare([tmp_path / name], target="val/loss=3.2").entries[0].figures
+                   for name in ("fork", "whole"))  # fmt: skip
+    for key in ("target/tokens", "target/steps", "target/time", "target/after"):
+        assert fork[key] == pytest.approx(whole[key])
+
+
+@pytest.mark.parametrize("given", ["val/loss", "val/loss=", "val/loss=nan", "lr=0.1", "x=1", "=3"])
+def test_what_is_no_target_is_refused(tmp_path, given, capsys):
+    make_run(tmp_path / "a")
+    assert llmexp(["compare", str(tmp_path), "--target", given]) == 2
+    assert "for example --target val/loss=3.28" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--target orders the table by itself"):
+        compare([tmp_path], target="val/loss=3", sort="steps")
+
+
+def test_the_command_prints_what_the_schema_says(tmp_path, capsys):
+    import llmexp as program
+
+    planted(tmp_path, {0.1: 0.0, 0.2: 0.3})
+    assert llmexp(["compare", str(tmp_path), "--target", "val/loss=3.2", "--json"]) == 0
+    found = printed("compare", capsys.readouterr().out)
+    assert found["target"] == {"key": "val/loss", "value": 3.2}
+    assert found == program.compare(tmp_path, target="val/loss=3.2").data
+    assert program.compare(tmp_path).data["target"] is None
+    assert llmexp(["compare", str(tmp_path), "--target", "val/loss=3.2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens to" in out
+    assert "evaluations, up to 20.5k tokens apart" in out
+    page = tmp_path / "page.html"
+    words = ["--target", "val/loss=3.2", "--out", str(page)]
+    assert llmexp(["compare", str(tmp_path), *words]) == 0
+    assert "tokens to target" in page.read_text()
+
+
+def test_a_trained_sweep_reaches_a_target_where_its_rows_say(tmp_path):
+    quick = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=6",
+             "train.eval_every=2", "train.eval_tokens=600"]  # fmt: skip
+    grid = ["optimizer.lr=1e-2,1e-5", "hydra.sweep.dir=s"]
+    done = command("train", "-m", *quick, *grid, cwd=tmp_path)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for p in sorted((tmp_path / "s").glob("0-*/metrics.jsonl"))
+            for line in p.read_text().splitlines()]  # fmt: skip
+    seen = [(r["tokens_seen"], r["val/loss"]) for r in rows if "val/loss" in r]
+    (a, first), (b, second) = seen[-2:]
+    assert second < first
+    target = (first + second) / 2
+    printed_ = command("compare", "s", "--target", f"val/loss={target}", "--json", cwd=tmp_path)
+    found = json.loads(printed_.out)
+    best, other = found["runs"]
+    assert best["target/tokens"] == pytest.approx((a + b) / 2)
+    assert (best["target/after"], best["target/by"]) == (a, b)
+    assert (other["target/reached"], other["target/tokens"]) == (0.0, None)
+    assert found["headline"].startswith("Undecided, one seed each: lr=0.01 reaches val/loss=")
+
+
+def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
+    """The share of sweeps in which a setting is called slower, where all are alike.
+
+    `share` of the runs never reach the target, which counts as the end of the first such run.
+    """
+    random, found = np.random.default_rng([k, n]), 0
+    for _ in range(sweeps):
+        own = np.exp(spread * random.standard_normal((k, 1)))
+        x = random.standard_normal((k, n)) * own + random.standard_normal(n)
+        x = np.minimum(x, np.quantile(x, 1 - share))
+        model = fit([{str(j): float(row[j]) for j in range(n)} for row in x])
+        found += model is not None and any(j.worse for j in judged(model)[1].values())
+    return found / sweeps
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_counting_the_end_for_those_that_never_do_raises_no_alarms(share):
+    assert alarms(6, 3, share, 150, 0.35) <= 0.06 + 3 * math.sqrt(0.06 * 0.94 / 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+@pytest.mark.parametrize("spread", [0.0, 0.35])
+@pytest.mark.parametrize(("k", "n"), [(2, 3), (3, 3), (6, 3), (12, 3), (6, 5), (12, 5)])
+def test_false_alarms_with_runs_that_never_reach_it(k, n, share, spread):
+    assert alarms(k, n, share, 500, spread) <= 0.06 + 2.5 * math.sqrt(0.06 * 0.94 / 500)
