@@ -27,22 +27,6 @@ ROOMS = (
 # The parts: they take plain arguments and know neither the configuration nor the run.
 PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
-SLOW = ("torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken")
-# The modules that a command starts with, while a worker imports torch.
-FIRST = [
-    f"llmexp.cli.{name}"
-    for name in (
-        "train",
-        "resume",
-        "plan",
-        "sample",
-        "evaluate",
-        "prepare",
-        "explain",
-        "help",
-        "verify",
-    )
-]  # fmt: skip
 
 
 def room(module: str) -> str:
@@ -170,17 +154,6 @@ def test_distributed_and_wandb_stay_in_their_files():
             assert "torch.distributed" not in text, name
         if name != "llmexp.tracker.wandb":
             assert uses(name, "wandb") == set(), name
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_what_starts_first_imports_nothing_slow(name):
-    reached, todo = set(), [name]
-    while todo:
-        module = todo.pop()
-        if module not in reached:
-            reached.add(module)
-            todo += ours(module, top_level_only=True)
-            assert uses(module, *SLOW, top_level_only=True) == set(), module
 
 
 def test_hydra_stops_at_the_door():

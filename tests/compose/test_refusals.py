@@ -111,30 +111,16 @@ BAD = [
     ("--config-name=other", "--config-name other", "--config-dir"),
     ("--frobnicate", "--frobnicate", "train.max_steps=100"),
     ("--allow=../x", "--allow ../x", "--allow mypackage"),
-    # types and ranges
+    # types and ranges: some; tests/test_knobs.py tries each knob
     ("train.max_steps=abc", "train.max_steps=abc", "train.max_steps=300"),
-    ("train.max_steps=2.5", "train.max_steps=2.5", "whole number"),
     ("train.compile=3", "train.compile=3", "true, false or auto"),
     ("clip=off", "clip=off", "none, norm, value"),
     ("clip.kind=false", "clip.kind=false", "YAML reads off"),
     ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
-    ("train.tail=shed", "train.tail=shed", "keep, drop"),
     ("tracker.tags=one", "tracker.tags=one", "[one,two]"),
     ("checkpoint.keep=1", "checkpoint.keep=1", "at least 2"),
-    ("batch.gradient_accumulation_steps=0", "batch.gradient_accumulation_steps=0", "at least 1"),
-    ("batch.gradient_accumulation_steps=-1", "batch.gradient_accumulation_steps=-1", "at least 1"),
-    ("batch.gradient_accumulation_steps=2.5", "batch.gradient_accumulation_steps=2.5",
-    "whole number"),
     ("optimizer.lr=nan", "optimizer.lr=nan", "optimizer.lr="),
-    ("optimizer.lr=inf", "optimizer.lr=inf", "optimizer.lr="),
-    ("optimizer.lr=-1", "optimizer.lr=-1", "optimizer.lr="),
     ("optimizer.beta1=1.5", "optimizer", "1.5"),
-    ("optimizer=muon optimizer.ns_steps=100", "optimizer.ns_steps=100", "at most 99"),
-    ("optimizer=muon optimizer.nesterov=text", "optimizer.nesterov=text", "true or false"),
-    ("clip.max_norm=0", "clip.max_norm=0", "above 0"),
-    ("clip.max_norm=-1", "clip.max_norm=-1", "above 0"),
-    ("clip.max_norm=nan", "clip.max_norm=nan", "finite"),
-    ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2", "at most 1"),
     # knobs that do nothing in the chosen option
     ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
                                     "clip=none", "choose clip=norm"),
@@ -281,22 +267,6 @@ def test_a_warmup_longer_than_the_run_is_a_loud_warning(capsys, home):
     assert run(["plan", *SYNTHETIC, "schedule.warmup_steps=500", "train.max_steps=20"]) == 0
     assert "warning" in (out := capsys.readouterr().out)
     assert "warm-up of 500 updates is longer than the run of 20" in " ".join(out.split())
-
-
-def test_secrets_in_the_config(capsys, home, monkeypatch):
-    secret = "0123456789abcdef"
-    monkeypatch.setenv("WANDB_API_KEY", secret)
-    for arguments in (["plan"], ["plan", "-m", "train.seed=1,2"]):
-        message = refused(capsys, home, *arguments, *SYNTHETIC, f"tracker.notes=x{secret}")
-        assert "tracker.notes: holds the value of $WANDB_API_KEY" in message
-        assert secret not in message
-    message = refused(capsys, home, "plan", *SYNTHETIC, "tracker.notes=${oc.env:WANDB_API_KEY}")
-    assert secret not in message
-    # Neither the home folder nor a folder whose variable only sounds like a secret, nor a short
-    # value, is one.
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(home))
-    monkeypatch.setenv("MY_TOKEN", "7")
-    assert run(["plan", *SYNTHETIC, "tracker.notes=${oc.env:HOME}", "train.seed=7777777777"]) == 0
 
 
 def test_compile_without_a_compiler(capsys, home, monkeypatch):

@@ -340,8 +340,10 @@ def test_variables_that_only_sound_like_secrets_are_none(home, monkeypatch, caps
     """A launch script's counts and words, in a config and in a message."""
     for name in ("MAX_TOKENS", "NUM_TOKENS", "TRAIN_TOKENS", "MAX_TOKEN", "LAST_KEY"):
         monkeypatch.setenv(name, COUNT)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(home))
     monkeypatch.setenv("SORT_KEY", "val/loss")
     budget = ["train.max_steps=null", f"train.max_tokens={given}", "tracker.notes=by val/loss"]
+    budget.append(f"+user.home={home}")
     assert run(["plan", *TINY, "data=synthetic", "data.n_tokens=5000", *budget]) == 0
     assert capsys.readouterr().err == ""
     text = "the sort key val/loss"

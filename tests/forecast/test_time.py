@@ -209,6 +209,8 @@ def none_of(*packages):
 
 llmexp.load
 none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich", "hydra", "omegaconf")
+import llmexp.cli.train, llmexp.cli.resume, llmexp.cli.plan, llmexp.cli.sample, llmexp.cli.evaluate
+import llmexp.cli.prepare, llmexp.cli.explain, llmexp.cli.help, llmexp.cli.verify
 assert run(["train", "--help"]) == run(["train", "--cfg", "job", "--resolve", "name=x"]) == 0
 none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich")
 import llmexp.tracker.mirror, llmexp.system.console, llmexp.metrics.plot
