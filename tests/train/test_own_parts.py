@@ -273,6 +273,15 @@ def own(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def allowed(own, monkeypatch) -> Path:
+    """The folder of own parts, to be in, where they are allowed."""
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    return own
+
+
 @pytest.fixture(scope="module")
 def all_own(own) -> Result:
     """A run of nothing but own parts, five steps of eight, then resumed to the end."""
@@ -508,15 +517,10 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         ("schedule=never", "returned None for update 0", "def never("),
     ],
 )  # fmt: skip
-def test_a_wrong_output_is_refused_before_training_with_its_line(
-    own, capsys, monkeypatch, part, says, line
-):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
+def test_a_wrong_output_is_refused_before_training_with_its_line(allowed, capsys, part, says, line):
     section, _, name = part.partition("=")
-    (own / "conf/schedule").mkdir(exist_ok=True)
-    (own / "conf/schedule/never.yaml").write_text("_target_: mymodel.never\n")
+    (allowed / "conf/schedule").mkdir(exist_ok=True)
+    (allowed / "conf/schedule/never.yaml").write_text("_target_: mymodel.never\n")
     assert (
         run(["plan", *BASE, f"model._target_=mymodel.{name}" if section == "model" else part]) == 2
     )
@@ -528,10 +532,7 @@ def test_a_wrong_output_is_refused_before_training_with_its_line(
     assert places & {number, number - 1}, err
 
 
-def test_a_model_that_the_meta_device_cannot_run_is_tried_on_a_tiny_batch(own, capsys, monkeypatch):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
+def test_a_model_that_the_meta_device_cannot_run_is_tried_on_a_tiny_batch(allowed, capsys):
     assert run(["plan", *BASE, "model._target_=mymodel.NotOnMeta"]) == 0
 
 
@@ -588,12 +589,9 @@ def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(own):
         ),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(own, capsys, monkeypatch, target, says):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
-    (own / "conf/tokenizer").mkdir(exist_ok=True)
-    (own / "conf/tokenizer/bad.yaml").write_text(target)
+def test_what_is_no_tokenizer_is_refused(allowed, capsys, target, says):
+    (allowed / "conf/tokenizer").mkdir(exist_ok=True)
+    (allowed / "conf/tokenizer/bad.yaml").write_text(target)
     assert run(["plan", *BASE, "tokenizer=bad"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("llmexp: tokenizer._target_=mymodel.")
@@ -662,20 +660,14 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
         (["+train.mine=1"], "+user.mine=..."),
     ],
 )
-def test_what_hooks_and_the_section_user_may_not_be(own, capsys, monkeypatch, overrides, says):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
+def test_what_hooks_and_the_section_user_may_not_be(allowed, capsys, overrides, says):
     assert run(["plan", *BASE, *overrides]) == 2
     err = capsys.readouterr().err
     assert says in err
     assert len(err.splitlines()) == 1
 
 
-def test_points_that_differ_in_what_nobody_reads_are_twins(own, capsys, monkeypatch):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
+def test_points_that_differ_in_what_nobody_reads_are_twins(allowed, capsys):
     assert run(["plan", "-m", *BASE, "+user.scale=1,2"]) == 2
     assert "same config as 0-" in capsys.readouterr().err
     assert (
@@ -780,10 +772,7 @@ def test_a_model_for_16_bits_only_is_tried_as_it_is_trained(own):
 
 
 @pytest.mark.parametrize("values", ["true,false", "false,true"])
-def test_the_check_of_a_deterministic_point_changes_no_other(own, capsys, monkeypatch, values):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
+def test_the_check_of_a_deterministic_point_changes_no_other(allowed, capsys, values):
     points = ["model._target_=mymodel.Puts", f"train.deterministic={values}"]
     assert run(["plan", "-m", *BASE, *points]) == 2
     out, err = capsys.readouterr()
@@ -794,13 +783,8 @@ def test_the_check_of_a_deterministic_point_changes_no_other(own, capsys, monkey
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(
-    own, capsys, monkeypatch
-):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
-    monkeypatch.syspath_prepend(str(own))
-    (own / "conf/optimizer/changing.yaml").write_text("_target_: mymodel.changing\nlr: 1.0\n")
+def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(allowed, capsys):
+    (allowed / "conf/optimizer/changing.yaml").write_text("_target_: mymodel.changing\nlr: 1.0\n")
     assert run(["plan", "-m", *BASE, "optimizer=changing", "train.seed=1,2"]) == 0, (
         capsys.readouterr().err
     )
