@@ -115,7 +115,6 @@ if address := os.environ.get("LLMEXP_TEST_FORKS"):
         ["llmexp.train"],
         ["llmexp.sweep.check"],
         ["llmexp.forecast.fitting"],
-        ["tests.models.two_ranks"],
         ["tests.tracker.worker"],
         ["wandb"],
     )

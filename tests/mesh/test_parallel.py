@@ -364,19 +364,27 @@ def test_what_does_not_fit_is_refused(settings, capsys, overrides):
 
 HEADS = [
     "model=qwen3_0_6b", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8",
+    "model.tied_head=false",
     "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=5",
+    "train.sample_tokens=9",
 ]  # fmt: skip
 
 
-def test_norms_of_heads_are_shared_by_tensor_parallel_ranks(tmp_path, settings, capsys):
-    """Their weights act on the heads of every rank; from the second step on, a lost part of the
-    gradient would show in the losses."""
+def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
+    tmp_path, settings, capsys
+):
+    """Weights of norms act on the heads of every rank; from the second step on, a lost part of the
+    gradient would show in the losses. The text that is sampled is that of one rank, too."""
     split = ["parallelism=tp", "parallelism.nproc_per_node=2"]
-    rows = []
+    rows, samples = [], []
     for name, more in (("one", ["parallelism=single"]), ("two", split)):
         run = llmexp("train", *HEADS, *settings, *more, f"hydra.run.dir={name}", cwd=tmp_path)
         assert run.code == 0, run.err
         rows.append(run.rows())
+        samples.append([line for line in run.out.splitlines() if line.startswith("sample")])
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 1
+    assert "none:" not in samples[0][0]
     for one, two in zip(*rows, strict=True):
         for key in {"train/loss", "grad_norm", "weight_norm"} & one.keys():
             # sums in another order, fp64
