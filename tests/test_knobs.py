@@ -22,7 +22,7 @@ from llmexp import mesh
 from llmexp.data.text_bytes import TextBytes
 from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
-from llmexp.settings.convert import build, converted
+from llmexp.settings.convert import build, convert_value
 from llmexp.settings.knobs import affects, dead, deciding_result, fields, is_record, may_change
 from llmexp.settings.parts import COMMON, arguments
 from llmexp.settings.targets import arguments_of, locate, resolve
@@ -366,7 +366,7 @@ def test_a_value_that_does_not_fit_its_declaration_is_refused(case):
                 given(section, chosen, {name: value})
             assert str(refused.value).startswith(f"{key}={written(value)}: "), (key, value)
         if knob.example is not None:
-            converted(kind, knob.example, key, knob)
+            convert_value(kind, knob.example, key, knob)
         assert not knob.doc.endswith("."), key
 
 

@@ -25,7 +25,7 @@ from llmexp.run.derived import Derived
 from llmexp.run.layout import SIZES, Layout
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
-from llmexp.settings.labels import ALIASES, shown
+from llmexp.settings.labels import ALIASES, short_value
 from llmexp.settings.values import ConfigError, flatten, section_knobs
 from llmexp.sweep.settings import Sweep
 
@@ -126,7 +126,7 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     found = {"key": key, "value": flat[key], "meaning": meaning(key, every), "history": history}
     found["affects"] = changes(key)
     if (acts := getattr(fields().get(key), "acts", None)) is not None:
-        is_what = f"is {' or '.join(map(shown, acts.values))}" if acts.values else "is given"
+        is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
         found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
     if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
         found["swept"] = swept
@@ -198,7 +198,7 @@ def filled(formula: str, numbers: dict[str, Any]) -> str:
     values = {word: numbers.get(word) for word in re.findall(r"{(\w+)}", formula)}
     if None in values.values():
         return ""
-    shown_as = {k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in values.items()}
+    shown_as = {k: f"{v:,}" if isinstance(v, int) else short_value(v) for k, v in values.items()}
     return formula.format_map(shown_as)
 
 
@@ -322,4 +322,4 @@ def text(value: Any) -> str:
     """Return a value as an override would have it."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return json.dumps(value) if isinstance(value, (list, dict)) else shown(value)
+    return json.dumps(value) if isinstance(value, (list, dict)) else short_value(value)

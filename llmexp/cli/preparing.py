@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.convert import section
+from llmexp.settings.convert import convert_section
 from llmexp.settings.values import choice, knob, refuse
 
 PART = "3/16"
@@ -27,7 +27,7 @@ class Prepare:
 
 def build_prepare(mapping: Mapping[str, Any]) -> Prepare:
     """Return the section `prepare`. Raises ConfigError."""
-    found = section(Prepare, mapping, "prepare.")
+    found = convert_section(Prepare, mapping, "prepare.")
     part_of(found)
     if found.part is not None and found.on != "local":
         text = "Ray deals out the parts itself; leave out one of prepare.part and prepare.on"

@@ -40,7 +40,7 @@ def resume(arguments: list[str]) -> int:
     if rundir.is_run(path):
         return resume_run(path, args.overrides)
     if ledger.is_sweep(path):
-        arguments = recordable(ledger.read(path).arguments)
+        arguments = recordable(ledger.read_ledger(path).arguments)
         here = f"sweep.resume={quoted(str(path))}"
         return train.train(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):

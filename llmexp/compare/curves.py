@@ -12,7 +12,7 @@ import numpy as np
 from llmexp.compare.figures import counts
 from llmexp.compare.position import positions
 from llmexp.compare.records import Entry
-from llmexp.settings.labels import shown
+from llmexp.settings.labels import short_value
 from llmexp.system.text import number
 
 AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
@@ -116,9 +116,9 @@ def scale(entries: Sequence[Entry], key: str) -> Scale:
     factors."""
     distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
     levels = sorted(
-        distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, shown(v))
+        distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, short_value(v))
     )
-    labels = [shown(v) for v in levels]
+    labels = [short_value(v) for v in levels]
     if len(set(labels)) < len(labels):
         labels = [repr(v) for v in levels]
     if any(number(v) is None for v in levels):

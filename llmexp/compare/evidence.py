@@ -22,7 +22,7 @@ from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
-from llmexp.settings.labels import shown as value
+from llmexp.settings.labels import short_value as value
 from llmexp.system.text import number
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated

@@ -65,7 +65,7 @@ class Known:
         """Return the sweep that all runs belong to, if there is one."""
         sweeps = {r.sweep for r in self.runs}
         one = sweeps.pop() if len(sweeps) == 1 else None
-        return ledger.read(one) if one and ledger.is_sweep(one) else None
+        return ledger.read_ledger(one) if one and ledger.is_sweep(one) else None
 
     @cached_property
     def overrides(self) -> dict[Path, dict[str, str]]:

@@ -18,7 +18,7 @@ from llmexp.compare.settings import varying
 from llmexp.compare.target import REACHED, cap_of
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
-from llmexp.settings.labels import shown as value
+from llmexp.settings.labels import short_value as value
 from llmexp.system.text import duration, number, rounded
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}

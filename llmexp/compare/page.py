@@ -21,7 +21,7 @@ from llmexp.compare.plotting import looks, templates
 from llmexp.compare.records import Comparison, Record, as_dict
 from llmexp.compare.table import columns_of
 from llmexp.settings.labels import plural
-from llmexp.settings.labels import shown as setting
+from llmexp.settings.labels import short_value as setting
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 

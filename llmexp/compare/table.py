@@ -20,7 +20,7 @@ from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import TWIN, Comparison, Entry
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys
-from llmexp.settings.labels import shown as setting
+from llmexp.settings.labels import short_value as setting
 from llmexp.system import child
 
 _STYLES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.source import TRAIN, Source
-from llmexp.settings.convert import converted, section
+from llmexp.settings.convert import convert_section, convert_value
 from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
@@ -62,7 +62,7 @@ def read_sources(
     found: dict[str, Source] = {}
     for name, value in sections.items():
         key = _key("data.sources", name)
-        given = section(SourceKnobs, value, f"{key}.")
+        given = convert_section(SourceKnobs, value, f"{key}.")
         source = _source(key, given, remote)
         found[name] = replace(source, shares=tuple(shares), weight=given.weight, skip_bad=skip)
     weights = {name: source.weight for name, source in found.items()}
@@ -83,7 +83,7 @@ def read_validation(
     held_out, shares = {}, []
     for name, value in sections.items():
         key = _key("data.val", name)
-        given = section(ValidationKnobs, value, f"{key}.")
+        given = convert_section(ValidationKnobs, value, f"{key}.")
         if name in TAKEN:
             raise ConfigError(f"{key}: is the name of {TAKEN[name]}; choose another one")
         if given.share is None:
@@ -139,12 +139,12 @@ def read_stages(
         if not isinstance(value, Mapping) or set(value) != {"from_tokens", "weights"}:
             example = f"for example {typed('data.stages', like)}"
             raise refuse(key, value, f"from_tokens and weights are needed; {example}")
-        given = section(StageKnobs, value, f"{key}.")
+        given = convert_section(StageKnobs, value, f"{key}.")
         if set(given.weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
             raise refuse(f"{key}.weights", given.weights, text)
         weights = {
-            name: converted(float, given.weights[name], f"{key}.weights.{name}", WEIGHT)
+            name: convert_value(float, given.weights[name], f"{key}.weights.{name}", WEIGHT)
             for name in names
         }
         start = -(-given.from_tokens // sequence_length)

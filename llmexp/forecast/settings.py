@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.convert import section
+from llmexp.settings.convert import convert_section
 from llmexp.settings.values import knob, refuse
 from llmexp.system.devices import device_named
 
@@ -48,7 +48,7 @@ class Plan:
 
 def build_plan(mapping: Mapping[str, Any]) -> Plan:
     """Return the section `plan`. Raises ConfigError, also for a device that is not known."""
-    found: Plan = section(Plan, mapping, "plan.")
+    found: Plan = convert_section(Plan, mapping, "plan.")
     if found.device is None and found.memory_gib is not None:
         text = "acts only beside plan.device; add for example plan.device=h200"
         raise refuse("plan.memory_gib", found.memory_gib, text)

@@ -70,7 +70,7 @@ def _sweep(path: Path, problems: list[str]) -> SweepFolder:
     if not ledger.is_sweep(path):
         return SweepFolder(path if (path / "multirun.yaml").is_file() else None)
     try:
-        found = ledger.read(path)
+        found = ledger.read_ledger(path)
     except ConfigError as error:
         problems.append(f"{clean(error)}; the runs speak for themselves")
         return SweepFolder(path)

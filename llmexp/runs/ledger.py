@@ -24,7 +24,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ending import state_now
 from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
-from llmexp.settings.convert import section
+from llmexp.settings.convert import convert_section
 from llmexp.settings.knobs import deciding_result
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system import fileio
@@ -219,7 +219,7 @@ def is_sweep(path: Path) -> bool:
     return (path / LEDGER).is_file()
 
 
-def read(path: Path) -> Ledger:
+def read_ledger(path: Path) -> Ledger:
     """Return the ledger of a sweep's folder, with the states of its points.
 
     Raises ConfigError for one that is missing, damaged, or of a newer version.
@@ -339,4 +339,4 @@ def _checked(
         known = {k: v for k, v in given.items() if k in (fields if keys is None else keys)}
         defaults = {k: v for k, v in fields.items() if v is not dataclasses.MISSING}
         given = defaults | known | own
-    return section(cls, given, at)
+    return convert_section(cls, given, at)

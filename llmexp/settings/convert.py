@@ -66,13 +66,13 @@ def build(mapping: Mapping[str, Any]) -> Config:
     Texts keep their variables of the environment; numbers, switches and choices take their values.
     Raises ConfigError for unknown or missing keys, types and ranges.
     """
-    return section(Config, mapping, "")
+    return convert_section(Config, mapping, "")
 
 
 def checked_knob(key: str, value: Any) -> Any:
     """Return a value of the knob `key` of `parts` as its type. Raises ConfigError."""
     kind, knob = parts.arguments()[key]
-    return converted(kind, value, key, knob)
+    return convert_value(kind, value, key, knob)
 
 
 def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
@@ -89,7 +89,7 @@ def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def section(cls: type[T], mapping: Any, prefix: str) -> T:
+def convert_section(cls: type[T], mapping: Any, prefix: str) -> T:
     """Return a closed section, whose keys begin with `prefix`. Raises ConfigError."""
     if not isinstance(mapping, Mapping):
         text = "a section of keys is needed here, not a plain value"
@@ -106,15 +106,15 @@ def section(cls: type[T], mapping: Any, prefix: str) -> T:
     for key, field in fields.items():
         knob = field.metadata.get("knob", Knob("a section"))
         if key in mapping:
-            values[field.name] = converted(hints[field.name], mapping[key], prefix + key, knob)
+            values[field.name] = convert_value(hints[field.name], mapping[key], prefix + key, knob)
         elif dataclasses.is_dataclass(hints[field.name]):  # a section that older configs lack
-            values[field.name] = converted(hints[field.name], {}, prefix + key, knob)
+            values[field.name] = convert_value(hints[field.name], {}, prefix + key, knob)
         elif knob.default is NO_DEFAULT:
             raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)
 
 
-def converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
+def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     """Return a value of any field or argument as its type. Raises ConfigError."""
     if kind is Any:
         return value
@@ -131,7 +131,7 @@ def converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
             return None
         kind = next(arg for arg in kinds if arg is not type(None))
     if dataclasses.is_dataclass(kind):
-        return section(typing.cast(type, kind), value, f"{key}.")
+        return convert_section(typing.cast(type, kind), value, f"{key}.")
     if typing.get_origin(kind) is dict:
         return _open_section(value, key)
     if typing.get_origin(kind) is list:
@@ -179,7 +179,7 @@ def _look_through(tree: Any, name: str) -> None:
 def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
     found = fill(value, key)
     try:
-        return converted(kind, found, key, knob)
+        return convert_value(kind, found, key, knob)
     except ConfigError:  # its text has what was found
         text = f"what the environment holds does not fit ({knob.doc})"
         raise refuse(key, value, text, knob.example) from None

@@ -42,7 +42,7 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
     return {key: name if taken.count(name) == 1 and name else key for key, name in short.items()}
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Return a value as YAML has it, numbers with at most six digits, our functions by name."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -66,7 +66,7 @@ def parse_value(text: str) -> Any:
 def short_label(values: Mapping[str, Any]) -> str:
     """Return `clip=0.5 lr=0.1` for {"clip.max_norm": 0.5, "optimizer.lr": 0.1}."""
     names = short_keys(values)
-    return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())
+    return " ".join(f"{names[key]}={short_value(value)}" for key, value in values.items())
 
 
 def plural(number: int, what: str) -> str:

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.settings.convert import checked_knob, converted, today
+from llmexp.settings.convert import checked_knob, convert_value, today
 from llmexp.settings.parts import COMMON, declared
 from llmexp.settings.values import ConfigError, Knob, hint, nearest, nested, refuse
 from llmexp.settings.variables import fill
@@ -240,7 +240,7 @@ def resolve(
             )
     for name, (kind, knob) in arguments_of(target).items():
         if name in knobs:
-            knobs[name] = converted(kind, knobs[name], f"{section}.{name}", knob)
+            knobs[name] = convert_value(kind, knobs[name], f"{section}.{name}", knob)
     return target, knobs
 
 

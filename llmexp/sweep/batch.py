@@ -158,7 +158,7 @@ def open_ledger(current: Current) -> None:
         runs = plural(len(ledger.points), "run")
         say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
     elif resumed:
-        ledger = ledgers.read(path)
+        ledger = ledgers.read_ledger(path)
         if ledger.grid != current.grid:
             kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
             text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"

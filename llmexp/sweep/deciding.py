@@ -63,7 +63,7 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
     if len(seeds) < 2:
         first = int(current.cfg.train.seed)
         seeds = list(range(first, first + settings.first_seeds))
-    ledger = ledgers.read(current.where) if ledgers.is_sweep(current.where) else None
+    ledger = ledgers.read_ledger(current.where) if ledgers.is_sweep(current.where) else None
     if ledger and ledger.looks:
         seeds = list(map(int, ledger.looks[0].seeds))
     if len(seeds) > settings.max_seeds:
@@ -114,7 +114,7 @@ def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
         raise refuse("sweep.max_tokens", settings.max_tokens, text, wanted)
     if settings.resume is None or not ledgers.is_sweep(current.where):
         return
-    looks, most = ledgers.read(current.where).looks, settings.max_seeds
+    looks, most = ledgers.read_ledger(current.where).looks, settings.max_seeds
     if looks and len(looks[-1].seeds) < most and not level_of(most, most, looks):
         text = f"the chance of error of 5 % is used up by the looks up to {looks[-1].most} seeds"
         way = "to go on, train a sweep of its own with other seeds"

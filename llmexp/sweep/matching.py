@@ -18,7 +18,7 @@ from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts, steps_of
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import deciding_result
-from llmexp.settings.labels import shown
+from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.current import Current
@@ -172,7 +172,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     """
     if not ledgers.is_sweep(current.where):
         return {}
-    ledger = ledgers.read(current.where)
+    ledger = ledgers.read_ledger(current.where)
     known = entries_of(ledger, points)
     new = [point for point in points if point.identity not in known]
     there = composed(ledger, new, current.settings)
@@ -240,6 +240,6 @@ def refuse_shared(
         way = "new points come from keys with several values, others from a sweep of their own"
         if key.endswith("._target_"):
             raise ConfigError(f"{section}: all points of {ledger.path} share another one; {way}")
-        text = f"all points of {ledger.path} have {shown(old)}; {way}"
-        both = f"{shown(old)},{shown(value)}"
+        text = f"all points of {ledger.path} have {short_value(old)}; {way}"
+        both = f"{short_value(old)},{short_value(value)}"
         raise refuse(key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmexp.settings.convert import section
+from llmexp.settings.convert import convert_section
 from llmexp.settings.values import choice, count, knob
 
 
@@ -112,4 +112,4 @@ class Sweep:
 
 def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
     """Return the section `sweep`. Raises ConfigError."""
-    return section(Sweep, mapping, "sweep.")
+    return convert_section(Sweep, mapping, "sweep.")

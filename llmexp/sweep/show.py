@@ -17,7 +17,7 @@ from llmexp.compare import budgets
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
-from llmexp.settings.labels import parse_value, short_keys, short_label, shown
+from llmexp.settings.labels import parse_value, short_keys, short_label, short_value
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import say
@@ -234,7 +234,7 @@ def naming(
     short = short_keys(keys)
     columns = [("", *(short[key] for key in keys))]
     for n, values in points:
-        cells = {key: shown(value) for key, value in values.items()}
+        cells = {key: short_value(value) for key, value in values.items()}
         columns.append((str(n), *(cells.get(key, "") for key in keys)))
     whole = [(*a, *b) for a, b in zip(columns, rest, strict=True)]
     if width is None or len(aligned(whole, left=0).partition("\n")[0]) <= width:

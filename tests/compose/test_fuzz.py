@@ -323,7 +323,7 @@ def test_ledgers(tmp_path, content):
     (tmp_path / "sweep.json").write_bytes(content)
     points = []
     with contextlib.suppress(ConfigError):
-        points = ledger.read(tmp_path).points
+        points = ledger.read_ledger(tmp_path).points
     for entry in points:
         assert (tmp_path / entry.folder).resolve().is_relative_to(tmp_path.resolve())
 

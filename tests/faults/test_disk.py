@@ -278,5 +278,5 @@ def test_a_full_disk_under_the_ledger_of_a_sweep(here, settings, whole):
         assert done.code == 0, done.err
         assert first.rows() == rows  # it was not run again
         assert_as_undisturbed(second, whole)
-        points = ledger.read(disk / "sweep").points
+        points = ledger.read_ledger(disk / "sweep").points
         assert [point.state for point in points] == ["finished", "finished"]

@@ -238,7 +238,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     # The last command names two of the three settings; a longer budget is for all.
     longer = llmexp("resume", "s", "train.max_steps=6", cwd=tmp_path)
     assert longer.code == 0, longer.err + longer.out
-    assert {p.state for p in ledgers.read(tmp_path / "s").points} == {"finished"}
+    assert {p.state for p in ledgers.read_ledger(tmp_path / "s").points} == {"finished"}
     steps = {json.loads(p.read_text())["max_steps"] for p in (tmp_path / "s").glob("*/run.json")}
     assert steps == {6}
 

@@ -85,7 +85,7 @@ def test_a_space_that_has_been_tried_whole_gives_no_more():
 
 
 def points(path: Path) -> list[ledger.LedgerEntry]:
-    return ledger.read(path).points
+    return ledger.read_ledger(path).points
 
 
 def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_path):
@@ -127,7 +127,7 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     assert wider.code == 0, wider.err
     after = points(runs)
     assert [p.attempts for p in after[:5]] == [p.attempts for p in points(runs)[:5]]
-    assert len([p for p in after if not ledger.read(runs).is_fresh(p)]) == 4
+    assert len([p for p in after if not ledger.read_ledger(runs).is_fresh(p)]) == 4
     words = [*SMALL, "optimizer.lr=1e-3,1e-2", "sweep.resume=cut"]
     grid = llmexp("train", "-m", *words, cwd=tmp_path)
     assert grid.code == 2
@@ -138,7 +138,7 @@ def test_rungs_leave_trials_out_as_halving_does(tmp_path):
     halving = ["sweep.halving=0.25", "sweep.search.trials=4", "train.max_steps=8"]
     done = llmexp("train", "-m", *SEARCH, *halving, "hydra.sweep.dir=s", cwd=tmp_path)
     assert done.code == 0, done.err + done.out
-    found = ledger.read(tmp_path / "s")
+    found = ledger.read_ledger(tmp_path / "s")
     trials = [p for p in found.points if not found.is_fresh(p)]
     assert {p.rung for p in trials} & {0.25, 0.5}
     scores: list[float] = []

@@ -276,7 +276,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert re.search(r"0 hooks=\[slow.slow\] +pending", out.partition("running")[2])
     assert f"to cancel them: scancel {job.partition('_')[0]}\n" in out
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume sweep --allow slow"
-    ledger = ledgers.read(work / "sweep")
+    ledger = ledgers.read_ledger(work / "sweep")
     assert (ledger.state, [p.state for p in ledger.points]) == (
         "preempted",
         ["running", "failed"],
@@ -294,7 +294,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert waiting.returncode == 1, out + err
     assert "1 job submitted before is still there" in out
     assert "1 job submitted; what their processes print is in sweep/slurm-3\n" in out
-    ledger = ledgers.read(work / "sweep")
+    ledger = ledgers.read_ledger(work / "sweep")
     assert [p.state for p in ledger.points] == ["preempted", "failed"]
     assert "0 hooks=[slow.slow]  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]

@@ -86,7 +86,7 @@ HOOKED = ["--allow", "own", "hooks=[own.hook]"]
 
 def sweep_json(folder: Path) -> dict:
     """The ledger, with what the runs' folders say of its points."""
-    ledger = ledgers.read(folder)
+    ledger = ledgers.read_ledger(folder)
     return {**vars(ledger), "points": [vars(entry) for entry in ledger.points]}
 
 
@@ -493,7 +493,7 @@ def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, d
     (folder / "sweep.json").write_text(json.dumps(tree))
     refusal, found = "", None
     try:
-        found = ledgers.read(folder)
+        found = ledgers.read_ledger(folder)
     except ConfigError as error:
         refusal = str(error)
     if found is None:
@@ -501,7 +501,7 @@ def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, d
         assert key in refusal
     else:
         found.save()
-        assert ledgers.read(folder) == found
+        assert ledgers.read_ledger(folder) == found
 
 
 def test_a_change_of_a_point_among_1000_is_a_line(tmp_path):
@@ -521,23 +521,23 @@ def test_a_change_of_a_point_among_1000_is_a_line(tmp_path):
     assert (tmp_path / "sweep.json").read_bytes() == whole
     assert text.count(b"\n") == 201
     assert len(text) < 201 * 80
-    assert ledgers.read(tmp_path) == ledger
+    assert ledgers.read_ledger(tmp_path) == ledger
     for cut in (1, 40, len(text) - 40, len(text) - 1):
         (tmp_path / "sweep.jsonl").write_bytes(text[:cut])
-        found = ledgers.read(tmp_path)
+        found = ledgers.read_ledger(tmp_path)
         assert found.points[7].attempts == (1 if cut > 2000 else 0)
     found.update(found.points[9], attempts=5)  # of a process that has not written it yet
     assert not (tmp_path / "sweep.jsonl").exists()
-    assert ledgers.read(tmp_path).points[9].attempts == 5
+    assert ledgers.read_ledger(tmp_path).points[9].attempts == 5
     (tmp_path / "sweep.jsonl").write_bytes(text)  # as if it had been killed before it was removed
-    assert ledgers.read(tmp_path) == found
+    assert ledgers.read_ledger(tmp_path) == found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', "\x00", "9" * 5000])
 def test_a_file_that_is_no_ledger(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ConfigError, match=r"sweep\.json"):
-        ledgers.read(tmp_path)
+        ledgers.read_ledger(tmp_path)
     refused = llmexp("resume", str(tmp_path), cwd=tmp_path) if text == "{" else None
     assert refused is None or (refused.code == 2 and "Traceback" not in refused.err)
 

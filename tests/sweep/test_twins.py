@@ -75,7 +75,7 @@ POINTS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.ev
 
 
 def ledger_of(folder: Path) -> dict[str, tuple[str, int]]:
-    return {p.label: (p.state, p.attempts) for p in ledger.read(folder).points}
+    return {p.label: (p.state, p.attempts) for p in ledger.read_ledger(folder).points}
 
 
 def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):

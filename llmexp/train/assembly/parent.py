@@ -20,7 +20,7 @@ from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.knobs import deciding_result, differing
-from llmexp.settings.labels import shown
+from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
@@ -105,9 +105,9 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         new = flatten({"model": config.model})
         changed = differing(old, new)
         keys = [key for key in new if key in changed]
-        given = ", ".join(f"{key}={shown(new[key])}" for key in keys[:3])
+        given = ", ".join(f"{key}={short_value(new[key])}" for key in keys[:3])
         given += f" and {len(keys) - 3} more" * (len(keys) > 3)
-        has = f", and {run} has {shown(old.get(keys[0]))}" if len(keys) == 1 else ""
+        has = f", and {run} has {short_value(old.get(keys[0]))}" if len(keys) == 1 else ""
         why = f"a fork has the model of its parent{has}" if keys else f"{run}: {error}"
         begin = typed("model.init_from", f"{run}@{step}")
         way = f"leave it out, or begin a new run with what fits: {begin}"
