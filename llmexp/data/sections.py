@@ -14,7 +14,7 @@ from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-WEIGHT = Knob("share in the mixture; 0 leaves the source out", 0.5, at_least=0)
+WEIGHT = Knob("share in the mixture; 0 leaves the source out", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ValidationKnobs(PlaceKnobs):
 
 @dataclass(frozen=True)
 class StageKnobs:
-    from_tokens: int = knob("tokens before the stage", 1_000_000, at_least=1)
+    from_tokens: int = knob("tokens before the stage", at_least=1)
     weights: dict[str, Any] = knob("a weight for each source")
 
 
@@ -61,7 +61,7 @@ def read_sources(
         raise ConfigError(f"data.sources: name one source at least; for example {example}")
     found: dict[str, Source] = {}
     for name, value in sections.items():
-        key = _key("data.sources", name)
+        key = _key("data.sources", name, value)
         given = convert_section(SourceKnobs, value, f"{key}.")
         source = _source(key, given, remote)
         found[name] = replace(source, shares=tuple(shares), weight=given.weight, skip_bad=skip)
@@ -82,7 +82,7 @@ def read_validation(
     """Return the validation sets with files of their own, and the shares of the others."""
     held_out, shares = {}, []
     for name, value in sections.items():
-        key = _key("data.val", name)
+        key = _key("data.val", name, value)
         given = convert_section(ValidationKnobs, value, f"{key}.")
         if name in TAKEN:
             raise ConfigError(f"{key}: is the name of {TAKEN[name]}; choose another one")
@@ -98,11 +98,15 @@ def read_validation(
     return held_out, shares
 
 
-def _key(parent: str, name: Any) -> str:
+def _key(parent: str, name: Any, value: Any) -> str:
+    """Return the key of a named section. Raises ConfigError for a wrong name, or no section."""
+    key = f"{parent}.{name}"
     if NAME.fullmatch(str(name)) is None:
         text = "a name has letters, digits, - and _, at most 40; for example web"
-        raise ConfigError(f"{parent}.{name}: {text}")
-    return f"{parent}.{name}"
+        raise ConfigError(f"{key}: {text}")
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value}: keys are needed; for example {key}.files=corpus/*.jsonl")
+    return key
 
 
 def _source(key: str, given: PlaceKnobs, remote: RemoteCache) -> Source:
@@ -134,24 +138,27 @@ def read_stages(
     """Return the weights by the first sequence of the run that they count for."""
     found: dict[int, dict[str, float]] = {}
     like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
+    example = f"for example {typed('data.stages', like)}"
     for number, value in enumerate(stages):
         key = f"data.stages[{number}]"
         if not isinstance(value, Mapping) or set(value) != {"from_tokens", "weights"}:
-            example = f"for example {typed('data.stages', like)}"
             raise refuse(key, value, f"from_tokens and weights are needed; {example}")
-        given = convert_section(StageKnobs, value, f"{key}.")
-        if set(given.weights) != set(names):
+        try:
+            given = convert_section(StageKnobs, value, f"{key}.")
+            weights = {
+                str(name): convert_value(float, weight, f"{key}.weights.{name}", WEIGHT)
+                for name, weight in given.weights.items()
+            }
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {example}", error.key, error.code) from None
+        if set(weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
             raise refuse(f"{key}.weights", given.weights, text)
-        weights = {
-            name: convert_value(float, given.weights[name], f"{key}.weights.{name}", WEIGHT)
-            for name in names
-        }
         start = -(-given.from_tokens // sequence_length)
         if not any(weights.values()):
             raise refuse(f"{key}.weights", given.weights, "one weight must be above 0")
         if found and start <= max(found):
             text = "stages stand in order; the one before begins there or later"
             raise refuse(f"{key}.from_tokens", given.from_tokens, text)
-        found[start] = weights
+        found[start] = {name: weights[name] for name in names}
     return found

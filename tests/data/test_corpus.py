@@ -365,6 +365,10 @@ def test_a_shard_that_is_damaged_is_made_anew(files, damage):
 WEB = {"files": "FOLDER/web.jsonl"}
 REFUSED = {
     "no source": ({"sources": {}}, "data.sources: name one source at least"),
+    "no section": (
+        {"sources": {"web": "a.jsonl"}},
+        "web=a.jsonl: keys are needed; for example dat",
+    ),
     "no place": ({"sources": {"web": {"weight": 1.0}}}, "data.sources.web: either files or hf"),
     "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
     "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"web.weight=0: all weights are 0; for ex"),
@@ -383,6 +387,10 @@ REFUSED = {
     "main": ({"val_main": "near"}, "data.val_main=near: there is no such validation set; known: f"),
     "cache": ({"cache_dir": "FOLDER/web.jsonl"}, "the token cache cannot be written there"),
     "stage": ({"stages": [{"from_tokens": 9}]}, r"data.stages\[0\]=.*from_tokens and weights"),
+    "stage start": (
+        {"stages": [{"from_tokens": -5, "weights": {"web": 1.0, "code": 1}}]},
+        r"from_tokens=-5: must be at least 1 .*; for example 'data\.stages=\[{from_tokens: 1000000",
+    ),
     "stage weight": (
         {"stages": [{"from_tokens": 9, "weights": {"web": 1.0}}]},
         "each source needs a weight: web, code",
