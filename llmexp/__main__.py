@@ -115,10 +115,10 @@ def dispatch(arguments: list[str]) -> int:
     if command in ("-sc", "--shell-completion", "--shell_completion"):
         return complete(arguments, tuple(COMMANDS))
     if command not in COMMANDS:
-        hint = nearest(command, COMMANDS)
+        hint = f"{nearest(command, COMMANDS)} See llmexp --help."
         if command.startswith("sweep"):
             hint = " A sweep is llmexp train -m; for example llmexp train -m optimizer.lr=1e-3,3e-3"
-        raise ConfigError(f"{command}: there is no such command.{hint} See llmexp --help.")
+        raise ConfigError(f"{command}: there is no such command.{hint}")
     if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
         from llmexp.cli.help import print_help
 

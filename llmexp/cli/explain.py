@@ -16,7 +16,14 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
 from llmexp.compose.errors import flat_keys, nearest_key
-from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers, not_in_option
+from llmexp.compose.origin import (
+    COMMAND_LINE,
+    CONFIG_NAME,
+    Layer,
+    layers,
+    not_in_option,
+    options_of,
+)
 from llmexp.forecast.settings import Plan
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
@@ -217,7 +224,7 @@ def group(
         by = COMMAND_LINE
     found = {"key": name, "value": choices[name], "chosen_by": by}
     knobs = knobs_in(name, every, flat)
-    return found | {"options": loader.get_group_options(name), "knobs": knobs}
+    return found | {"options": options_of(loader, name), "knobs": knobs}
 
 
 def knobs_in(section: str, every: list[Layer], flat: dict[str, Any]) -> list[dict[str, Any]]:

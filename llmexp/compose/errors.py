@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llmexp.compose.origin import CONFIG_NAME, not_in_option, option
+from llmexp.compose.origin import CONFIG_NAME, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, refuse
 
@@ -48,17 +48,17 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
         if "already at" in text:
             return f"{found[1]}: this key exists; write it without the +"
         return unknown(found[1].partition("=")[0], loader, overrides)
-    choosing = r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)"
-    if found := re.search(choosing, text, re.S):
-        choice, group, options = found.groups()
+    choosing = r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':"
+    if found := re.search(choosing, text):
+        choice, group = found.groups()
         word = choice.removeprefix(group + "/")
-        near = hint(word, options.split("Config search")[0].split())
+        near = hint(word, options_of(loader, group))
         return f"{group}={word}: there is no such option.{near}"
     if "Config group override must be" in text:
         groups = loader.list_groups("")
         for o in parsed(overrides):
             if o.key_or_group in groups and not isinstance(o.value(), (str, list)):
-                known = ", ".join(loader.get_group_options(o.key_or_group))
+                known = ", ".join(options_of(loader, o.key_or_group))
                 return f"{o.input_line}: an option of the group is needed. Known: {known}."
     key = getattr(error, "full_key", None)
     if key and (found := re.search(r"Environment variable '([^']+)' not found", text)):
@@ -95,7 +95,7 @@ def _longer_in_option(loader: Any, choices: Mapping[str, Any], key: str, value: 
     section, _, name = key.partition(".")
     if section not in choices or not name or "." in name:
         return ""
-    for other in [choices[section], *loader.get_group_options(section)]:
+    for other in [choices[section], *options_of(loader, section)]:
         longer = [k for k in option(loader, f"{section}/{other}") if k.endswith(f"_{name}")]
         if longer and other == choices[section]:
             return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp.compose.forking import PREFIX
+from llmexp.compose.forking import OPTION, PREFIX
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.config import OPEN_SECTIONS, Config, conf_dir, plain
 from llmexp.settings.knobs import dead, defaults, fields
@@ -82,6 +83,12 @@ def option(loader: Any, path: str) -> dict[str, Any]:
     for base in bases:
         below |= option(loader, base)
     return below | values
+
+
+def options_of(loader: Any, group: str) -> list[str]:
+    """Return the options that a user can choose from, without those that hold a fork's parent."""
+    there = loader.get_group_options(group)
+    return [name for name in there if re.fullmatch(rf"{OPTION}(_\d+)?", name) is None]
 
 
 def refuse_dead(cfg: DictConfig, config: Config, chosen: bool = True) -> None:
@@ -186,8 +193,7 @@ def not_in_option(
         return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))
     if section not in choices or "." in name:
         return ""
-    known = loader.get_group_options(section)
-    having = [o for o in known if name in option(loader, f"{section}/{o}")]
+    having = [o for o in options_of(loader, section) if name in option(loader, f"{section}/{o}")]
     if not having:
         return ""
     text = f"the option {section}={choices[section]} has no such knob"
