@@ -82,7 +82,9 @@ def test_what_is_counted_is_what_torch_allocates(overrides):
 
 @pytest.mark.fresh
 def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
-    """Also where the process that starts the run holds more than the run."""
+    """Also where the process that starts the run holds more than the run; the C library gives back
+    what is freed."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     asked = [*SMALL, *GPT, "batch.micro_batch_size=8", "train.eval_tokens=1024"]
@@ -93,8 +95,8 @@ def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
     capfd.readouterr()
     assert run(["plan", "--json", *asked, "plan.device=cpu"]) == 0
     planned = json.loads(capfd.readouterr().out)["memory_bytes"]["peak"]
-    # rows lay from 4 % below to 22 % above (docs/internals/memory.md); the ballast doubles them
-    assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.25)
+    # docs/internals/memory.md; the ballast would double the rows
+    assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.1)
 
 
 @pytest.mark.parametrize(
