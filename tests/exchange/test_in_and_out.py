@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmexp.__main__ import run as command
+from llmexp.data.tokenizers import as_tokenizer
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
 from llmexp.runs import rundir
@@ -141,7 +142,7 @@ def broken(folder: Path, what: str) -> None:
     elif what == "index":
         (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     elif what == "tokenizer":
-        made = tokenizer_files(pretrained_pieces(), 32)
+        made = tokenizer_files(as_tokenizer(pretrained_pieces()), 32)
         (folder / "tokenizer.json").write_text(str(made["tokenizer.json"]))
     else:
         change = json.loads(what) if what.startswith("{") else {"model_type": what}
