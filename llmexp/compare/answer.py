@@ -1,5 +1,7 @@
-"""The result of a comparison in one line. The words follow from the verdicts (judging.py); nothing
-is judged here."""
+"""Say the result of a comparison in one line.
+
+The words follow from the verdicts (judging.py); nothing is judged here.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,11 @@ def _leads(f: Findings, start: str, of: str = "") -> str:
 
 
 def _by_items(f: Findings) -> str:
-    """Tell whether the items of a task tell the first two models apart, by the errors of both as if
-    they had answered other items: at most that wide where both err on the same."""
+    """Tell whether the items of a task tell the first two models apart.
+
+    The errors of both count as if they had answered other items: at most that wide where both err
+    on the same.
+    """
     first, second = (r.entry for r in f.ranked[:2])
     halves = [half for e in (first, second) if (half := half_width(e, f.metric))]
     if len(halves) < 2:
@@ -163,8 +168,10 @@ def _more_seeds(r: Rival) -> str:
 
 
 def planned(rivals: Sequence[Rival]) -> dict[Path, int]:
-    """Return how many seeds of these settings each sweep has still to train, for the sweeps that
-    have."""
+    """Return how many seeds of these settings each sweep has still to train.
+
+    Sweeps that have none are left out.
+    """
     found = Counter[Path]()
     for r in rivals:
         found.update({run.sweep: run.planned for run in r.entry.runs if run.sweep})
@@ -193,8 +200,10 @@ def _one_computation(f: Findings) -> str:
 
 
 def _unequal(f: Findings) -> str:
-    """Give both readings of runs with unequal budgets: where all have come, and at each run's own
-    end."""
+    """Give both readings of runs with unequal budgets.
+
+    They are those where all have come, and at each run's own end.
+    """
     rivals = [r for group in f.budgets for r in group]
     equal = budgets.equal(round(r.place.planned) for r in rivals if r.place)
     if equal and not f.apart:

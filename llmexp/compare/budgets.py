@@ -1,7 +1,6 @@
-"""Check that the points of a sweep train on as many tokens as each other, and find the budget that
-would make them comparable.
+"""Check that the points of a sweep train on as many tokens as each other.
 
-Plain figures in, plain text out.
+Find the budget that would make them comparable. Plain figures in, plain text out.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ def equal(tokens: Iterable[int]) -> bool:
 
 
 def by_cause(points: Sequence[Spent]) -> dict[str, int]:
-    """Return the tokens by the values that decide them: {"accum=1": 307_200, "accum=2":
-    614_400}."""
+    """Return the tokens by the values that decide them.
+
+    {"accum=1": 307_200, "accum=2": 614_400}, for example.
+    """
     keys = list(dict.fromkeys(key for point in points for key in point.values))
     for size in range(1, len(keys) + 1):
         for some in combinations(keys, size):
@@ -51,8 +52,10 @@ def by_cause(points: Sequence[Spent]) -> dict[str, int]:
 
 
 def common(points: Sequence[Spent]) -> int:
-    """Return the budget in tokens that suits all points: the smallest one, in whole steps of all
-    where that is near."""
+    """Return the budget in tokens that suits all points.
+
+    It is the smallest one, in whole steps of all where that is near.
+    """
     smallest = min(point.tokens for point in points)
     whole = math.lcm(*(max(1, round(point.tokens / point.steps)) for point in points))
     return smallest // whole * whole if smallest % whole <= smallest / 10 else smallest
@@ -89,8 +92,10 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
 
 
 def _unlike_evaluations(points: Sequence[Spent]) -> list[str]:
-    """Return the line that says that batches of several sizes are evaluated at unlike tokens; none
-    where they are not."""
+    """Return the line that says that batches of several sizes are evaluated at unlike tokens.
+
+    None where they are not.
+    """
     between = {p.evaluated for p in points if p.evaluated and p.evaluated < p.tokens}
     if len(between) < 2 or len({p.tokens // p.steps for p in points}) < 2:
         return []

@@ -198,8 +198,10 @@ def _columns(
     align: str,
     better: Mapping[str, str],
 ) -> tuple[Column, ...]:
-    """Return the columns of which an entry has a figure, the one that orders first; the loss at the
-    common position only where it is not the final one."""
+    """Return the columns of which an entry has a figure, the one that orders first.
+
+    The loss at the common position is there only where it is not the final one.
+    """
     known = {key for e in entries for key in e.figures}
     alive = [e.figures for e in entries if not e.out]
     titles = {}
@@ -230,8 +232,11 @@ def _columns(
 
 
 def _batch(records: Sequence[Record]) -> str:
-    """Return iso-batch where one real batch is cut in several ways, scaling where it varies, mixed
-    for both."""
+    """Return the word for how the batches of runs differ.
+
+    It is iso-batch where one real batch is cut in several ways, scaling where it varies, mixed for
+    both, same otherwise.
+    """
     cuts: dict[int, set[str]] = defaultdict(set)
     for r in records:
         size = r.batch("real_batch_size")

@@ -58,8 +58,10 @@ def curve(entry: Entry, key: str) -> Curve | None:
 
 
 def lineage(entry: Entry, key: str) -> Curve | None:
-    """Return the quantity over the rows of a fork's parents, up to the first row of its own; None
-    for a run that is no fork."""
+    """Return the quantity over the rows of a fork's parents, up to the first row of its own.
+
+    None for a run that is no fork.
+    """
     runs = [r for r in entry.runs if r.parent and len(r.before.get(key, ()))]
     own = curve(entry, key)
     if not runs or own is None:
@@ -73,10 +75,9 @@ def lineage(entry: Entry, key: str) -> Curve | None:
 
 
 def downsample(y: np.ndarray, limit: int) -> np.ndarray:
-    """Return ascending indices of at most `limit` (>= 4) known values with which a curve looks as
-    before.
+    """Return indices of at most `limit` (>= 4) known values with which a curve looks as before.
 
-    The known values are cut into runs of equal length; of each its lowest and its highest value
+    They ascend: the known values are cut into runs of equal length; of each its lowest and highest
     stay, and the first and the last value of all. So every spike stays visible, at the place where
     it was. What is not finite is left out. Raises ValueError for a smaller limit.
     """
@@ -112,8 +113,10 @@ class Scale:
 
 
 def scale(entries: Sequence[Entry], key: str) -> Scale:
-    """Return the axis of a key: logarithmic for rates, and where their steps are alike as
-    factors."""
+    """Return the axis of a key.
+
+    It is logarithmic for rates, and where their steps are alike as factors.
+    """
     distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
     levels = sorted(
         distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, short_value(v))
@@ -137,8 +140,10 @@ def _geometric(values: np.ndarray) -> bool:
 
 
 def cells(entries: Sequence[Entry], down: str, across: str) -> dict[tuple[int, int], Entry]:
-    """Return the entries by their places on the scales of two keys: the best one, which comes
-    first, where a cell has several."""
+    """Return the entries by their places on the scales of two keys.
+
+    Where a cell has several, it is the best one, which comes first.
+    """
     rows, columns = scale(entries, down), scale(entries, across)
     found: dict[tuple[int, int], Entry] = {}
     for e in entries:

@@ -1,5 +1,7 @@
-"""Figures of a run: what is read off its records, at its end or at a common position; which runs
-take part; numbers as text."""
+"""Read the figures of a run off its records, at its end or at a common position.
+
+It also tells which runs take part.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,10 @@ def is_score(key: str) -> bool:
 
 
 def figure(entry: Entry, column: Column) -> str:
-    """Return a figure as text, a loss with the half width of its interval; empty where it is not
-    known."""
+    """Return a figure as text, a loss with the half width of its interval.
+
+    Empty where it is not known.
+    """
     value = entry.figures.get(column.key)
     return with_interval(value, half_width(entry, column), column.digits)
 
@@ -91,16 +95,20 @@ def difference(entry: Entry) -> str:
 
 
 def half_width(entry: Entry, column: Column) -> float | None:
-    """Return the half width of a loss's interval over seeds, or of a score's over the items of its
-    task; None where there is none, as of rates and times."""
+    """Return the half width of a loss's interval over seeds, or of a score's over items.
+
+    None where there is none, as of rates and times.
+    """
     known = is_loss(column.key) or is_score(column.key) or column.key.startswith("target/")
     low, high = entry.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
     return (high - low) / 2 or None
 
 
 def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean score of runs by the standard errors in their rows. The
-    runs answered the same items, so further runs make it no narrower."""
+    """Return the 95 % interval of the mean score of runs by the standard errors in their rows.
+
+    The runs answered the same items, so further runs make it no narrower.
+    """
     known = [r for r in runs if key in r.figures]
     errors = [number(r.last.get(f"{key}_stderr")) or 0.0 for r in known]
     if not known or min(errors) <= 0:
@@ -115,8 +123,10 @@ def _last(values: np.ndarray) -> float | None:
 
 
 def counts(record: Record) -> bool:
-    """Tell whether the run has a say in how far all have come: not broken off, left out or short of
-    rows."""
+    """Tell whether the run has a say in how far all have come.
+
+    It has unless it is broken off, left out or short of rows.
+    """
     broken = record.state in DEAD or record.rung is not None or record.lost
     return not broken and len(record.columns["step"]) > 0
 
@@ -155,8 +165,11 @@ def _broken(record: Record) -> str:
 
 
 def task(record: Record, key: str = "val/loss") -> str:
-    """Return what a validation loss is measured on: the files, else all of the data section but
-    what the sweep of the run varies and cannot move that text."""
+    """Return what a validation loss is measured on.
+
+    It is the files, else all of the data section but what the sweep of the run varies and cannot
+    move that text.
+    """
     texts = as_dict(record.facts.get("val_texts"))
     if is_of_named_set(key) and (text := texts.get(key.split("/")[1])):
         return repr(text)
@@ -168,8 +181,10 @@ def task(record: Record, key: str = "val/loss") -> str:
 
 
 def _short(alive: Sequence[Record], align: str) -> list[Record]:
-    """Find runs far shorter than the others, which their sweep does not make so on purpose, or that
-    have just begun."""
+    """Find runs far shorter than the others, or that have just begun.
+
+    What their sweep makes so on purpose does not count.
+    """
     ends = {r: float(x[-1]) for r in alive if len(x := positions(r, align))}
     if len(ends) < 3:
         return []
@@ -202,9 +217,12 @@ def _is_other(key: str) -> bool:
 def figures(
     record: Record, align: str, read: Position | None, more: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return all figures known of the run. Losses are those where all are `read`, never
-    interpolated; a run that was not evaluated there has no `val/loss`. None: at its own end.
-    `more`: other keys of rows, each with its last value up to there."""
+    """Return all figures known of the run.
+
+    Losses are those where all are `read`, never interpolated; a run that was not evaluated there
+    has no `val/loss`. None: at its own end. `more`: other keys of rows, each with its last value up
+    to there.
+    """
     columns, place = record.columns, positions(record, align)
     rows, evaluated = len(columns["step"]), read is None
     if read is not None and len(place):
@@ -242,9 +260,11 @@ def figures(
 def _losses(
     columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, evaluated: bool
 ) -> dict[str, float]:
-    """Return the losses of the first `rows` rows, those of validation if the run was `evaluated`
-    there, and the final one. The mean that is the train loss goes back into the rows `before`, of a
-    fork's parents."""
+    """Return the losses of the first `rows` rows, and the final one.
+
+    Those of validation are there if the run was `evaluated` there. The mean that is the train loss
+    goes back into the rows `before`, of a fork's parents.
+    """
     found = {}
     for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if evaluated else ():
         if len(seen := _finite(columns, key, rows)):
@@ -267,8 +287,11 @@ def _finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None) -> np
 def columns_of(
     known: Collection[str], better: Mapping[str, str] | None = None
 ) -> tuple[Column, ...]:
-    """Return all columns, with those of the named validation sets, the tasks and other keys of rows
-    among the keys `known`. `better`: lower or higher, for keys of hooks."""
+    """Return all columns, with those of the further keys of rows among the keys `known`.
+
+    These are of named validation sets, tasks and hooks. `better`: lower or higher, for keys of
+    hooks.
+    """
     named = sorted(key for key in known if is_of_named_set(key))
     tasks = sorted(key for key in known if TASK.fullmatch(key))
     others = sorted(filter(_is_other, known))

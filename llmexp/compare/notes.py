@@ -43,8 +43,10 @@ _FACTS = {  # of run.json, printed with its values where there are several
 
 
 def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what must be known beside the result in short lines, the most important one first; and
-    in sentences what it rests on."""
+    """Return what must be known beside the result, and what it rests on.
+
+    The first are short lines, the most important one first; the second are sentences.
+    """
     made_of = differences(f.c.taking_part)
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
@@ -79,8 +81,10 @@ def _looks(f: Findings) -> Iterator[str]:
 
 
 def _budgets(f: Findings) -> Iterator[str]:
-    """Say how far each budget had come where losses are read, and name the sweep that would settle
-    the question."""
+    """Say how far each budget had come where losses are read.
+
+    Name the sweep that would settle the question.
+    """
     if f.apart and (every := _like_tokens(f)):
         yield f"train.eval_every_tokens={every} evaluates runs of all batches at like tokens."
     places = _places(f)
@@ -106,8 +110,7 @@ def _budgets(f: Findings) -> Iterator[str]:
 
 
 def _places(f: Findings) -> dict[str, Place]:
-    """Return the place of each of several budgets by its name, the shortest first; nothing where
-    one is not known."""
+    """Return the place of each budget by its name, the shortest first; nothing where one lacks."""
     known = [g[0].place for g in f.budgets if g[0].place]
     if len(known) < max(2, len(f.budgets)):
         return {}
@@ -150,8 +153,7 @@ def _target(f: Findings) -> Iterator[str]:
 
 
 def _trunk(f: Findings) -> Iterator[str]:
-    """Say that seeds share what they go on from, where several seeds of a setting are forks of one
-    run."""
+    """Say that seeds share what they go on from, where seeds of a setting are forks of one run."""
     several = [r.entry.taking_part for r in f.ranked if len(r.seeds) > 1]
     trunks = [{str(run.parent.get("folder", "")) for run in runs} for runs in several]
     if any(len(found) == 1 and "" not in found for found in trunks):
@@ -260,15 +262,20 @@ def _where(f: Findings) -> Iterator[str]:
 
 
 def _like_tokens(f: Findings) -> int:
-    """Return tokens between evaluations that all runs can keep to a step: the longest interval that
-    is there, if the shortest run is as long; 0 where nothing is known of that."""
+    """Return tokens between evaluations that all runs can keep to a step.
+
+    It is the longest interval that is there, if the shortest run is as long; 0 where nothing is
+    known of that.
+    """
     found = [x for r in f.c.taking_part if len(x := evaluations(r, "tokens"))]
     return int(min(max(x[0] for x in found), min(x[-1] for x in found))) if found else 0
 
 
 def _halving(f: Findings) -> Iterator[str]:
-    """Say which runs successive halving left out after which share of the steps, and how the best
-    one stood to the last of them there."""
+    """Say which runs successive halving left out after which share of the steps.
+
+    Say also how the best one stood to the last of them there.
+    """
     rungs = sorted({r.rung for r in f.c.runs if r.rung is not None})
     if not rungs or not f.ranked:
         return
@@ -290,8 +297,7 @@ def _halving(f: Findings) -> Iterator[str]:
 
 
 def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
-    """Return the val losses of both at the last evaluation of `run`, and its step; None where
-    `other` had none."""
+    """Return both val losses at the last evaluation of `run`, and its step; None: `other` lacks."""
     steps = evaluations(run, "steps")
     if not len(steps) or steps[-1] not in evaluations(other, "steps"):
         return None

@@ -167,8 +167,10 @@ def runs(c: Comparison) -> Iterator[tuple[str, str, Record]]:
 
 
 def run_table(c: Comparison) -> Table | None:
-    """Return a row a setting, the best first: standing, settings and figures that are not alike in
-    all."""
+    """Return a row a setting, the best first.
+
+    It has the standing, and the settings and figures that are not alike in all.
+    """
     found = columns_of(c)
     metric = [found.pop(c.metric)] if c.metric in found else []
     kept, same = list(metric), []

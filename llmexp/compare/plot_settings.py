@@ -25,15 +25,16 @@ _COMPARED = {"", *LEADING, *(v.mark for v in Verdict), "lowest of budget", "high
 
 
 def _swept(c: Comparison) -> list[Entry]:
-    """Return the entries that have a value of every swept key and are of the same task and
-    length."""
+    """Return the entries of the same task and length that have a value of every swept key."""
     family = [e for e in c.entries if e.standing.mark not in APART]
     return [e for e in family if all(k in e.values for k in c.factors)]
 
 
 def over_keys(c: Comparison) -> list[Plot]:
-    """Return the figure that orders the table over each swept numeric key, with its interval where
-    there are seeds."""
+    """Return the figure that orders the table over each swept numeric key.
+
+    It has its interval where there are seeds.
+    """
     entries = [e for e in _swept(c) if c.metric in e.figures and e.standing.mark in _COMPARED]
     scales = {key: scale(entries, key) for key in c.factors if metric(c)}
     numeric = {k: s for k, s in scales.items() if len(s.levels) > 1 and s.kind != "category"}
@@ -85,8 +86,10 @@ def _ticks(along: Scale, places: Any) -> dict[str, Any]:
 
 
 def maps(c: Comparison) -> list[Plot]:
-    """Return a map for each pair of swept keys of which a third of the cells at least are known: a
-    random search has none."""
+    """Return a map for each pair of swept keys of which a third of the cells are known.
+
+    A random search has none.
+    """
     entries = _swept(c)
     plots = []
     for pair in itertools.combinations(c.factors, 2) if c.columns else ():

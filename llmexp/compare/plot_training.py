@@ -37,8 +37,10 @@ CLICK = " A click on a name hides its curves, a double click shows them alone."
 
 @dataclass(frozen=True)
 class Line:
-    """A trace with what the controls change: where it lies on each axis, and how at each level of
-    smoothing."""
+    """Hold a trace with what the controls change.
+
+    That is where it lies on each axis, and how at each level of smoothing.
+    """
 
     trace: dict[str, Any]
     x: dict[str, np.ndarray]
@@ -53,8 +55,10 @@ class Line:
 
 
 def losses(c: Comparison) -> Plot | None:
-    """Draw train and validation loss of every entry; the rows themselves stand pale behind what
-    is smoothed."""
+    """Draw train and validation loss of every entry.
+
+    The rows themselves stand pale behind what is smoothed.
+    """
     lines = [line for e, look in looks(c).items() for line in _lines(c, e, look)]
     if not lines:
         return None
@@ -189,8 +193,10 @@ def _axis(c: Comparison, axis: str) -> dict[str, Any]:
 
 
 def _later(lines: Sequence[Line]) -> list[float]:
-    """Return the lowest and the highest loss after a tenth of the steps: those before would press
-    the others flat."""
+    """Return the lowest and the highest loss after a tenth of the steps.
+
+    Those before would press the others flat.
+    """
     values = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
     low, high = float(min(y.min() for y in values)), float(max(y.max() for y in values))
     pad = 0.05 * (high - low) or 0.05

@@ -66,8 +66,10 @@ def menus(*choices: tuple[Sequence[tuple[str, list[Any]]], int]) -> list[dict[st
 
 @dataclass(frozen=True)
 class Look:
-    """The colour and the name of an entry in every figure; the leading one is bolder, and a
-    star."""
+    """Hold the colour and the name of an entry in every figure.
+
+    The leading one is bolder, and a star.
+    """
 
     colour: str
     lead: bool
@@ -116,8 +118,10 @@ def templates() -> dict[str, Any]:
 
 
 def text(value: Any, most: int = 200) -> str:
-    """Escape what Plotly would read as markup, and cut what is too long in its middle: it is text
-    and nothing else."""
+    """Escape what Plotly would read as markup, and cut what is too long in its middle.
+
+    It is text and nothing else.
+    """
     words = str(value)
     if len(words) > most:
         words = f"{words[: most // 2]}…{words[1 - most // 2 :]}"

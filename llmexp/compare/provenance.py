@@ -1,5 +1,7 @@
-"""Find how runs differ in what they were made of: commit, uncommitted changes, packages,
-drivers."""
+"""Find how runs differ in what they were made of.
+
+That is commit, uncommitted changes, packages, drivers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,7 @@ _MACHINE = {
 
 
 def differences(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return a line for each kind of difference; none where the runs are alike, or nothing is known
-    of them.
+    """Return a line for each kind of difference; none where nothing is known to differ.
 
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
@@ -45,8 +46,10 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Compare commits, and the uncommitted changes of one commit: by the diff, else by the names of
-    what has changed."""
+    """Compare commits, and the uncommitted changes of one commit.
+
+    These are compared by the diff, else by the names of what has changed.
+    """
     commits: dict[str, dict[str, str]] = defaultdict(dict)  # of each run, by repository
     changes: dict[str, dict[str, str]] = defaultdict(dict)  # the first run of each
     for run, about in known.items():

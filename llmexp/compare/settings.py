@@ -26,14 +26,15 @@ _NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed_?[0-9]+[,+]?")
 
 
 def is_execution(key: str) -> bool:
-    """Tell whether a key names, records or carries out a run; such keys are shown only where
-    nothing else differs."""
+    """Tell whether a key names, records or carries out a run.
+
+    Such keys are shown only where nothing else differs.
+    """
     return is_record(key) or key == "hooks"
 
 
 def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the config keys whose values are not the same in all runs that have a config, by
-    section."""
+    """Return the config keys whose values differ between runs that have a config, by section."""
     configs = [r.config for r in records if r.config]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     found = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
@@ -51,9 +52,11 @@ def cut_of(record: Record) -> str:
 
 
 def folded(records: Sequence[Record]) -> list[list[Record]]:
-    """Group runs that differ in nothing but the seed, and in that of their trunks; repeats of one
-    seed are no new evidence and stay apart. A run that takes part goes before one that is left
-    out, which it may have been made to replace."""
+    """Group runs that differ in nothing but the seed, and in that of their trunks.
+
+    Repeats of one seed are no new evidence and stay apart. A run that takes part goes before one
+    that is left out, which it may have been made to replace.
+    """
     groups: dict[object, list[Record]] = {}
     repeats = Counter[object]()
     for r in sorted(records, key=lambda r: bool(r.out)):
@@ -74,8 +77,7 @@ def _essential(record: Record, without: Collection[str]) -> tuple[tuple[str, str
 
 
 def computation(record: Record) -> object:
-    """Return what is equal for runs that compute the same but for rounding, seeds aside: cuts of
-    one batch, twins.
+    """Return what is equal for runs that compute the same but for rounding, seeds aside.
 
     A cut also changes what dropout draws, so with dropout only twins and repeats are one
     computation.
@@ -89,8 +91,11 @@ def computation(record: Record) -> object:
 
 
 def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str = "") -> Entry:
-    """Make the entry of runs that differ in the seed alone: means over those that take part, notes,
-    state. `tokenizer`: a note on it, where several are."""
+    """Make the entry of runs that differ in the seed alone.
+
+    It has means over those that take part, notes and a state. `tokenizer`: a note on it, where
+    several are.
+    """
     first, name = group[0], group[0].name
     keys = [key for key in differing if first.config]
     if len(group) > 1:
@@ -142,8 +147,11 @@ def _notes(r: Record) -> list[str]:
 
 
 def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys that name the entries: those that vary of themselves among the entries that
-    take part, and the swept ones that only entries that are left out have other values of."""
+    """Return the keys that name the entries.
+
+    They are those that vary of themselves among the entries that take part, and the swept ones that
+    only entries that are left out have other values of.
+    """
     taking_part = [e for e in entries if not e.out]
     if len(taking_part) < 2:
         taking_part = list(entries)
@@ -164,8 +172,10 @@ def varying(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
 
 
 def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str]:
-    """Return the keys that vary less the seed, and less those that follow from others: the real
-    batch from the accumulation, the rate from the batch by optimizer.lr_rule."""
+    """Return the keys that vary, less the seed and those that follow from others.
+
+    Such are the real batch from the accumulation, and the rate from the batch by optimizer.lr_rule.
+    """
     entries = [e for e in entries if e.values]
     runs = [r for e in entries for r in e.runs]
     swept = {key for r in runs for key in r.swept}
@@ -196,8 +206,10 @@ def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
-    """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch,
-    a fork or a cooldown that decides the budget, a tokenizer that decides the model's vocabulary.
+    """Tell whether the value of `key` follows from that of `other`.
+
+    That is a key of its section, a batch, a fork or a cooldown that decides the budget, a tokenizer
+    that decides the model's vocabulary.
     """
     budgets = ("batch.", "fork.", "schedule.decay_")  # a fork ends with its cooldown
     budget = key.startswith("train.max_") and other.startswith(budgets)
@@ -213,8 +225,11 @@ def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
 
 
 def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
-    """Give each entry its short name. Repeats would share one: a single run has the name of its
-    folder, a set of seeds a number behind the name."""
+    """Give each entry its short name.
+
+    Repeats would share one: a single run has the name of its folder, a set of seeds a number behind
+    the name.
+    """
     names = [label(e, keys) for e in entries]
     found = []
     for i, (e, name) in enumerate(zip(entries, names, strict=True)):
@@ -225,8 +240,11 @@ def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
 
 
 def label(entry: Entry, keys: Sequence[str]) -> str:
-    """Return the short name of an entry: accum=1 clip=0.5. Where nothing sets it apart, or too
-    much, or where it is none of the family of the others: its seeds, or the name of its run."""
+    """Return the short name of an entry: accum=1 clip=0.5.
+
+    Where nothing sets it apart, or too much, or where it is none of the family of the others, it is
+    its seeds, or the name of its run.
+    """
     shown = {}
     if entry.out not in APART and entry.values and len(keys) <= 4:
         shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}

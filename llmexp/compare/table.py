@@ -71,8 +71,10 @@ def columns_of(c: Comparison) -> dict[str, Shown]:
 
 
 def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
-    """Print the result in a line, the table and the notes, at any width; with `why`, what they rest
-    on."""
+    """Print the result in a line, the table and the notes, at any width.
+
+    With `why` also what they rest on.
+    """
     c, encoding = comparison, getattr(to, "encoding", None) or sys.stdout.encoding or "utf-8"
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
     if c.headline:
@@ -132,8 +134,10 @@ def _fitting(c: Comparison, width: int, encoding: str) -> list[Shown]:
 
 
 def _names(c: Comparison) -> list[Shown]:
-    """Return a column for each key that varies, under its short name; else, or where these do not
-    tell the entries apart, one with their names."""
+    """Return a column for each key that varies, under its short name.
+
+    Where these do not tell the entries apart, it is one with their names.
+    """
     short = short_keys(c.factors)
     columns = [Shown(short[key], [_setting(e, key) for e in c.entries]) for key in c.factors]
     rows = set(zip(*(column.cells for column in columns), strict=True))
@@ -158,8 +162,11 @@ def _cut(text: str, most: int) -> str:
 
 
 def to_json(c: Comparison) -> str:
-    """Return strict JSON: {"headline": "...", "notes": [...], "runs": [{name, path, state, keys
-    that differ, figures, ...}], ...}."""
+    """Return strict JSON.
+
+    It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
+    figures, ...}], ...}.
+    """
     # Every run has every key, null where it has no such figure or setting.
     named = [column.key for column in c.columns]
     figures = dict.fromkeys([*named, *(key for e in c.entries for key in e.figures)])
@@ -187,8 +194,10 @@ def _strict(value: Any) -> Any:
 
 
 def columns_in_full(c: Comparison) -> dict[str, list[Any]]:
-    """Return the figures of the entries in full, a list a column, values in their own types; the
-    ends of intervals follow their figure where there are some."""
+    """Return the figures of the entries in full, a list a column, values in their own types.
+
+    The ends of intervals follow their figure where there are some.
+    """
     keys: list[str] = []
     for key in (column.key for column in c.columns):
         keys.append(key)

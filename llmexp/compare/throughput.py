@@ -1,7 +1,7 @@
-"""The table of a pretraining log: what each run's steps took, and what that is of what the device
-can do.
+"""Make the table of a pretraining log: what each run's steps took.
 
-A figure that was not or cannot be measured is blank.
+It also shows what that is of what the device can do. A figure that was not or cannot be measured is
+blank.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ Row = dict[str, Any]
 
 
 def row_of(record: Record) -> Row:
-    """Return the figures of one run, by title. Rates are medians over the rows, without the first
-    one, which warms up."""
+    """Return the figures of one run, by title.
+
+    Rates are medians over the rows, without the first one, which warms up.
+    """
     facts = record.facts
     found = {title: facts.get(key) for title, key in FACTS.items()} | {"state": record.state}
     found |= {title: median(record, key) for title, key in MEDIANS.items()}
@@ -84,8 +86,10 @@ def _alike(row: Row, rows: Sequence[Row], *keys: str) -> list[Row]:
 
 
 def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the rate of each rank as a share of that of one rank with the same work, where the
-    grid has one."""
+    """Return the rate of each rank as a share of that of one rank with the same work.
+
+    There is none where the grid has no such run.
+    """
     same = _alike(row, rows, "model", "precision", "length", "micro-batch", "accumulation")
     alone = [other["tokens/s"] for other in same if other.get("ranks") == 1]
     if row.get("ranks", 1) == 1 or not alone or not row.get("tokens/s"):
@@ -94,8 +98,7 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def verdict(row: Row, rows: Sequence[Row]) -> str | None:
-    """Tell what limits the run, by how its rate compares with that at the next smaller micro-batch
-    of the same grid.
+    """Tell what limits the run, by its rate beside that at the next smaller micro-batch.
 
     launch-bound: the rate still grows nearly as fast as the micro-batch, so the device waits for
     the host's launches. compute-bound: it grows no more, at a high share of the peak. memory-bound:
@@ -129,8 +132,10 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def write(records: Sequence[Record], where: Path) -> list[list[str]]:
-    """Write throughput.csv into the folder, in full precision and blank where nothing was
-    measured; return its cells as they are printed."""
+    """Write throughput.csv into the folder; return its cells as they are printed.
+
+    The file is in full precision, and blank where nothing was measured.
+    """
     rows = rows_of(records)
     found = cells(rows)
     out = io.StringIO()
