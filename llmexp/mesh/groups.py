@@ -23,10 +23,10 @@ LOOPBACK_S = 3.0
 
 @dataclass(frozen=True)
 class Mesh:
-    """Hold the place of this process. The ranks form replicas x shards x tensor-parallel ranks, the
-    last varying fastest.
+    """Describe the place of this process among the ranks.
 
-    `dp_rank` and `dp_size` count the ranks that see different sequences: replicas x shards.
+    The ranks form replicas x shards x tensor-parallel ranks, the last varying fastest. `dp_rank`
+    and `dp_size` count the ranks that see different sequences: replicas x shards.
     """
 
     rank: int
@@ -45,8 +45,7 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Return whether a rank holds parts of tensors only, so that a forward pass needs all
-        ranks."""
+        """Return whether ranks hold parts of tensors, so that a forward pass needs all ranks."""
         return self.sharding is not None or self.tensor is not None
 
     @property
@@ -58,8 +57,10 @@ class Mesh:
 
 
 def check_loopback() -> None:
-    """Raise ConfigError where a process of this host cannot reach another one: its ranks would wait
-    for ever."""
+    """Raise ConfigError when processes of this host cannot reach each other.
+
+    Its ranks would wait for ever.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -83,11 +84,10 @@ def join(
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Return the mesh of this process; joins the process group that torchrun's environment
-    describes where there is one.
+    """Join the process group that torchrun's variables describe, and return this process's mesh.
 
-    All ranks have `timeout_s` seconds to come. Raises ConfigError when the launched world is not
-    the configured one.
+    Without these variables the process is alone. All ranks have `timeout_s` seconds to come. Raises
+    ConfigError when the launched world is not the configured one.
     """
     sizes = (replicate_size, shard_size, tensor_parallel_size)
     expected = replicate_size * shard_size * tensor_parallel_size
@@ -137,8 +137,10 @@ def maximum(mesh: Mesh, value: Tensor) -> Tensor:
 
 
 def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
-    """For each flag whether it is set on any rank; the same answer everywhere. Waits for all
-    ranks."""
+    """Return for each flag whether it is set on any rank; the same answer on every rank.
+
+    Waits for all ranks.
+    """
     if not mesh.distributed:
         return list(flags)
     # on the CPU: its group is gloo, no device has to wait
@@ -173,14 +175,15 @@ def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:
 
 
 def local_part(value: Any) -> Tensor:
-    """Return what this rank holds of a tensor: its storage for a split one, the tensor itself for a
-    whole one."""
+    """Return what this rank holds of a tensor: its part of a split one, else the tensor itself."""
     return value.to_local() if is_split(value) else value
 
 
 def is_split(value: Any) -> bool:
-    """Return whether it is a DTensor; by its looks, because importing that class costs a
-    second."""
+    """Return whether a value is a DTensor.
+
+    It is told by an attribute, because importing that class costs a second.
+    """
     return hasattr(value, "to_local")
 
 
@@ -197,8 +200,10 @@ def _copies(value: Any, world: int) -> float:
 
 
 def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim
-    tensor."""
+    """Return the 2-norm over tensors of which each rank may hold a part, as a 0-dim tensor.
+
+    Every element counts once.
+    """
     if not mesh.sharded:
         if not values:
             return torch.zeros((), device=mesh.device)
@@ -240,7 +245,9 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Leave the group. Free the wrapped module and the optimizer first, or gloo may abort at
-    exit."""
+    """Leave the process group.
+
+    Free the wrapped module and the optimizer first, or gloo may abort at exit.
+    """
     if mesh.distributed and dist.is_initialized():
         dist.destroy_process_group()

@@ -96,8 +96,10 @@ def started(plan: Plan, attempt: int, ranks: list[subprocess.Popen[bytes]]) -> I
 
 
 def start_rank(plan: Plan, local: int, where: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank. Its output goes to its log; the standard output of the host's first rank goes
-    to the console, which train.log repeats."""
+    """Start one rank, whose output goes to its log.
+
+    The standard output of the host's first rank goes to the console; train.log repeats it.
+    """
     rank = plan.first_rank + local
     for old in (account_file(plan.run_dir, rank), waiting_file(plan.run_dir, rank)):
         old.unlink(missing_ok=True)

@@ -29,8 +29,10 @@ _BY_ROW = ("out_proj", "down_proj")
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how each named layer of a model is split; empty for a model whose blocks have none of
-    the known names."""
+    """Return how tensor parallelism splits each named layer of a model.
+
+    It is empty for a model whose blocks have none of the known names.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -54,11 +56,11 @@ def wrap(
     compiled: bool,
     gathered: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the module to train. Parameters keep their names; under sharding they become this
-    rank's parts.
+    """Wrap a model for its layout and return the module to train.
 
-    FSDP gathers the matrices of blocks in the dtype `gathered`, in which autocast multiplies them
-    anyway, and reduces in fp32; None: as they are.
+    Parameters keep their names; under sharding they become this rank's parts. FSDP gathers the
+    matrices of blocks in the dtype `gathered`, in which autocast multiplies them anyway, and
+    reduces in fp32; None: as they are.
     """
     if mesh.tensor is not None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -157,12 +159,11 @@ def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
 
 @contextlib.contextmanager
 def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a
-    step.
+    """Reduce gradients with the last micro-batch of a step: around its forward *and* backward pass.
 
-    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward
-    pass.) FSDP reduces in each one instead, and keeps no whole gradient, unless it communicates
-    once.
+    (Around the backward pass alone DDP's no_sync does nothing, silently: it decides in the forward
+    pass.) FSDP reduces in each micro-batch instead, and keeps no whole gradient, unless it
+    communicates once a step.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         with module.no_sync():

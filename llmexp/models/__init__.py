@@ -1,5 +1,6 @@
-"""The models, written for one device, and the end of the loss. In reading order:
+"""The models, written for one device, and the loss at their end.
 
+In reading order:
 gpt2, llama  the two families
 hf           any causal language model of transformers
 common       what both share: initial values, logits, FLOPs

@@ -1,6 +1,7 @@
-"""The summed cross-entropy of an output head, chunk by chunk, with its gradients made on the way
-forward: without ever holding all logits. This file has the function and its kernel for a CPU; that
-for an accelerator is in `rows`.
+"""The summed cross-entropy of an output head, chunk by chunk, without ever holding all logits.
+
+Gradients are made in the forward pass. This file has the function and its kernel for a CPU; the
+kernel for an accelerator is in `rows`.
 
 Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model
 width, v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for
@@ -101,8 +102,10 @@ def _chunked_nll(
     shard: VocabShard | None,
     compiled: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`,
-    in one pass."""
+    """Return the summed cross-entropy and the gradients that are needed, in one pass.
+
+    The gradients are those by `h_nd` and by `weight_vd`; None for one that is not needed.
+    """
     rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0], compiled)
     if in_rows(h_nd.device):
         how = rows.How(rows_per_chunk, compiled)
@@ -241,8 +244,9 @@ def chunked_cross_entropy_sum(
     shard: VocabShard | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64
-    in fp64).
+    """Return the cross-entropy of `h @ weight.T`, summed over all targets other than -100.
+
+    It is in nats and in fp32 (fp64 in fp64).
 
     `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum
     nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 rows of

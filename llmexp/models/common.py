@@ -70,7 +70,10 @@ def begin(model: Any, device: torch.device) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Put parameters without values in the place of those on meta. (`to_empty` imports sympy.)"""
+    """Replace parameters on the meta device by ones with memory but without values.
+
+    (`to_empty` imports sympy.)
+    """
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             values = torch.empty(p.shape, dtype=p.dtype, device=device)
@@ -83,8 +86,10 @@ def logits(model: Any, tokens_bt: Tensor) -> Tensor:
 
 
 def can_remember(model: Any, length: int) -> bool:
-    """Return whether `features` goes on from a `Past` of up to `length` tokens. A subclass may
-    compute otherwise, so it does not unless its own class says so."""
+    """Return whether `features` takes a `KVCache` of up to `length` tokens.
+
+    A subclass may compute otherwise, so it does not unless its own class says so.
+    """
     window = getattr(model, "sliding_window", None)
     fits = model.document_end is None and (window is None or window >= length)
     return fits and "can_remember" in vars(type(model))
@@ -99,20 +104,29 @@ def autocast_dtype(x: Tensor) -> Tensor:
 
 
 def stream(model: Any, h_btd: Tensor) -> Tensor:
-    """Return the residual stream in the dtype of the parameters, or where the model's `residual`
-    is autocast in that of products: half the traffic in 16 bits, and less exact."""
+    """Return the residual stream in the dtype of the parameters.
+
+    With the model's `residual` = autocast it is in the dtype of products: half the traffic in 16
+    bits, and less exact.
+    """
     return autocast_dtype(h_btd) if model.residual == "autocast" else h_btd
 
 
 def in_one_product(device: torch.device) -> bool:
-    """Return whether queries, keys and values come from one product. Not on a CPU, where another
-    shape rounds differently and recorded runs have to stay equal."""
+    """Return whether queries, keys and values come from one product.
+
+    They do not on a CPU, where another shape rounds differently and recorded runs have to stay
+    equal.
+    """
     return kind_of(device) == "cuda"
 
 
 def project(attention: Any, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of x; of one product where `in_one_product` says so and
-    tensor parallelism has not split them. Parameters and names are as for several products."""
+    """Return queries, keys and values of x.
+
+    They come from one product where `in_one_product` says so and tensor parallelism has not split
+    them. Parameters and names are as for several products.
+    """
     x_btd = autocast_dtype(x_btd)
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     if attention.split_over_ranks or not in_one_product(x_btd.device):

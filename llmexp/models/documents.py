@@ -1,5 +1,7 @@
-"""Causal attention, inside documents where a model knows the last id of one; and back to the tokens
-of earlier calls, where text is made token by token."""
+"""Causal attention, inside documents where a model knows the last id of one.
+
+A `KVCache` gives it the tokens of earlier calls, where text is made token by token.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ class Documents:
 
 
 @dataclass
-class Past:
-    """Keys and values of the `length` tokens of earlier calls, a pair a layer. A first call may
-    bring several tokens, each later one brings one."""
+class KVCache:
+    """Hold the keys and values of the `length` tokens of earlier calls, a pair for each layer.
+
+    A first call may bring several tokens, each later one brings one.
+    """
 
     length: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -85,8 +89,11 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
 
 
 def blocks_of(first_bt: Tensor) -> Any:
-    """Return the mask of documents, by the first place of each token's, for FlexAttention: it does
-    not compute blocks that are hidden, and compiled it makes no mask of all places."""
+    """Return FlexAttention's mask of documents, from the first place of each token's document.
+
+    FlexAttention does not compute blocks that are hidden, and compiled it makes no mask of all
+    places.
+    """
 
     def visible(row: Tensor, head: Tensor, t: Tensor, s: Tensor) -> Tensor:
         return (t >= s) & (first_bt[row, t] == first_bt[row, s])
@@ -96,8 +103,10 @@ def blocks_of(first_bt: Tensor) -> Any:
 
 
 def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Documents:
-    """Return the documents with a mask that also keeps each token to the `window` tokens that end
-    with it."""
+    """Return the documents with a mask for a sliding window.
+
+    Each token sees only the `window` tokens that end with it.
+    """
     t = tokens_bt.shape[1]
     index_t = torch.arange(t, device=tokens_bt.device)
     back_ts = index_t[:, None] - index_t
@@ -110,14 +119,20 @@ def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Docum
 
 
 def repeats_heads(q_bhtk: Tensor, mask: Tensor | None) -> bool:
-    """Return whether grouped heads are repeated: on an accelerator kernels for fp32 or for a mask
-    know no groups, and without them all scores would lie in memory."""
+    """Return whether grouped key and value heads are repeated before attention.
+
+    On an accelerator kernels for fp32 or for a mask know no groups, and without a kernel all scores
+    would lie in memory.
+    """
     return kind_of(q_bhtk.device) == "cuda" and (mask is not None or q_bhtk.dtype == torch.float32)
 
 
 def _flexible(q_bhtk: Tensor, dropout: float) -> bool:
-    """Return whether FlexAttention is for these queries: it knows no dropout and no narrow heads,
-    and in fp32 its blocks of wide heads outgrow a core's memory."""
+    """Return whether FlexAttention can take these queries.
+
+    It knows no dropout and no narrow heads, and in fp32 its blocks of wide heads outgrow a core's
+    memory.
+    """
     return dropout == 0.0 and q_bhtk.shape[-1] >= 16 and q_bhtk.element_size() == 2
 
 
@@ -125,13 +140,15 @@ def attend(
     q_bhtk: Tensor,
     k_bgtk: Tensor,
     v_bgtk: Tensor,
-    documents: Documents | Past | None,
+    documents: Documents | KVCache | None,
     dropout: float,
     grouped: bool = False,
 ) -> Tensor:
-    """Return (b, h, t, k): causal attention, each token to those of its own document. `grouped`:
-    several query heads share a key and value head."""
-    if isinstance(documents, Past):
+    """Return causal attention (b, h, t, k) of each token to those of its own document.
+
+    `grouped`: several query heads share a key and value head.
+    """
+    if isinstance(documents, KVCache):
         k_bgtk, v_bgtk = documents.join(k_bgtk, v_bgtk)
         several = q_bhtk.shape[2] > 1
         return F.scaled_dot_product_attention(

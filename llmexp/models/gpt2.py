@@ -24,7 +24,7 @@ from llmexp.models.common import (
     same_in_training,
     stream,
 )
-from llmexp.models.documents import Documents, Past, attend, find_documents
+from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.settings.parts import ModelKnobs
 
 
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(self, x_btd: Tensor, documents: Documents | Past | None = None) -> Tensor:
+    def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q_bhtk, k_bhtk, v_bhtk = (
@@ -56,8 +56,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around GELU (Hendrycks and Gimpel 2016), exact or as its tanh
-    approximation."""
+    """Two linear layers around GELU (Hendrycks and Gimpel 2016).
+
+    GELU is exact, or its tanh approximation.
+    """
 
     def __init__(self, d_model: int, d_ff: int, gelu: str) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Block(nn.Module):
         self.mlp = MLP(d_model, d_ff, gelu)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h_btd: Tensor, documents: Documents | Past | None = None) -> Tensor:
+    def forward(self, h_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
         h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), documents))
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
@@ -132,9 +134,11 @@ class GPT2(nn.Module):
         """Output projection (v, d), a Parameter: the token embedding's weight."""
         return self.token_embedding.weight
 
-    def features(self, tokens_bt: Tensor, past: Past | None = None) -> Tensor:
-        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
-        sequence."""
+    def features(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
+        """Return the hidden states (b, t, d) after the final norm.
+
+        Raises ValueError for too long a sequence.
+        """
         t = tokens_bt.shape[1]
         first = 0 if past is None else past.begin(t)
         check_length(first + t, self.max_position_embeddings)

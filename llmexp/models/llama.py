@@ -1,6 +1,8 @@
-"""Llama and its relatives (Touvron et al. 2023; grouped-query attention and sizes as in Llama 3,
-Dubey et al. 2024). Switches make it Qwen 3 (Yang et al. 2025), OLMo 2 (OLMo et al. 2024) or Mistral
-(Jiang et al. 2023).
+"""Llama and its relatives, chosen by switches.
+
+Llama: Touvron et al. 2023; grouped-query attention and sizes as in Llama 3, Dubey et al. 2024.
+Switches make it Qwen 3 (Yang et al. 2025), OLMo 2 (OLMo et al. 2024) or Mistral (Jiang et al.
+2023).
 
 Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, g
 key/value heads, k head width, v vocabulary.
@@ -31,7 +33,7 @@ from llmexp.models.common import (
     same_in_training,
     stream,
 )
-from llmexp.models.documents import Documents, Past, attend, find_documents, within
+from llmexp.models.documents import Documents, KVCache, attend, find_documents, within
 from llmexp.settings.parts import ModelKnobs
 from llmexp.settings.values import choice, count, knob, refuse
 
@@ -112,8 +114,11 @@ def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, computed in fp32. With weights of another dtype torch
-    takes six kernels for one. `shared`: takes the weights where several ranks have them."""
+    """RMSNorm in the dtype of its input, computed in fp32.
+
+    With weights of another dtype torch takes six kernels for one. `shared`: takes the weights where
+    several ranks have them.
+    """
 
     shared: Callable[[Tensor], Tensor] | None = None
 
@@ -144,7 +149,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
 
     def forward(
-        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | Past | None = None
+        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
     ) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
@@ -178,8 +183,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block with a norm before each branch, or after it (`norm`: pre, post); dropout on
-    what each branch adds to the residual stream."""
+    """Transformer block with dropout on each branch, and a norm before it or after it (`norm`)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -191,7 +195,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
-        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | Past | None = None
+        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
     ) -> Tensor:
         if self.after:
             attended_btd = self.attention_norm(self.attention(h_btd, cos, sin, documents))
@@ -320,13 +324,11 @@ class Llama(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Output projection (v, d), a Parameter: the token embedding's weight unless `tied_head` is
-        false."""
+        """Return the output projection (v, d); where `tied_head`, the token embedding's weight."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
-    def features(self, tokens_bt: Tensor, past: Past | None = None) -> Tensor:
-        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
-        sequence."""
+    def features(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
+        """Return the hidden states (b, t, d) after the final norm, or raise ValueError."""
         t = tokens_bt.shape[1]
         first = 0 if past is None else past.begin(t)
         check_length(first + t, self.max_position_embeddings)

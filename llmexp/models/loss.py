@@ -28,8 +28,10 @@ WHOLE_SHARE = 0.1
 
 
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in
-    fp64)."""
+    """Return the cross-entropy of `logits_btv`, summed over all targets other than -100.
+
+    It is in fp32 (fp64 in fp64).
+    """
     return _cross_entropy(logits_btv, targets_bt, "sum")
 
 
@@ -49,8 +51,9 @@ def _cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str) -> Te
 
 
 class WindowLoss(nn.Module):
-    """Summed cross-entropy of a model over the valid targets of one micro-batch: all that a step
-    calls.
+    """The model and its loss: all that a training step calls.
+
+    It is the cross-entropy, summed over the valid targets of one micro-batch.
 
     `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
@@ -83,8 +86,9 @@ class WindowLoss(nn.Module):
         return hasattr(self.model, "features") and head_weight is not None
 
     def share_vocabulary(self, shard: VocabShard) -> None:
-        """From now on this rank's head is a part of the vocabulary; only the chunked loss can
-        handle that.
+        """Take this rank's output head as a part of the vocabulary from now on.
+
+        Only the chunked loss can handle that.
 
         `model.head_weight` is then a DTensor split by rows, or this rank's rows themselves. Raises
         ValueError where the model has no head of its own that could be split.
@@ -106,9 +110,11 @@ class WindowLoss(nn.Module):
         return plain_cross_entropy_sum(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
 
     def is_whole(self, rows: int, device: torch.device) -> bool:
-        """Return whether a compiled step of so many tokens a micro-batch takes model and plain loss
-        as one function: on an accelerator where their logits are small beside its memory, and
-        always where the model gives logits only."""
+        """Return whether a compiled step takes model and plain loss as one function.
+
+        It does on an accelerator where the logits of `rows` tokens are small beside its memory, and
+        where the model gives logits only.
+        """
         if kind_of(device) != "cuda" or self.shard is not None:
             return False
         if not self.chunked:
@@ -117,8 +123,10 @@ class WindowLoss(nn.Module):
         return logits <= WHOLE_SHARE * memory_of(device)
 
     def _head_weight(self) -> Tensor:
-        """Return the rows of the head that are on this rank (v, d); gradients flow back to the
-        model's parameter."""
+        """Return the rows of the output head that are on this rank (v, d).
+
+        Gradients flow back to the model's parameter.
+        """
         weight_vd = self.model.head_weight
         if self.shard is not None and hasattr(weight_vd, "to_local"):
             return weight_vd.to_local()
@@ -141,8 +149,9 @@ class WindowLoss(nn.Module):
         return f"chunked(rows={rows}, vocab={min(tile, vocab_size)}{whole})"
 
     def compile_trunk(self) -> None:
-        """Run the trunk through torch.compile from now on, with the loss where `is_whole` says so;
-        parameters and their names stay as they are.
+        """Run the trunk through torch.compile from now on, with the loss where `is_whole` says so.
+
+        Parameters and their names stay as they are.
 
         The trunk is all before the chunked loss, or the whole model before the plain one.
         """
@@ -151,8 +160,9 @@ class WindowLoss(nn.Module):
         self.run_whole = torch.compile(self._whole, dynamic=False)
 
     def compile_blocks(self) -> None:
-        """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it
-        has none.
+        """Run each of the model's `blocks` through torch.compile from now on.
+
+        A model without blocks has its trunk compiled.
 
         Blocks of the same shapes share one compiled graph. For trunks that something in Python has
         to enter between the blocks, as the gathering of sharded parameters does. Parameters' names
@@ -184,7 +194,10 @@ class WindowLoss(nn.Module):
             self.train(was_training)
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing runs compiled inside. (The compiler is not even imported where nothing is.)"""
+        """Return a context in which nothing runs compiled.
+
+        The compiler is not even imported where nothing is compiled.
+        """
         if not self._compiled:
             return contextlib.nullcontext()
         return torch.compiler.set_stance("force_eager")
@@ -192,8 +205,9 @@ class WindowLoss(nn.Module):
     def forward(
         self, tokens_bt: Tensor, targets_bt: Tensor | None = None, *, each: bool = False
     ) -> Tensor:
-        """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than
-        -100.
+        """Return the cross-entropy in nats, summed over all targets other than -100.
+
+        It is a scalar in fp32 (fp64 in fp64).
 
         `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of
         0. Without targets it returns the logits (b, t, v) of the whole vocabulary, which carry no

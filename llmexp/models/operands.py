@@ -32,8 +32,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype that the head's operands are rounded to, and the one that its products are computed
-    in.
+    """The dtype of the head's operands, and the one that their products are computed in.
 
     They differ on a CPU without instructions for the first: rounding the operands and multiplying
     in fp32 gives what the instructions would, and is many times faster than torch's loops in plain
@@ -61,8 +60,11 @@ class Dtypes:
 
     @property
     def softmax_shift(self) -> float:
-        """Keep a softmax, which is tiny where the vocabulary is large, out of fp16's subnormal
-        range: times 2^14 by an exponent that is larger by this."""
+        """Return the log of `softmax_scale`, to be added to an exponent.
+
+        A softmax is tiny where the vocabulary is large: times 2^14 it stays out of fp16's subnormal
+        range.
+        """
         return 14 * math.log(2) if self.compute == torch.float16 else 0.0
 
     @property
@@ -71,14 +73,18 @@ class Dtypes:
 
     @property
     def scale(self) -> float:
-        """softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal
-        range."""
+        """Return a factor that keeps softmax * h out of fp16's subnormal range.
+
+        The product is tiny where the vocabulary is large.
+        """
         return 256.0 if self.compute == torch.float16 else 1.0
 
 
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Multiply a @ b, with the result in `dtype`; on an accelerator never rounded to the operands'
-    dtype between."""
+    """Return a @ b in `dtype`.
+
+    On an accelerator the product is never rounded to the operands' dtype on its way.
+    """
     if a.dtype == dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda":
@@ -88,8 +94,10 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """Add alpha * (a @ b) to `out`, whose dtype may be wider: on an accelerator in the product
-    itself."""
+    """Add alpha * (a @ b) to `out`, whose dtype may be wider.
+
+    On an accelerator the product itself does that.
+    """
     if a.dtype == out.dtype:
         out.addmm_(a, b, alpha=alpha)
     elif a.device.type == "cuda":

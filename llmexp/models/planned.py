@@ -1,5 +1,7 @@
-"""Say on which kind of device a tensor is computed, and its memory: its own device, or the one that
-a plan is made for."""
+"""The kind of device that computes a tensor, and its memory.
+
+It is the tensor's own device, or the one that a plan is made for.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing: a block's activations are computed again in the backward pass instead
-of being kept."""
+"""Activation checkpointing: the backward pass computes a block's activations again."""
 
 from __future__ import annotations
 
@@ -36,8 +35,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:
-    """Make each block keep its inputs only ("full": Chen et al. 2016), or its products and
-    attention ("selective").
+    """Make each block keep its inputs only ("full"), or also products and attention ("selective").
+
+    "full" is by Chen et al. 2016.
 
     The blocks' forward functions are replaced in place, so that parameters keep their names.
     Dropout draws the same numbers again, and losses stay bit-equal.
@@ -52,8 +52,11 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
 
 
 def recomputed_share(make: Callable[[], nn.Module], kind: str, length: int) -> float:
-    """Return the FLOPs that the backward pass computes again, as a share of those of a step without
-    recomputation: counted on a model without memory, of which `make` makes one each time."""
+    """Return the FLOPs that the backward pass computes again, as a share of a step's.
+
+    The step is one without recomputation. They are counted on a model without memory, of which
+    `make` makes one each time.
+    """
     counted = []
     for chosen in ("none", kind):
         with torch.device("meta"):

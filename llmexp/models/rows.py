@@ -37,8 +37,11 @@ MOST_ROWS = 16384  # of a chunk: the products get no faster beyond
 
 
 def chunk_rows(device: torch.device, vocab_size: int, compiled: bool) -> int:
-    """Rows per chunk: a power of two. Of a logit fp32 values, their log-softmax and p are held at
-    once, and 16-bit values and p where the softmax is compiled."""
+    """Return the rows of a chunk: a power of two.
+
+    For each logit fp32 values, their log-softmax and p are held at once; where the softmax is
+    compiled, 16-bit values and p.
+    """
     room = int(memory_of(device) * SHARE) // ((4 if compiled else 10) * vocab_size)
     return max(256, min(MOST_ROWS, 1 << max(0, room.bit_length() - 1)))
 
@@ -72,8 +75,11 @@ def nll_by_rows(
     shard: VocabShard | None,
     how: How,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the cross-entropy of each row and, where needed, the gradients of their sum by `h_nd`
-    and `weight_vd`, in one pass."""
+    """Return the cross-entropy of each row and the gradients that are needed, in one pass.
+
+    The gradients are those of the sum by `h_nd` and by `weight_vd`; None for one that is not
+    needed.
+    """
     n, v = h_nd.shape[0], weight_vd.shape[0]
     chunks = max(1, -(-n // how.rows))
     rows = -(-n // (8 * chunks)) * 8  # of each chunk: of one size, for one compiled graph
@@ -138,8 +144,7 @@ def _add_chunk(
     grad_vd: Tensor | None,
     compiled: bool,
 ) -> None:
-    """Write a chunk's rows of the three tensors by row, and add its part to the gradient of the
-    head."""
+    """Compute one chunk: write its rows of the three tensors, and add to the head's gradient."""
     dtypes, target_n1, h_nd = whole.dtypes, whole.target_n1[cut], whole.h_nd[cut]
     # Where one kernel makes the softmax, 16-bit logits halve what it moves; three need them exact.
     z_nv = multiply(h_nd, whole.head_vd.T, dtypes.compute if compiled else dtypes.sums)
@@ -165,8 +170,11 @@ def _add_chunk(
 def local_softmax(
     z_nv: Tensor, target_n1: Tensor, sums: torch.dtype, dtype: torch.dtype, shift: float
 ) -> tuple[Tensor, Tensor]:
-    """Return exp(shift) times the softmax of logits in `dtype`, and the log of it at the targets,
-    without the shift, in `sums`: three kernels, or one that a compiler makes of them."""
+    """Return exp(shift) times the softmax of logits in `dtype`, and its log at the targets.
+
+    The log is without the shift, in `sums`. These are three kernels, or one that a compiler makes
+    of them.
+    """
     log_nv = F.log_softmax(z_nv, 1, dtype=sums)
     own_n1 = log_nv.gather(1, target_n1)
     if shift:

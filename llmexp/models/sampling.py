@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.documents import Past
+from llmexp.models.documents import KVCache
 from llmexp.settings.values import ConfigError
 
 
@@ -51,7 +51,7 @@ def generate(
         tokens = list(prompt_tokens)
         barred_v = None if allowed_v is None else ~allowed_v.to(generator.device)
         remembers = getattr(model, "can_remember", lambda length: False)(context_length)
-        past = Past()
+        past = KVCache()
         for _ in range(max_new_tokens):
             if remembers and len(tokens) <= context_length:
                 logits_v = _last_logits(model, tokens[past.length :], generator.device, past)
@@ -68,10 +68,12 @@ def generate(
 
 @torch.no_grad()
 def _last_logits(
-    model: Any, tokens: list[int], device: torch.device, past: Past | None = None
+    model: Any, tokens: list[int], device: torch.device, past: KVCache | None = None
 ) -> Tensor:
-    """Return logits (v,) of the token after `tokens` and those of the past, in eval mode, which is
-    then undone module by module."""
+    """Return the logits (v,) of the token that follows `tokens` and those in the cache.
+
+    The model is in eval mode for that, which is then undone module by module.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

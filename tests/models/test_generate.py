@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmexp.models.documents import Past
+from llmexp.models.documents import KVCache
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.sampling import generate
@@ -78,7 +78,7 @@ def test_what_is_remembered_gives_the_hidden_states_of_the_whole(kind: str) -> N
     torch.manual_seed(1)
     model = MODELS[kind]().double().eval()
     tokens_bt = torch.randint(0, 30, (2, 8))
-    past = Past()
+    past = KVCache()
     parts = [model.features(part, past) for part in tokens_bt.split([3, 1, 1, 1, 1, 1], 1)]
     # float64 through two layers, of sums in another order
     torch.testing.assert_close(torch.cat(parts, 1), model.features(tokens_bt), rtol=0, atol=1e-13)
