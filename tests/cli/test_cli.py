@@ -17,7 +17,6 @@ import pytest
 
 from llmexp.__main__ import COMMANDS, run
 from llmexp.data import train_tokenizer
-from llmexp.sweep.points import as_given
 from llmexp.system.child import start_worker
 from llmexp.tasks import make
 from tests.conftest import ROOT, TINY, environment, llmexp, start
@@ -418,9 +417,6 @@ def test_a_budget_on_the_command_line_replaces_that_of_a_file(capsys, tmp_path, 
     assert steps("experiment=one", "train.max_steps=7,8") == ["7", "8"]
     assert steps("experiment=swept", "train.max_tokens=960") == ["10", "10"]
     assert steps("experiment=swept", "train.max_steps=9") == ["9", "9"]
-    # Of a sweeper that makes its points as it goes.
-    made = ["train.max_steps=5", "optimizer.lr=0.1", "train.max_tokens=960"]
-    assert as_given(made, ["train.max_tokens=960"]) == made[1:]
 
 
 def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):

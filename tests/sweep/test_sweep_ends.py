@@ -16,7 +16,6 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import settle
-from llmexp.sweep.points import as_given
 from llmexp.system.text import one_line
 from tests.conftest import TINY, llmexp
 from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
@@ -173,22 +172,6 @@ def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
         current, [new_task(current, "0-a", ranks=4), new_task(current, "1-b", ranks=2, devices=2)]
     )
     assert [entry.attempts for entry in current.ledger.points] == [1, 1]
-
-
-def test_what_a_sweeper_repeats_is_as_it_was_given():
-    given = ["metrics.picture=false", "checkpoint.every=null", "optimizer.lr=1e-3", "name='a b'",
-    "+x.y=[1,2]",
-             "model.d_model=choice(16,32)", "~hooks"]  # fmt: skip
-    repeated = [
-        "metrics.picture=False",
-        "checkpoint.every=None",
-        "optimizer.lr=0.001",
-        "name=a b",
-        "+x.y=[1, 2]",
-    ]
-    assert as_given([*repeated, "model.d_model=16", "clip.max_norm=0.5"], given) == [
-        *given[:5], "model.d_model=16", "clip.max_norm=0.5",
-    ]  # fmt: skip
 
 
 def test_an_error_is_one_line():
