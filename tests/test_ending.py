@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from llmexp.runs import ending, rundir
-from llmexp.runs.ending import RULES, Left, conclude_run, decide, how_it_left, state_now
+from llmexp.runs.ending import RULES, Left, conclude_run, how_it_left, rule_for, state_now
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED
 
 STATES = ("", "queued", "running", "finished", "failed", "preempted")
@@ -44,7 +44,7 @@ EXPECTED = {
 @pytest.mark.parametrize("state", STATES)
 def test_every_way_to_leave_every_state_is_in_the_table(state, left):
     found = [
-        decide(state or None, left, stopped=stopped, held=held)
+        rule_for(state or None, left, stopped=stopped, held=held)
         for stopped, held in itertools.product((False, True), repeat=2)
     ]
     word = "".join(LETTERS[rule.state, rule.exit_code] for rule in found)
@@ -54,7 +54,7 @@ def test_every_way_to_leave_every_state_is_in_the_table(state, left):
 
 def test_every_rule_decides_something():
     cases = itertools.product(STATES, Left, (False, True), (False, True))
-    used = [decide(state, left, stopped=s, held=h) for state, left, s, h in cases]
+    used = [rule_for(state, left, stopped=s, held=h) for state, left, s, h in cases]
     assert set(RULES) == set(used)
 
 

@@ -67,7 +67,7 @@ def in_repository(tmp_path, monkeypatch):
 
 def gathered() -> dict:
     """The findings of a new search about the one repository."""
-    (one,) = provenance.Search().result().about["repositories"]
+    (one,) = provenance.RepositorySearch().result().about["repositories"]
     return one
 
 
@@ -117,7 +117,7 @@ def test_a_repository_of_an_allowed_package_counts_too(tmp_path, monkeypatch, in
     (other / "theirs_pkg.py").write_text("x = 2")
     monkeypatch.syspath_prepend(str(other))
     monkeypatch.setenv("LLMEXP_ALLOW", "theirs_pkg.inner, nowhere_to_be_found")
-    found = provenance.Search().result()
+    found = provenance.RepositorySearch().result()
     assert [one["name"] for one in found.about["repositories"]] == ["work", "theirs"]
     assert sorted(found.files) == ["theirs.diff", "work.diff"]
 
@@ -186,7 +186,7 @@ def test_without_git_outside_of_a_repository_and_before_the_first_commit(
     monkeypatch.undo()
     (tmp_path / "plain").mkdir()
     monkeypatch.chdir(tmp_path / "plain")
-    assert "is in no git repository" in provenance.Search().result().about["left_out"]
+    assert "is in no git repository" in provenance.RepositorySearch().result().about["left_out"]
     (tmp_path / "new").mkdir()
     git(tmp_path / "new", "init", "-q")
     monkeypatch.chdir(tmp_path / "new")
@@ -218,7 +218,7 @@ def test_a_diff_that_is_too_large_is_left_out_and_binary_files_first(monkeypatch
     (in_repository / "big.bin").write_bytes(os.urandom(20_000))
     git(in_repository, "add", "big.bin")
     monkeypatch.setattr(provenance, "MAX_DIFF", 5000)
-    found = provenance.Search().result()
+    found = provenance.RepositorySearch().result()
     (one,) = found.about["repositories"]
     assert "the diff has no binary files" in one["notes"][0]
     assert b"# changed" in found.files["work.diff"]
@@ -239,7 +239,7 @@ def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_re
     git(in_repository, "checkout", "-q", "--detach")
     for number in range(provenance.MAX_NAMES + 5):
         (in_repository / f"u{number}").touch()
-    found = provenance.Search().result()
+    found = provenance.RepositorySearch().result()
     (one,) = found.about["repositories"]
     assert (one["branch"], one["changed"]) == (None, ["M sub"])
     assert b"Subproject commit" in found.files["work.diff"]

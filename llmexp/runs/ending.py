@@ -91,7 +91,7 @@ RULES = (
 )  # fmt: skip
 
 
-def decide(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> EndingRule:
+def rule_for(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> EndingRule:
     """Return the rule for a run: how it ended, why, and with which exit code."""
     return next(rule for rule in RULES if rule.holds(on_disk or "", left, stopped, held))
 
@@ -117,7 +117,7 @@ def conclude_run(
     on_disk = status.get("state", "")
     # a refusal may come from a process of another host, whose locks may not be seen here
     held = rundir.is_alive(path, status) if left is Left.REFUSED else rundir.is_held(path)
-    rule = decide(on_disk, left, stopped=stopped, held=held)
+    rule = rule_for(on_disk, left, stopped=stopped, held=held)
     if not rule.state:
         known = {"finished": DONE, "preempted": PREEMPTED}.get(on_disk, code)
         return Ending(on_disk, status.get("error"), known, found=False)
@@ -143,7 +143,7 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
     if state != "running":  # the others do not depend on who is there
         return state if isinstance(state, str) else ""
     held = rundir.is_alive(path, dict(status))
-    return decide(state, Left.UNKNOWN, stopped=False, held=held).state or state
+    return rule_for(state, Left.UNKNOWN, stopped=False, held=held).state or state
 
 
 def bus_error(path: Path, code: int) -> str:

@@ -64,7 +64,7 @@ class Found:
     files: dict[str, bytes]
 
 
-class Search:
+class RepositorySearch:
     """Looks into the repositories on a thread, from now on."""
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class Search:
         return self._found
 
 
-SEARCH: list[Search] = []  # one or none: a process that makes many runs looks once
+SEARCH: list[RepositorySearch] = []  # one or none: a process that makes many runs looks once
 
 
-def start_search() -> Search:
+def start_search() -> RepositorySearch:
     """Start to look, unless this process has."""
     if not SEARCH:
-        SEARCH.append(Search())
+        SEARCH.append(RepositorySearch())
     return SEARCH[0]
 
 
