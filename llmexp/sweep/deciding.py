@@ -60,6 +60,9 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
         text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
         values = ",".join(map(str, seeds))
         raise refuse(SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
+    if len(parents := dict.fromkeys(o for row in rows for o in row if key_of(o) == "fork.run")) > 1:
+        text = "are seeds of their trunk, and sweep.decide chooses the seeds; give one parent"
+        raise refuse("fork.run", ",".join(o.partition("=")[2] for o in parents), text)
     if len(seeds) < 2:
         first = int(current.cfg.train.seed)
         seeds = list(range(first, first + settings.first_seeds))

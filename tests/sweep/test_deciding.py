@@ -17,7 +17,8 @@ from llmexp.compare.records import Record
 from llmexp.compare.spending import ALPHA, expected_runs, following, level_of
 from llmexp.runs import ledger as ledgers
 from llmexp.runs.ledger import Look
-from llmexp.sweep.deciding import Deciding
+from llmexp.settings.values import ConfigError
+from llmexp.sweep.deciding import Deciding, seeded
 from tests.conftest import TINY, llmexp, start
 from tests.sweep.running import current_sweep
 from tests.tools import all_gone, wait_for
@@ -265,6 +266,12 @@ def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
     assert done.code == 2
     assert refused in " ".join(done.err.split())
     assert not (tmp_path / "s").exists()
+
+
+def test_forks_of_several_parents_are_seeds_already(tmp_path):
+    current = current_sweep(tmp_path / "s", decide=True)
+    with pytest.raises(ConfigError, match=r"fork.run=a,b: are seeds of their trunk"):
+        seeded(current, [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]])
 
 
 def test_a_single_run_decides_nothing(tmp_path):

@@ -100,9 +100,10 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
 
 
 def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
-    """A grid whose points have all finished is done; a search would have asked for more."""
-    for grid, state in ((True, "finished"), (False, "preempted")):
-        current = current_sweep(tmp_path, grid=grid, signals=[signal.SIGTERM])
+    """A grid whose points have all finished is done; a search, or a look, might ask for more."""
+    kinds = (({}, "finished"), ({"grid": False}, "preempted"), ({"decide": True}, "preempted"))
+    for kind, state in kinds:
+        current = current_sweep(tmp_path, signals=[signal.SIGTERM], **kind)
         current.ledger.points = [LedgerEntry(0, "a", "0-a", None, [], state="finished")]
         conclude(current, lambda text: None)
         assert current.ledger.state == state
