@@ -25,7 +25,7 @@ def evaluate(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
     args = parsed_words(command_line.take_allowed(arguments))
     found = evaluated(args)
-    print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(text_of(found)))
+    print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(tables_of(found)))
     return 0
 
 
@@ -104,7 +104,7 @@ def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None
         return dataclasses.replace(app.typed(cfg), model=section)
 
 
-def text_of(found: Mapping[str, Any]) -> str:
+def tables_of(found: Mapping[str, Any]) -> str:
     """Return the figures of `evaluated` as tables."""
     if "folder" in found:
         first = f"folder  {found['folder']}, in sequences of {found['sequence_length']:,} tokens"

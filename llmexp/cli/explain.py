@@ -78,13 +78,13 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in rest
     args = command_line.parse("explain", [a for a in rest if a != "--json"])
     if hydra_flags.asked(args):
-        return hydra_flags.answer(args)
+        return hydra_flags.answer_flags(args)
     with app.composed(args) as (hydra, cfg, _):
         found = explained(hydra.config_loader, cfg, app.typed(cfg), key)
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return 0
-    for line in written(found):
+    for line in screen_lines(found):
         print(line)
     return 0
 
@@ -130,7 +130,7 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
     if budgets and flat[key] is None and history and history[-1]["value"] is not None:
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
-    found = {"key": key, "value": flat[key], "meaning": meaning(key, every), "history": history}
+    found = {"key": key, "value": flat[key], "meaning": meaning_of(key, every), "history": history}
     found["affects"] = changes(key)
     if (acts := getattr(fields().get(key), "acts", None)) is not None:
         is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
@@ -190,7 +190,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
         value, number = numbers.get(name), DERIVED[name]
-        formula = filled(number.formula, numbers)
+        formula = fill_formula(number.formula, numbers)
     else:
         value = flatten(plain(config)).get(key)
         if not key.startswith("optimizer.") or not numbers["rates"]:
@@ -200,7 +200,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     return {"value": value, "derived": value, "formula": formula, "from": list(number.sources)}
 
 
-def filled(formula: str, numbers: dict[str, Any]) -> str:
+def fill_formula(formula: str, numbers: dict[str, Any]) -> str:
     """Return a formula with the numbers of a run; empty where one of them is not known."""
     values = {word: numbers.get(word) for word in re.findall(r"{(\w+)}", formula)}
     if None in values.values():
@@ -234,7 +234,7 @@ def knobs_in(section: str, every: list[Layer], flat: dict[str, Any]) -> list[dic
         sources = [layer.source for layer in every if key in layer.values]
         if sources:
             found = {"key": key, "value": flat[key], "from": sources[-1]}
-            knobs.append(found | {"meaning": meaning(key, every)})
+            knobs.append(found | {"meaning": meaning_of(key, every)})
     return knobs
 
 
@@ -247,7 +247,7 @@ def row_key(key: str) -> str | None:
     return f"{known.meaning}{f', of the set {name}' if name else ''}{unit}"
 
 
-def meaning(key: str, every: list[Layer]) -> str:
+def meaning_of(key: str, every: list[Layer]) -> str:
     """Return the documentation of a knob with its range.
 
     It stands in the typed section, else in the comment of the YAML.
@@ -285,14 +285,14 @@ def changes(key: str) -> str:
     return CHANGES[affects(key)]
 
 
-def written(found: dict[str, Any]) -> list[str]:
+def screen_lines(found: dict[str, Any]) -> list[str]:
     """Return the lines of one screen."""
-    lines = [f"{found['key']} = {text(found['value'])}" if "value" in found else found["key"]]
+    lines = [f"{found['key']} = {value_text(found['value'])}" if "value" in found else found["key"]]
     for name, words in lines_of(found):
         wrapped = textwrap.wrap(words, WIDTH - 13, break_on_hyphens=False)
         lines += [f"  {'' if n else name:<10} {line}" for n, line in enumerate(wrapped)]
     for knob in found.get("knobs", ()):
-        setting = f"  {knob['key']} = {text(knob['value'])}"
+        setting = f"  {knob['key']} = {value_text(knob['value'])}"
         line = f"{setting:<38} {knob['meaning'].partition(';')[0]}".rstrip()
         lines.append(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
     return lines
@@ -309,15 +309,15 @@ def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         last = history[-1]
         yield "set by", last["from"]
         if last["value"] != found["value"] and "derived" not in found:
-            now = f"{text(found['value'])} once the command line is read"
-            yield "becomes", f"{text(last['value'])} there, {now}"
+            now = f"{value_text(found['value'])} once the command line is read"
+            yield "becomes", f"{value_text(last['value'])} there, {now}"
         for earlier in reversed(history[:-1]):
-            yield "replaced", f"{text(earlier['value'])} from {earlier['from']}"
+            yield "replaced", f"{value_text(earlier['value'])} from {earlier['from']}"
     elif "history" in found:
         yield "set by", "nothing: it is left at its default, as it does nothing here"
     yield "swept", str(found.get("swept", ""))
     if "derived" in found:
-        value = f"{text(found['derived'])}: " if history else ""
+        value = f"{value_text(found['derived'])}: " if history else ""
         yield "derived", f"{value}{found.get('formula') or 'worked out when a run starts'}"
     yield "from", ", ".join(found.get("from", ()))
     for name in ("unsolved", "acts", "affects"):
@@ -325,7 +325,7 @@ def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "used by", ", ".join(found.get("used_by", ()))
 
 
-def text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as an override would have it."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"

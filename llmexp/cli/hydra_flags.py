@@ -30,7 +30,7 @@ def asked(args: Any) -> bool:
     return bool(args.cfg or args.info is not None or args.hydra_help or args.shell_completion)
 
 
-def answer(args: Any) -> int:
+def answer_flags(args: Any) -> int:
     """Print what the flag asks for; return the exit code. Raise ConfigError."""
     # Hydra answers through logging, which would trace a closed pipe line by line
     logging.raiseExceptions = False

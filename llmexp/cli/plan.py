@@ -22,7 +22,7 @@ def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained."""
     args = command_line.parse("plan", arguments)
     if hydra_flags.asked(args):
-        return hydra_flags.answer(args)
+        return hydra_flags.answer_flags(args)
     found = planned(args)
     if not isinstance(found, Planned):
         from llmexp.sweep.planning import print_sweep

@@ -62,7 +62,7 @@ def prepare(arguments: list[str]) -> int:
     """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
     args = command_line.parse("prepare", arguments)
     if hydra_flags.asked(args):
-        return hydra_flags.answer(args)
+        return hydra_flags.answer_flags(args)
     found = prepared(args)
     if isinstance(found, Prepared):
         print(found)

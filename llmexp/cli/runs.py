@@ -31,7 +31,7 @@ INCOMPLETE = 1
 
 
 @dataclass(frozen=True)
-class Line:
+class RunLine:
     """A run of the list. What is not known is None."""
 
     path: Path
@@ -78,14 +78,14 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
-def _line(path: Path, sweep: SweepFolder) -> Line:
+def _line(path: Path, sweep: SweepFolder) -> RunLine:
     run = RunFolder(path, strict=False)
     row, (key, loss) = run.last_row(), _loss(run)
     times = [number(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
-    return Line(
+    return RunLine(
         path=path,
         sweep=sweep.path,
         name=clean_name(path),
@@ -112,7 +112,7 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
     return (None, None) if loss is None else ("train/loss", loss)
 
 
-def described(folder: Path) -> list[dict[str, Any]]:
+def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs below a folder as `llmexp runs --json` lists them, with their summaries."""
     return [
         _plain(_line(path, sweep)) | {"summary": RunFolder(path, strict=False).summary}
@@ -134,12 +134,12 @@ def disk_size(path: Path) -> int:
     return total
 
 
-def _plain(line: Line) -> dict[str, Any]:
+def _plain(line: RunLine) -> dict[str, Any]:
     whole = {**vars(line), "path": str(line.path), "sweep": str(line.sweep) if line.sweep else None}
     return {key: value for key, value in whole.items() if value not in (None, "")}
 
 
-def _show(lines: Sequence[Line]) -> None:
+def _show(lines: Sequence[RunLine]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -153,7 +153,7 @@ def _show(lines: Sequence[Line]) -> None:
     table.add_column("run", overflow="fold")
     for title in ("step", "loss", "age", "size")[:figures]:
         table.add_column(title, justify="right", no_wrap=True)
-    groups: dict[Path, list[Line]] = defaultdict(list)
+    groups: dict[Path, list[RunLine]] = defaultdict(list)
     for line in lines:
         groups[line.sweep or line.path.parent].append(line)
     for group in sorted(groups, key=str):
@@ -177,7 +177,7 @@ def _show(lines: Sequence[Line]) -> None:
     console.print(f"\n{plural(len(lines), 'run')}, {total}")
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: RunLine) -> tuple[str, ...]:
     step = "" if line.step is None else f"{line.step:,}"
     if step and line.max_steps:
         step += f"/{line.max_steps:,}"
@@ -187,7 +187,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     return step, loss, age, readable_size(line.size)
 
 
-def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
+def _remove_checkpoints(lines: Sequence[RunLine], yes: bool) -> int:
     """Remove the checkpoints of finished runs but the newest whole one; without `yes` list them."""
     freed: list[int] = []
     failed: list[Path] = []

@@ -44,7 +44,7 @@ def tokenizer(arguments: list[str]) -> int:
         return 0
     args = command_line.parse("tokenizer", arguments)
     if hydra_flags.asked(args):
-        return hydra_flags.answer(args)
+        return hydra_flags.answer_flags(args)
     found = trained(args)
     print(
         f"{found.n_vocab:,} ids from {found.documents:,} training documents (validation left out), "

@@ -49,7 +49,7 @@ def train(arguments: list[str]) -> int:
     """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
     args = parse("train", arguments)
     if hydra_flags.asked(args):
-        return hydra_flags.answer(args)
+        return hydra_flags.answer_flags(args)
     if not args.json:
         return start(args, arguments)[0]
     sys.stdout.flush()
@@ -63,7 +63,7 @@ def train(arguments: list[str]) -> int:
         if path is not None:
             from llmexp.cli import runs
 
-            whole = {"path": str(path), "exit_code": code, "runs": runs.described(path)}
+            whole = {"path": str(path), "exit_code": code, "runs": runs.list_runs(path)}
             out.write(json.dumps(whole, indent=2, allow_nan=False) + "\n")
     return code
 

@@ -100,7 +100,9 @@ def prove(proof: Proof) -> int:
     module = importlib.import_module(f"llmexp.verify.{what}")
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
-        return report(proof, module.verify(proof.config, proof.path, steps=steps, shrink=shrink))
+        return print_report(
+            proof, module.verify(proof.config, proof.path, steps=steps, shrink=shrink)
+        )
     except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise
     # also of the files that it reads and writes, and of a model of the user's own
@@ -112,14 +114,14 @@ def prove(proof: Proof) -> int:
             words = f"verify {what} could not be made: {what_happened}"
         words = redacted(words)
         with contextlib.suppress(OSError):  # the disk may be what failed
-            record(proof, None, [], words)
+            write_record(proof, None, [], words)
         raise ConfigError(words) from error
     except KeyboardInterrupt:
         print("llmexp: stopped; nothing is proven", file=sys.stderr)
         raise
 
 
-def report(proof: Proof, checks: Sequence[Check]) -> int:
+def print_report(proof: Proof, checks: Sequence[Check]) -> int:
     """Print the checks, a line each, and the verdict; write verify.json. Returns the exit code."""
     failed = sum(c.passed is False for c in checks)
     left = sum(c.passed is None for c in checks)
@@ -133,12 +135,12 @@ def report(proof: Proof, checks: Sequence[Check]) -> int:
     unseen = f", {left} could not be looked at here" if left else ""
     verdict = f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks"
     print_wrapped(f"{verdict} failed{unseen}, {time.monotonic() - proof.began:.0f} s")
-    record(proof, passed, checks)
+    write_record(proof, passed, checks)
     print(f"record  {proof.path / RECORD}", flush=True)
     return PASS if passed else FAIL
 
 
-def record(
+def write_record(
     proof: Proof, passed: bool | None, checks: Sequence[Check], error: str | None = None
 ) -> None:
     """Write verify.json, without the values of secrets and variables.

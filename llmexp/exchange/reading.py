@@ -35,7 +35,7 @@ OPTIONS = {"llmexp.models.gpt2.GPT2": "gpt2_small", "llmexp.models.llama.Llama":
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Weights in files, and the knobs of our model that computes the same.
 
     `folder`: of Hugging Face, or of a run. `rules`: how its tensors make ours; `shapes` and `read`:
@@ -51,7 +51,7 @@ class Source:
     read: Callable[[str], Tensor]
 
 
-def open_source(given: Any, hashed: bool = True) -> Source:
+def open_source(given: Any, hashed: bool = True) -> WeightSource:
     """Return the weights of a Hugging Face folder, or of RUN[@STEP].
 
     The hashes of a checkpoint are compared where `hashed`. Raises ConfigError.
@@ -116,11 +116,11 @@ def open_checkpoint(
     return dataclasses.replace(found, model=found.model | found.ema)
 
 
-def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
+def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:
     """Return the weights of a checkpoint of ours, whose run had this model section."""
     rules = [Rule(name, (name,)) for name in loaded.model]
     shapes = {name: pieces[0].shape for name, pieces in loaded.model.items()}
-    return Source(
+    return WeightSource(
         str(loaded.path),
         loaded.path.parent.parent,
         str(section["_target_"]),
@@ -131,7 +131,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
     )
 
 
-def of_folder(folder: Path) -> Source:
+def of_folder(folder: Path) -> WeightSource:
     """Return the weights of a Hugging Face folder.
 
     Raises ConfigError for files that are missing, that hold no safetensors, or whose model our
@@ -161,7 +161,7 @@ def of_folder(folder: Path) -> Source:
         raise ConfigError(f"{folder}: holds weights of type {text}")
     shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
     label = f"{folder} ({family.architecture})"
-    return Source(
+    return WeightSource(
         label,
         folder,
         family.target,
@@ -203,7 +203,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read_object(file, f"{file}: cannot be read")
 
 
-def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[str]:
+def check(source: WeightSource, section: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Check that a model of this section can begin with the weights; return what grows, in words.
 
     Raises ConfigError that lists the knobs that differ, or the tensors.
@@ -226,7 +226,7 @@ def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[
 
 
 def _growing(
-    source: Source, section: Mapping[str, Any], has_table: bool
+    source: WeightSource, section: Mapping[str, Any], has_table: bool
 ) -> dict[str, tuple[int, int]]:
     """Return (theirs, ours) of each knob that grows.
 
@@ -254,7 +254,7 @@ def _growing(
 
 def _fits(
     rule: Rule,
-    source: Source,
+    source: WeightSource,
     own: Mapping[str, tuple[int, ...]],
     growing: Mapping[str, tuple[int, int]],
 ) -> bool:
@@ -270,7 +270,7 @@ def _fits(
     return given[1:] == wanted[1:] and (given[0], wanted[0]) in growing.values()
 
 
-def check_values(source: Source) -> None:
+def check_values(source: WeightSource) -> None:
     """Raise ConfigError for a tensor with a value that is not finite."""
     for rule in source.rules:
         if not all_finite(source.read(rule.theirs)):
@@ -278,7 +278,7 @@ def check_values(source: Source) -> None:
 
 
 @torch.no_grad()
-def begin_with(model: nn.Module, source: Source) -> None:
+def begin_with(model: nn.Module, source: WeightSource) -> None:
     """Copy the weights, which `check` has found to fit, into the model.
 
     Rows that they do not have stay as they are.

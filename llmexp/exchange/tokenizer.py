@@ -41,7 +41,7 @@ def tokenizer_files(
         without = dict.fromkeys(("post_processor", "truncation", "padding"))
         content = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
     elif isinstance(tokenizer.given, SentencePieceTokenizer):
-        if (found := converted(tokenizer.given.content)) is None:
+        if (found := of_sentencepiece(tokenizer.given.content)) is None:
             return {SENTENCEPIECE: tokenizer.given.content}
         content = json.dumps(found, ensure_ascii=False)
     else:
@@ -200,7 +200,7 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # of its pieces' type
 MARK = "\u2581"  # stands for a space
 
 
-def converted(content: bytes) -> dict[str, Any] | None:
+def of_sentencepiece(content: bytes) -> dict[str, Any] | None:
     """Return the tokenizer.json of a sentencepiece model.
 
     None for one with parts that have no counterpart there, or where the package protobuf is

@@ -55,7 +55,7 @@ def estimated(
     )
 
 
-def counts(run: Run, config: Config) -> dict[str, int]:
+def part_counts(run: Run, config: Config) -> dict[str, int]:
     """Return how often each part of a run comes. Checkpoints by time are not counted."""
     chosen, saving, first = config.train, config.checkpoint, run.first_step
     steps = min(run.max_steps, chosen.stop_step or run.max_steps)
@@ -117,7 +117,7 @@ class Cost:
 
 def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | None) -> Cost:
     """Return what a run takes. `price`: of an hour of one of its `gpus`."""
-    often, each = counts(run, config), dataclasses.asdict(times)
+    often, each = part_counts(run, config), dataclasses.asdict(times)
     seconds = times.start_s + times.first_s + times.end_s
     seconds += sum(n * each[f"{kind}_s"] for kind, n in often.items())
     hours = gpus * seconds / 3600 if gpus else None
@@ -126,7 +126,7 @@ def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | No
     return Cost(times, often, rate, seconds, hours, money)
 
 
-def sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
+def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs of the banner. `basis`: where the times come from, in words."""
     times, often = cost.times, cost.counts
     parts = [f"{plural(often['step'], 'step')} of {seconds(times.step_s)}"]

@@ -36,7 +36,7 @@ UNSURE = 1.2
 SIZES = "micro_batch_sizes"  # the folder of the cache
 
 
-def fitted(config: Config, folder: str = "") -> Config:
+def with_size(config: Config, folder: str = "") -> Config:
     """Return the config with a number in the place of `auto`.
 
     It is that of the run in the folder, else the one that was found for such a run before, else it
@@ -220,7 +220,7 @@ def main() -> None:
     request, answers = json.load(sys.stdin), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            config = fitted(build(request["config"]), request["folder"])
+            config = with_size(build(request["config"]), request["folder"])
             found: dict[str, Any] = {"micro_batch_size": config.batch.micro_batch_size}
         except ConfigError as error:
             found = {"error": error_record(error)}

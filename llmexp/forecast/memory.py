@@ -117,7 +117,7 @@ def cut_to(cut: Cut, micro: int) -> Cut:
     return dataclasses.replace(cut, micro=micro, accumulation=whole // micro)
 
 
-def sections(forecast: Forecast) -> list[tuple[str, str]]:
+def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
     cut, room = forecast.cut, forecast.room
     held, needed = forecast.footprint(cut), forecast.needed(cut)

@@ -74,7 +74,7 @@ class Planner:
             whole["time"] = cost.figures()
         there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
         rows += of_memory.rows
-        rows += [("time", basis)] if cost is None else duration.sections(cost, basis)
+        rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
         return Planned(
             parts.run, parts.config, rows, whole | of_memory.figures, of_memory, cost, there
         )
@@ -115,7 +115,7 @@ class Planner:
             return Memory([("memory", NO_ROOM)], {})
         try:
             forecast = memory.Forecast(parts, precision, room, self._compiled(config))
-            rows = memory.sections(forecast)
+            rows = memory.memory_sections(forecast)
         except Exception as error:  # of a model of the user's, which has to see its values
             if parts.config.model["_target_"].startswith("llmexp."):
                 raise

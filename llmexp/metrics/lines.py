@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmexp.metrics.keys import KEYS, is_accuracy, is_of_named_set, title_of
-from llmexp.system.console import fitted
+from llmexp.system.console import fitted_line
 from llmexp.system.text import duration, loss_text
 
 
@@ -70,7 +70,7 @@ def format_row(
     if row.get("skipped"):
         cells["skipped"] = "skipped"
     named = [key for key in cells if is_of_named_set(key) or is_accuracy(key)]
-    return fitted(cells, " | ", (*named, *LEAST_NEEDED), width)
+    return fitted_line(cells, " | ", (*named, *LEAST_NEEDED), width)
 
 
 def _cell(key: str, value: Any) -> str:

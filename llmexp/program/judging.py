@@ -113,9 +113,9 @@ class Evaluation:
     data: dict[str, Any]
 
     def __str__(self) -> str:
-        from llmexp.cli.evaluate import text_of
+        from llmexp.cli.evaluate import tables_of
 
-        return text_of(self.data)
+        return tables_of(self.data)
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmexp.forecast.fitting import fitted
+from llmexp.forecast.fitting import with_size
 from llmexp.runs import provenance, rundir
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
@@ -36,7 +36,7 @@ def answer(
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
     parts = waiting.pop(key, None)
     if parts is None:
-        config = fitted(build(request["config"]), request["folder"])
+        config = with_size(build(request["config"]), request["folder"])
         parts = assemble(config, shared, **known)
     if purpose == "check":
         waiting[key] = parts

@@ -139,7 +139,7 @@ class Console:
     def _draw(self, step: int, cells: dict[str, str]) -> None:
         bar = self._bar or self._make_bar()
         # A narrow terminal loses figures, never its line: the bar keeps at least ten columns.
-        text = fitted(cells, "  ", ("rate", "eta", "loss"), bar.console.width - 12)
+        text = fitted_line(cells, "  ", ("rate", "eta", "loss"), bar.console.width - 12)
         bar.update(bar.task_ids[0], completed=step, text=text)
         if self._bar is None:
             bar.start()
@@ -211,7 +211,7 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def fitted(
+def fitted_line(
     cells: dict[str, str], between: str, least_needed: Iterable[str], width: float | None
 ) -> str:
     """Join cells to a line; the least needed ones give way until it fits."""

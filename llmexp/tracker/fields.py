@@ -22,7 +22,7 @@ POSITION_FILE = "tracker.json"
 
 
 @dataclass(frozen=True)
-class Position:
+class MirrorPosition:
     """The rows that wandb was given, and once the server confirms it, that all of them arrived."""
 
     run_id: str
@@ -35,7 +35,7 @@ class Position:
     project: str | None = None  # of that sweep
 
 
-def read_position(run_dir: Path) -> Position | None:
+def read_position(run_dir: Path) -> MirrorPosition | None:
     """Return how far the mirror has come; None where that cannot be read.
 
     A row twice in an offline mirror is the worst that follows.
@@ -45,7 +45,7 @@ def read_position(run_dir: Path) -> Position | None:
         if SAFE_ID.fullmatch(saved["run_id"]):
             texts = {key: saved.get(key) for key in ("entity", "sweep", "project")}
             uploaded = saved.get("uploaded")
-            return Position(
+            return MirrorPosition(
                 saved["run_id"],
                 int(saved["tokens_seen"]),
                 int(saved["step"]),
@@ -55,15 +55,15 @@ def read_position(run_dir: Path) -> Position | None:
     return None
 
 
-def write_position(run_dir: Path, position: Position) -> None:
+def write_position(run_dir: Path, position: MirrorPosition) -> None:
     """Raise OSError where tracker.json cannot be written."""
     saved = asdict(position).items()
     write_json(run_dir / POSITION_FILE, {key: value for key, value in saved if value is not None})
 
 
-def owe(run_dir: Path, run_id: str) -> Position:
+def owe(run_dir: Path, run_id: str) -> MirrorPosition:
     """Record that the run has rows which wandb may lack, and return how far it came there."""
-    position = read_position(run_dir) or Position(run_id)
+    position = read_position(run_dir) or MirrorPosition(run_id)
     if position.run_id != run_id:
         position = replace(position, run_id=run_id, tokens_seen=-1, step=-1)
     position = replace(position, uploaded=None)
@@ -121,8 +121,8 @@ def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) 
     return Fields(
         project=project,
         entity=entity or None,
-        name=cut(name, MAX_NAME_CHARS),
-        group=cut(chosen["group"] or "/".join(sweep), MAX_NAME_CHARS) or None,
+        name=shorten(name, MAX_NAME_CHARS),
+        group=shorten(chosen["group"] or "/".join(sweep), MAX_NAME_CHARS) or None,
         tags=cut_tags(tags),
         notes=chosen["notes"],
         config=config | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
@@ -149,7 +149,7 @@ def given_run_id(
     return given, ""
 
 
-def cut(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Return `text` in at most `limit` characters; texts that differ stay different."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return text if len(text) <= limit else f"{text[: limit - 9]}~{digest}"
@@ -157,7 +157,7 @@ def cut(text: str, limit: int) -> str:
 
 def cut_tags(tags: list[str]) -> list[str]:
     """Return each tag once, as wandb takes it."""
-    return list(dict.fromkeys(cut(tag, MAX_TAG_CHARS) for tag in tags if tag))
+    return list(dict.fromkeys(shorten(tag, MAX_TAG_CHARS) for tag in tags if tag))
 
 
 def next_id(run_id: str) -> str:

@@ -20,7 +20,7 @@ from llmexp.system.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
     Fields,
-    Position,
+    MirrorPosition,
     next_id,
     read_position,
     run_fields,
@@ -122,7 +122,7 @@ class Records:
     last_step: int
     end: End
     state: str
-    position: Position | None
+    position: MirrorPosition | None
     lost: str  # where rows are lost at the end, in words
 
     def settled(self) -> str:
@@ -152,7 +152,7 @@ def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
             if to == "wandb" and (settled := records.settled()):
                 line, complete = f"nothing to send, {settled}", not records.lost
             else:
-                line, complete = plan(records) if dry else send(run, records, to)
+                line, complete = planned_line(records) if dry else upload_run(run, records, to)
             code = COMPLETE if complete else INCOMPLETE
     except LeftOut as reason:
         line, code = f"left out: {reason}", COMPLETE
@@ -164,7 +164,7 @@ def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
     return code
 
 
-def plan(records: Records) -> tuple[str, bool]:
+def planned_line(records: Records) -> tuple[str, bool]:
     """Return what `send` would do, as far as the folder alone can tell."""
     fields, position = records.fields, records.position
     where = [f"project {fields.project}"]
@@ -179,7 +179,7 @@ def plan(records: Records) -> tuple[str, bool]:
     return _with_loss(line, records)
 
 
-def send(run: Path, records: Records, to: str) -> tuple[str, bool]:
+def upload_run(run: Path, records: Records, to: str) -> tuple[str, bool]:
     """Upload one run, and return its line and whether all of it is there.
 
     Raises TrackerError, OSError.
@@ -243,13 +243,13 @@ def read_records(run: Path, anew: bool) -> Records:
         state, code = "cut", code or 1
     summary = folder.summary
     if state not in ("finished", "preempted") or not summary:
-        summary = figures(rows)
+        summary = summary_of_rows(rows)
     position = None if anew else read_position(run)
     end = End(summary, code, complete=not lost)
     return Records(fields, len(rows), steps[-1], end, state, position, lost)
 
 
-def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run that could not write its own; what is not known is absent."""
     last = rows[-1]
     found: dict[str, Any] = {"steps": last["step"]}

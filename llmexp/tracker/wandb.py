@@ -43,7 +43,7 @@ class Wandb(Store):
         self._fields, self._run_dir = fields, run_dir
         self._temporary = temporary = run_dir / ".wandb-temporary"
         position = owe(run_dir, fields.run_id)
-        self._run = run = self._open(set_up(temporary), temporary)
+        self._run = run = self._open(import_wandb(temporary), temporary)
         run.define_metric("tokens_seen")
         run.define_metric("*", step_metric="tokens_seen")
         # Online the server knows best: what was handed to a process that died may never have
@@ -182,7 +182,7 @@ def own_files(run_dir: Path) -> Path:
     return Path(given)
 
 
-def set_up(temporary: Path | None = None) -> Any:
+def import_wandb(temporary: Path | None = None) -> Any:
     """Import wandb and return its settings.
 
     The folders for temporary files that wandb makes then go into `temporary`, which is made anew.
@@ -231,7 +231,7 @@ def check_login() -> None:
     """Raise ConfigError when nothing can be uploaded from here, with the way to change that."""
     problem = ""
     try:
-        settings = set_up()
+        settings = import_wandb()
         if not has_login(settings):
             problem = f"no login for {settings.base_url}; to log in: wandb login, or set "
             problem += "WANDB_API_KEY"

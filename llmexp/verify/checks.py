@@ -28,7 +28,7 @@ def at_most(what: str, found: float, limit: float, note: str = "") -> Check:
     return Check(what, math.isfinite(found) and found <= limit, found, limit, note)
 
 
-def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:
+def none_differ(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:
     """Check that nothing differs, of so many that were compared bit by bit.
 
     Comparing nothing is no proof.

@@ -32,7 +32,7 @@ from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.inputs import works_to_prepare
 from llmexp.train.windows import order_of
-from llmexp.verify.checks import Check, equal
+from llmexp.verify.checks import Check, none_differ
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
 SHOWN = 20  # files with a check of their own; of more, only those that fail have one
@@ -188,7 +188,7 @@ def check_order(parts: Parts) -> list[Check]:
     cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
     what = f"windows, cut into {cut_text}, hold the sequences [s x {real}, (s + 1) x {real})"
     looked = len(sampled) * len(ranks)
-    return [*checks, equal(what, differing, looked, "sampled, the last one among them")]
+    return [*checks, none_differ(what, differing, looked, "sampled, the last one among them")]
 
 
 def _numbers(count: int) -> Iterator[np.ndarray]:

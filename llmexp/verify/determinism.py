@@ -7,7 +7,7 @@ from pathlib import Path
 from llmexp.settings.config import Config
 from llmexp.verify import runs
 from llmexp.verify.checks import Check
-from llmexp.verify.pair import Pair
+from llmexp.verify.pair import RunPair
 
 STEPS = 8
 NAMED = "train.deterministic=true names an operation that has no deterministic implementation"
@@ -23,13 +23,13 @@ def verify(
     for run in (first, second):
         print(f"the {run.name} run of {plan.train.max_steps} steps", flush=True)
         runs.train_recorded(run, plan)
-    checks = compare(Pair.of(first, second))
+    checks = compare_steps(RunPair.of(first, second))
     if any(check.passed is False for check in checks) and not config.train.deterministic:
         print(NAMED, flush=True)
     return checks
 
 
-def compare(pair: Pair) -> list[Check]:
+def compare_steps(pair: RunPair) -> list[Check]:
     """Return what two recorded runs computed, bit by bit, in the order in which a step does it."""
     return [
         pair.figures("the data of each step", "data_digest", "target_tokens"),

@@ -31,12 +31,12 @@ from llmexp.verify.reference import (
     Roundoff,
     draws_random_numbers,
     errors,
-    follow,
-    read_windows,
     targets_of,
+    train_plainly,
+    windows_in_order,
 )
 from llmexp.verify.runs import rows, shrunk, train, trial
-from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, derived, judge, off_from
+from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, checks_of_run, derived, off_from
 
 STEPS = 4
 # of the run that accumulates most: with one sequence each a large batch would take for ever
@@ -44,7 +44,7 @@ MOST_MICRO_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class Cut:
+class WindowCut:
     """One way to compute the same windows."""
 
     name: str
@@ -71,12 +71,12 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     real = real_batch(own.run.real_batch_size)
     tail = real // 2 - 1  # so the second half of the ranks has no rows in it
     length = own.run.sequence_length
-    planned = plan(config, steps, real, tail)
+    planned = one_batch_plan(config, steps, real, tail)
     parts = assemble(in_precision(planned, "fp64", own.precision))
-    windows = read_windows(parts, steps, real, tail)
+    windows = windows_in_order(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
     planned = with_knobs(planned, data={"ignore_id": ignore_id})
-    print_wrapped(describe(windows, ignore_id, parts.document_end))
+    print_wrapped(describe_windows(windows, ignore_id, parts.document_end))
     refuse_random(parts, windows[0][:1, :-1])
 
     cuts, left_out = cuts_of(own, real)
@@ -92,13 +92,13 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     start = read_parameters(parts, run_folder(path, "fp64", cuts[0]), 0)
 
     def reference(off: Roundoff | None = None) -> Followed:
-        return follow(parts, model_at(parts, start), windows, ignore_id, off)
+        return train_plainly(parts, model_at(parts, start), windows, ignore_id, off)
 
     print("the reference", flush=True)
     want = reference()
     trained = [name for name, p in start.named_parameters() if p.requires_grad]
     for kind in kinds:
-        found = [look(parts, run_folder(path, kind, cut), start, want) for cut in cuts]
+        found = [run_beside(parts, run_folder(path, kind, cut), start, want) for cut in cuts]
         limits = FLOOR
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
             sizes = errors(kind, real * length)
@@ -107,11 +107,11 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             )
             limits = derived(reference, want, start, sizes, FLOOR if kind == "fp64" else NO_FLOOR)
         for cut, off in zip(cuts, found, strict=True):
-            checks += judge(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
+            checks += checks_of_run(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
     return checks + left_out
 
 
-def plan(config: Config, steps: int, real: int, tail: int) -> Config:
+def one_batch_plan(config: Config, steps: int, real: int, tail: int) -> Config:
     """Return the config as a run of one batch a step, of which the last has `tail` sequences."""
     length = config.batch.sequence_length
     tokens = ((steps - 1) * real + tail) * length
@@ -136,7 +136,7 @@ def in_precision(config: Config, kind: str, own: str) -> Config:
     return with_knobs(config, precision={"kind": kind}, train={"compile": compiled})
 
 
-def run_folder(path: Path, kind: str, cut: Cut) -> Path:
+def run_folder(path: Path, kind: str, cut: WindowCut) -> Path:
     return path / f"{kind}-{cut.name.partition(' (')[0].replace(' ', '_')}"
 
 
@@ -148,15 +148,15 @@ def real_batch(own: int) -> int:
     return next(own * k for k in range(1, 5) if own * k >= 4 and own * k % 2 == 0)
 
 
-def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
+def cuts_of(own: Parts, real: int) -> tuple[list[WindowCut], list[Check]]:
     """Return the cuts to compare, and checks that say which cannot be made here."""
     run, layout = own.run, own.run.layout
     smallest = next(
         m for m in range(1, real + 1) if real % m == 0 and real // m <= MOST_MICRO_BATCHES
     )
     cuts = [
-        Cut(f"one batch ({real} x 1)", real, ONE_RANK),
-        Cut(f"accumulation ({smallest} x {real // smallest})", smallest, ONE_RANK),
+        WindowCut(f"one batch ({real} x 1)", real, ONE_RANK),
+        WindowCut(f"accumulation ({smallest} x {real // smallest})", smallest, ONE_RANK),
     ]
     left_out: list[Check] = []
     micro, kind, dp = run.micro_batch_size, own.config.parallelism.kind, run.dp_size
@@ -166,14 +166,14 @@ def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
     elif run.world_size > 1 or micro not in (smallest, real):
         ranks = f" x {run.world_size} ranks, {kind}" if run.world_size > 1 else ""
         shared = {key: getattr(own.config.parallelism, key) for key in ONE_RANK}
-        cuts.append(Cut(f"own cut ({micro} x {real // (micro * dp)}{ranks})", micro, shared))
+        cuts.append(WindowCut(f"own cut ({micro} x {real // (micro * dp)}{ranks})", micro, shared))
     half = real // 4 if real % 4 == 0 else real // 2
     if own.device.type == "cuda" and torch.cuda.device_count() < 2:
         text = "there is one CUDA device; train.device=cpu shows it on a CPU"
         left_out.append(Check("two ranks", None, note=text))
     elif (kind, layout.nproc_per_node, layout.nnodes) != ("ddp", 2, 1):
         name = f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)"
-        cuts.append(Cut(name, half, TWO_RANKS))
+        cuts.append(WindowCut(name, half, TWO_RANKS))
     return cuts, left_out
 
 
@@ -219,7 +219,9 @@ def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, l
     return int(counts.argmax()), []
 
 
-def describe(windows: Sequence[Tensor], ignore_id: int | None, document_end: int | None) -> str:
+def describe_windows(
+    windows: Sequence[Tensor], ignore_id: int | None, document_end: int | None
+) -> str:
     length = windows[0].shape[1] - 1
     counted = [(targets_of(w, ignore_id, document_end) != -100).sum(1) for w in windows]
     valid = torch.cat(counted)
@@ -251,7 +253,7 @@ def model_at(parts: Parts, start: nn.Module) -> nn.Module:
     return model.to(parts.device).train()
 
 
-def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
+def run_beside(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
     """Return one run beside the reference."""
     steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in rows(path)}
 

@@ -102,7 +102,7 @@ def strike(
     target = low if hurry else rng.randint(low, high)
     root, rank, alone = path / rundir.CHECKPOINTS, None, False
     before = _written(path)
-    process = runs.start(path, plan, **record.environment(path))
+    process = runs.start_run(path, plan, **record.recorder_environment(path))
     with _nothing_left(process):
         # A resumed run writes its rows anew, once what an earlier one has left is cleaned away.
         there = _wait(process, lambda: _written(path) != before)

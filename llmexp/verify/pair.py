@@ -9,21 +9,24 @@ from typing import Any
 
 from llmexp.metrics.keys import TIMINGS
 from llmexp.verify import record, runs
-from llmexp.verify.checks import Check, equal
+from llmexp.verify.checks import Check, none_differ
 
 Found = tuple[list[str], int]  # what differs, of how many
 
 
 @dataclass(frozen=True)
-class Pair:
+class RunPair:
     """The records of two runs, and their rows."""
 
     records: tuple[record.Records, record.Records]
     rows: tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
     @classmethod
-    def of(cls, first: Path, second: Path) -> Pair:
-        return cls((record.read(first), record.read(second)), (runs.rows(first), runs.rows(second)))
+    def of(cls, first: Path, second: Path) -> RunPair:
+        return cls(
+            (record.read_records(first), record.read_records(second)),
+            (runs.rows(first), runs.rows(second)),
+        )
 
     def steps(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
         """Yield (step, rank, record of the one run, record of the other), step by step.
@@ -58,10 +61,10 @@ class Pair:
         return unequal(first, second)
 
     def recorded(self, what: str, part: str) -> Check:
-        return equal(what, *self.differences(part))
+        return none_differ(what, *self.differences(part))
 
     def figures(self, what: str, *keys: str) -> Check:
-        return equal(what, *self.columns(*keys))
+        return none_differ(what, *self.columns(*keys))
 
 
 def _figures(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, str]:

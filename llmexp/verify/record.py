@@ -38,7 +38,7 @@ def recorded(config: Config) -> Config:
     return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
 
 
-def environment(run: Path) -> dict[str, str]:
+def recorder_environment(run: Path) -> dict[str, str]:
     """Return what a worker needs in its environment to record into `run`/verify."""
     return {FOLDER: str((run / "verify").absolute())}
 
@@ -51,7 +51,7 @@ def record(event: str, context: Any) -> None:
         _recorder().end(context)
 
 
-def read(run: Path) -> Records:
+def read_records(run: Path) -> Records:
     """Return what the ranks of a run recorded."""
     files = {int(p.stem.removeprefix("rank-")): p for p in (run / "verify").glob("rank-*.jsonl")}
     return {rank: {row["step"]: row for row in read_rows(path)} for rank, path in files.items()}

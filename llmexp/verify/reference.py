@@ -48,7 +48,7 @@ class Followed:
     end: dict[str, Tensor] = field(default_factory=dict)
 
 
-def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:
+def windows_in_order(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:
     """Return the sequences of each step, int64 (rows, sequence_length + 1), in the run's order.
 
     The last step has `tail` of them.
@@ -188,7 +188,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def follow(
+def train_plainly(
     parts: Parts,
     model: nn.Module,
     windows: Sequence[Tensor],

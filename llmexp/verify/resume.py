@@ -17,9 +17,9 @@ from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.verify import record, runs
-from llmexp.verify.checks import Check, equal
+from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.kills import Broken, Kill, kill_again_and_again
-from llmexp.verify.pair import Pair, joined, unequal
+from llmexp.verify.pair import RunPair, joined, unequal
 
 STEPS = 12
 POSITION = ("data_digest", "tokens_seen", "epoch")
@@ -32,7 +32,7 @@ def verify(
 
     Raises ConfigError.
     """
-    plan = planned(config, steps or STEPS, shrink)
+    plan = plan_to_break(config, steps or STEPS, shrink)
     unbroken, broken = path / "unbroken", path / "broken"
     print(f"an unbroken run of {plan.train.max_steps} steps", flush=True)
     runs.train_recorded(unbroken, plan)
@@ -41,10 +41,10 @@ def verify(
         kills = kill_again_and_again(broken, plan, unbroken, wanted)
     except Broken as error:
         return [Check("the run goes on after each kill", False, note=str(error))]
-    return [*hits(kills, wanted, record.starts(broken)), *compare(unbroken, broken)]
+    return [*hits(kills, wanted, record.starts(broken)), *compare_ends(unbroken, broken)]
 
 
-def planned(config: Config, steps: int, shrink: bool) -> Config:
+def plan_to_break(config: Config, steps: int, shrink: bool) -> Config:
     """Return the config as the run to break, with many checkpoints. Raises ConfigError."""
     saves = {"every": max(1, min(3, steps // 4)), "keep": 2}
     # Restarts are ours: else the agent would go on by itself after the loss of one rank.
@@ -91,7 +91,7 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) ->
     return checks
 
 
-def compare(unbroken: Path, broken: Path) -> list[Check]:
+def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
     """Return everything that two finished and recorded runs have left, bit by bit."""
     loaded = []
     for run in (unbroken, broken):
@@ -101,7 +101,7 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
             why = "there is none" if isinstance(error, IndexError) else str(error)
             return [Check("both runs have left a checkpoint", False, note=f"{run}: {why}")]
     a, b = loaded
-    pair = Pair.of(unbroken, broken)
+    pair = RunPair.of(unbroken, broken)
 
     def of_states(*parts: str) -> tuple[list[str], int]:
         return unequal(*(leaves({part: c.state.get(part) for part in parts}) for c in (a, b)))
@@ -110,20 +110,22 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
     scaler = Check("loss scaler", None, note="only fp16 has one")
     if a.state["scaler"] or b.state["scaler"]:
         found = joined(of_states("scaler"), pair.columns("loss_scale"))
-        scaler = equal("loss scaler: its state, and the scale in each row", *found)
-    average = equal("average of the weights at the end", *unequal(stored(a.ema), stored(b.ema)))
+        scaler = none_differ("loss scaler: its state, and the scale in each row", *found)
+    average = none_differ(
+        "average of the weights at the end", *unequal(stored(a.ema), stored(b.ema))
+    )
     return [
         *([average] if a.ema or b.ema else []),
-        equal("parameters at the end", *unequal(stored(a.model), stored(b.model))),
+        none_differ("parameters at the end", *unequal(stored(a.model), stored(b.model))),
         pair.recorded("parameters after each step, each rank", "parameters"),
-        equal("moments at the end", *unequal(stored(a.optimizer), stored(b.optimizer))),
+        none_differ("moments at the end", *unequal(stored(a.optimizer), stored(b.optimizer))),
         pair.recorded("moments after each step, each rank", "optimizer"),
-        equal("settings of the optimizer at the end", *of_states("optimizers")),
+        none_differ("settings of the optimizer at the end", *of_states("optimizers")),
         scaler,
         pair.figures("schedule: the learning rate in each row", "lr"),
         pair.recorded("RNG after each step, each rank", "rng"),
         pair.figures("position: the data and the tokens of each row", *POSITION),
-        equal("counters and measurements at the end", *of_states(*others)),
+        none_differ("counters and measurements at the end", *of_states(*others)),
         each_once(*pair.rows),
         pair.figures("metrics rows, but for times and memory"),
     ]
@@ -135,7 +137,7 @@ def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> C
     times = {step: steps.count(step) for step in sorted({*expected, *steps})}
     wrong = [f"step {step}: {n} rows" for step, n in times.items() if n != 1]
     wrong += [] if wrong or steps == expected else ["their order"]
-    return equal("metrics rows: each step once", wrong, len(expected))
+    return none_differ("metrics rows: each step once", wrong, len(expected))
 
 
 def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:

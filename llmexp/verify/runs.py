@@ -74,7 +74,7 @@ def shrunk(config: Config) -> Config:
     return with_knobs(config, model=model, batch=batch | {"sequence_length": length})
 
 
-def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
+def start_run(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
     """Return a worker that makes the run folder `path`, or goes on with the run in it.
 
     It has a process group of its own.
@@ -108,7 +108,7 @@ def train(path: Path, config: Config, **env: str) -> None:
 
     Raises ConfigError with its last words when it does not get there.
     """
-    process = start(path, config, **env)
+    process = start_run(path, config, **env)
     with ended_with_us(process) as stopped_by:
         code = process.wait()
     if stopped_by:  # whatever it made of the signal: it may have been importing, or about to end
@@ -123,7 +123,7 @@ def train(path: Path, config: Config, **env: str) -> None:
 
 def train_recorded(path: Path, config: Config) -> None:
     """Train a watched run, which records what its ranks compute."""
-    train(path, config, **record.environment(path))
+    train(path, config, **record.recorder_environment(path))
 
 
 def last_words(path: Path) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmexp.verify.checks import Check, at_most, equal
+from llmexp.verify.checks import Check, at_most, none_differ
 from llmexp.verify.reference import Errors, Followed, Roundoff
 
 # Roundings that are drawn for a tolerance. Of 2 x 4 deviations (one of each step) the largest is
@@ -72,9 +72,11 @@ def off_from(want: Followed, found: Followed, start: nn.Module) -> Off:
     return Off(off_by(found.losses, want.losses), norm, parameters)
 
 
-def judge(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
+def checks_of_run(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
     """Return the checks of one run."""
-    same = equal(f"{name}: steps, target counts, rates, first parameters", off.differing, compared)
+    same = none_differ(
+        f"{name}: steps, target counts, rates, first parameters", off.differing, compared
+    )
     found = [(what, getattr(off, key), getattr(limits, key)) for key, what in QUANTITIES.items()]
     return [same, *(_within(f"{name}: {what}", a, b, limits.note) for what, a, b in found)]
 

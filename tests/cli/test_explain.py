@@ -139,7 +139,7 @@ def test_every_knob_is_explained_on_one_screen(unsolved):
         ]
         for key in [*keys, "sweep.halving", "prepare.part", "model", "data", *DERIVED]:
             found = explain.explained(hydra.config_loader, cfg, config, key)
-            lines = explain.written(found)
+            lines = explain.screen_lines(found)
             assert len(lines) <= 24, key
             assert max(map(len, lines)) <= 80, key
             assert found.get("meaning") or "options" in found, key

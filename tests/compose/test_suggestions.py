@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.exchange.reading import Source, check
+from llmexp.exchange.reading import WeightSource, check
 from llmexp.settings.knobs import fields
 from llmexp.settings.values import NO_DEFAULT, refuse, typed
 
@@ -85,7 +85,7 @@ def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
     scaling = {"factor": 8.0, "original_max_position_embeddings": 4096, "rope_type": "llama3"}
     target = "llmexp.models.llama.Llama"
     knobs = {"n_layers": 1, "rope_scaling": scaling}
-    source = Source("folder", tmp_path, target, knobs, [], {}, lambda name: None)
+    source = WeightSource("folder", tmp_path, target, knobs, [], {}, lambda name: None)
     with pytest.raises(ValueError, match="folder needs ") as refused:
         check(source, {"_target_": target, "n_layers": 2}, None)
     layers, given_scaling = shlex.split(str(refused.value).partition("needs ")[2])

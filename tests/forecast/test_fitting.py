@@ -11,7 +11,7 @@ import yaml
 
 from llmexp.compose.forking import recut
 from llmexp.forecast import fitting, memory
-from llmexp.forecast.fitting import fitted
+from llmexp.forecast.fitting import with_size
 from llmexp.forecast.measuring import Died
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
@@ -67,7 +67,7 @@ def probed(tmp_path, monkeypatch):
 def test_the_largest_that_fits_or_a_faster_one(probed, capsys, takes, tried, chosen):
     probed.takes = takes
     config = composed(*SMALL, *AUTO)
-    batch = fitted(config).batch
+    batch = with_size(config).batch
     assert (batch.micro_batch_size, batch.real_batch_size) == (chosen, 8)
     assert probed.tried == tried
     said = capsys.readouterr().err
@@ -76,21 +76,21 @@ def test_the_largest_that_fits_or_a_faster_one(probed, capsys, takes, tried, cho
             assert f"batch.micro_batch_size=auto: {size} does not fit: {found}" in said
     # it is known now, for runs of the same kind
     other = composed(*SMALL, *AUTO, "train.seed=5", "train.max_steps=9", "optimizer.lr=1")
-    assert fitted(other).batch.micro_batch_size == chosen
+    assert with_size(other).batch.micro_batch_size == chosen
     assert probed.tried == tried
     probed.tried.clear()
-    fitted(composed(*SMALL, *AUTO, "batch.sequence_length=11"))
+    with_size(composed(*SMALL, *AUTO, "batch.sequence_length=11"))
     assert probed.tried == tried
 
 
 def test_a_length_that_does_not_fit_is_refused_with_what_may(probed, monkeypatch):
     probed.takes = {8: "no memory for 8", 4: "no memory for 4", 2: (8.2, 1), 1: "killed"}
     with pytest.raises(ConfigError, match=r"length=12: does not fit at micro_batch_size 1: killed"):
-        fitted(composed(*SMALL, *AUTO))
+        with_size(composed(*SMALL, *AUTO))
     assert probed.tried == [8, 4, 2, 1]
     probed.takes = dict.fromkeys((8, 4, 2, 1), "a fault of the model")
     with pytest.raises(ConfigError, match="steps fail, whatever the size: a fault of the model"):
-        fitted(composed(*SMALL, *AUTO))
+        with_size(composed(*SMALL, *AUTO))
     assert probed.tried[4:] == [8, 4]
 
 
@@ -100,7 +100,9 @@ def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
     long = ["batch.sequence_length=512", "model.max_position_embeddings=512"]
     said = r"length=512: does not fit at .* 1: one sequence takes .*; take a shorter"
     with pytest.raises(ConfigError, match=said):
-        fitted(composed(*SMALL, *AUTO, *long, "batch.memory_gib=0.0012", "batch.real_batch_size=2"))
+        with_size(
+            composed(*SMALL, *AUTO, *long, "batch.memory_gib=0.0012", "batch.real_batch_size=2")
+        )
     assert probed.tried == []
 
 
@@ -113,7 +115,7 @@ def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
 )
 def test_what_auto_cannot_solve_is_refused(probed, more, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        fitted(composed(*SMALL, *AUTO, *more))
+        with_size(composed(*SMALL, *AUTO, *more))
     assert probed.tried == []
 
 
@@ -124,10 +126,10 @@ def test_several_hosts_are_refused_with_the_trial_on_one_of_them(probed):
     with pytest.raises(
         ConfigError, match="sizes are tried on one host, and this run has 2; "
     ) as no:
-        fitted(composed(*command))
+        with_size(composed(*command))
     assert probed.tried == []
     trial = str(no.value).partition("on one of them: ")[2].partition(";")[0].split()
-    assert fitted(composed(*command, *trial)).batch.micro_batch_size == 8
+    assert with_size(composed(*command, *trial)).batch.micro_batch_size == 8
 
 
 def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path):
@@ -138,10 +140,10 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
         answer("check", request, None, {})
     assert probed.tried == [8, 4]
     (tmp_path / "1").mkdir()
-    there = plain(fitted(build(config)))
+    there = plain(with_size(build(config)))
     there["batch"]["micro_batch_size"] = 2
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
-    assert fitted(build(config), str(tmp_path / "1")).batch.micro_batch_size == 2
+    assert with_size(build(config), str(tmp_path / "1")).batch.micro_batch_size == 2
 
 
 def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ def test_the_largest_micro_batch_that_fits_is_reported(monkeypatch):
         room = memory.Room(None, "cpu", usable, usable)
         found = memory.Forecast(parts, "fp32", room, False).largest(cut, 4)
         assert (None if found is None else found.micro) == expected
-    rows = dict(memory.sections(memory.Forecast(parts, "fp32", room, False)))
+    rows = dict(memory.memory_sections(memory.Forecast(parts, "fp32", room, False)))
     assert rows["fits"].startswith("yes")
     assert rows["hint"].startswith("batch.micro_batch_size=2 with gradient_accumulation_steps 2 ")
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from llmexp.__main__ import run
 from llmexp.forecast import measuring
-from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots, sections
+from llmexp.forecast.duration import (
+    Times,
+    cost_of,
+    cost_sections,
+    estimated,
+    over_slots,
+    part_counts,
+)
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.recompute import recomputed_share
 from llmexp.run import Run
@@ -48,7 +55,7 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, toke
     planned = Namespace(max_steps=steps, first_step=first, tokens_at=lambda step: 3 * step)
     planned.evaluations = partial(Run.evaluations, planned)
     due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
-    found = counts(planned, config)
+    found = part_counts(planned, config)
     assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)
     if tokens:  # the steps after which another multiple is reached
@@ -101,11 +108,11 @@ def test_an_estimate_is_arithmetic():
     assert cost.gpu_hours == pytest.approx(8 * 2037 / 3600)
     assert cost.money == pytest.approx(2.5 * 8 * 2037 / 3600)
     assert cost.tokens_per_sec == 2**18
-    said = dict(sections(cost, ""))["time"]
+    said = dict(cost_sections(cost, ""))["time"]
     assert said == "33m 57s: 1,000 steps of 2 s, 10 evaluations of 3 s"
     config.train.eval_every = None
     brief = cost_of(planned, config, Times(step_s=1e-5, evaluation_s=0.01), 8, 2.5)
-    said = dict(sections(brief, ""))["time"]
+    said = dict(cost_sections(brief, ""))["time"]
     assert said == "less than 0.1s: 1,000 steps of 1e-05 s, 1 evaluation of 0.01 s"
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from llmexp.settings.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
-    Position,
-    cut,
+    MirrorPosition,
     cut_tags,
     given_run_id,
     next_id,
     owe,
     read_position,
     run_fields,
+    shorten,
     upload_is_pending,
     write_position,
 )
@@ -47,13 +47,13 @@ def test_a_damaged_position_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_position_is_kept_and_owed_again_by_the_same_run_id(tmp_path: Path) -> None:
-    done = Position("r", 5, 2, {"step": 2}, sweep="s")
+    done = MirrorPosition("r", 5, 2, {"step": 2}, sweep="s")
     write_position(tmp_path, done)
     assert read_position(tmp_path) == done
     assert not upload_is_pending(tmp_path)
     assert owe(tmp_path, "r") == read_position(tmp_path) == replace(done, uploaded=None)
     assert upload_is_pending(tmp_path)
-    assert owe(tmp_path, "another") == Position("another", sweep="s")
+    assert owe(tmp_path, "another") == MirrorPosition("another", sweep="s")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_long_tags_with_one_beginning_stay_distinct() -> None:
     tags = [f"model.a_long_key_of_a_model.another_one.and_a_third={'x' * 30}{n}" for n in range(3)]
     assert len({tag[:60] for tag in tags}) == 1
     assert len(set(cut_tags(tags))) == 3
-    assert cut("a" * 64, 64) == "a" * 64
+    assert shorten("a" * 64, 64) == "a" * 64
 
 
 def tree(**tracker: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_whose_run_id_it_is(tmp_path: Path) -> None:
     assert given_run_id(tmp_path, "own", False, {}) == ("own", "")
     assert given_run_id(tmp_path, "own", False, theirs) == ("Theirs_1", "")
     assert "one of a sweep" in given_run_id(tmp_path, "own", True, theirs)[1]
-    write_position(tmp_path, Position("own", 3, 1))
+    write_position(tmp_path, MirrorPosition("own", 3, 1))
     run_id, unused = given_run_id(tmp_path, "own", False, theirs)
     assert run_id == "own"
     assert "has the id own" in unused
@@ -211,7 +211,7 @@ def test_the_run_id_stays_when_the_folder_moves(tmp_path: Path) -> None:
     moved = tmp_path / "other"
     moved.mkdir()
     assert run_fields(moved, tree(), {}).run_id != first
-    write_position(moved, Position(first))
+    write_position(moved, MirrorPosition(first))
     assert run_fields(moved, tree(), {}).run_id == first
 
 

@@ -16,8 +16,8 @@ from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.system import fileio
-from llmexp.tracker.fields import Position, read_position, write_position
-from llmexp.tracker.sync import figures, find_runs, sync, upload_command
+from llmexp.tracker.fields import MirrorPosition, read_position, write_position
+from llmexp.tracker.sync import find_runs, summary_of_rows, sync, upload_command
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
@@ -170,7 +170,7 @@ def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
         assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
         (run_id,) = server.runs
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(30)))
-        write_position(run, Position(run_id, 64 * 30, 30))
+        write_position(run, MirrorPosition(run_id, 64 * 30, 30))
         shutil.move(tmp_path / "old", tmp_path / "new")
         moved = tmp_path / "new" / "0-seed=0"
         assert upload_command(moved) == f"llmexp sync {moved}"
@@ -190,7 +190,7 @@ def test_a_history_that_differs_is_reported_and_sent_anew(tmp_path: Path) -> Non
         assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
         (run_id,) = server.runs
         del server.run.rows[3:8]
-        write_position(run, Position(run_id, 0, 0))
+        write_position(run, MirrorPosition(run_id, 0, 0))
         code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert code == 1
         assert "0 of 20 rows sent" in lines[0]
@@ -300,7 +300,7 @@ def test_figures_of_a_run_that_could_not_write_its_own() -> None:
         {"step": 2, "tokens_seen": 16, "train/loss": 2.5, "val/loss": 2.25, "val/ppl": math.inf},
         {"step": 3, "tokens_seen": 24, "train/loss": None},
     ]
-    assert figures(rows) == {
+    assert summary_of_rows(rows) == {
         "steps": 3,
         "tokens_seen": 24,
         "latest train/loss": 2.5,

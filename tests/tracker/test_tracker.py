@@ -21,7 +21,13 @@ from typing import Any
 import pytest
 
 from llmexp.runs.rows import Rows
-from llmexp.tracker.fields import Position, cut, read_position, upload_is_pending, write_position
+from llmexp.tracker.fields import (
+    MirrorPosition,
+    read_position,
+    shorten,
+    upload_is_pending,
+    write_position,
+)
 from tests import forks
 from tests.conftest import PATHS, ROOT, environment
 from tests.tracker.fake_wandb import FakeWandb
@@ -34,7 +40,7 @@ TRACKER: dict[str, Any] = {
     "entity": None,
     "name": "lr=3e-4",
     "group": "a-sweep",
-    "tags": ["gpt", cut("t" * 80, 64)],
+    "tags": ["gpt", shorten("t" * 80, 64)],
     "notes": "some notes",
     "mode": "auto",
     "start_timeout_s": 1,
@@ -188,7 +194,7 @@ def test_an_offline_run_has_every_row_and_value_and_needs_no_server(tmp_path: Pa
             data = path.read_bytes()
             assert FAKE_KEY.encode() not in data, path
             assert b"mirror.finish" not in data, path
-    assert read_position(run_dir) == Position("run-1", 200 * 524_288, 200)
+    assert read_position(run_dir) == MirrorPosition("run-1", 200 * 524_288, 200)
 
 
 def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_online_rows_arrive(tmp_path: Path) -> None:
     position = read_position(tmp_path / "run")
     url = f"{server.url}/someone/a-project/runs/run-1"
     mark = {"project": "a-project", "step": 50, "exit_code": 0, "url": url}
-    assert position == Position("run-1", rows[-1]["tokens_seen"], 50, mark, "someone")
+    assert position == MirrorPosition("run-1", rows[-1]["tokens_seen"], 50, mark, "someone")
     assert not list((tmp_path / "run" / "wandb").glob("offline-*"))
 
 
@@ -306,9 +312,11 @@ def test_a_dead_server_costs_seconds_and_no_row(
 
 
 @pytest.mark.parametrize(
-    "before", [None, Position("run-1", 3, 1, {"project": "a-project", "step": 1})]
+    "before", [None, MirrorPosition("run-1", 3, 1, {"project": "a-project", "step": 1})]
 )
-def test_what_wandb_was_never_given_is_owed_too(tmp_path: Path, before: Position | None) -> None:
+def test_what_wandb_was_never_given_is_owed_too(
+    tmp_path: Path, before: MirrorPosition | None
+) -> None:
     """wandb takes longer to start than there is time at the end, in a new run and in one that goes
     on."""
     run_dir = tmp_path / "run"
@@ -324,7 +332,7 @@ def test_what_wandb_was_never_given_is_owed_too(tmp_path: Path, before: Position
     assert "not done after 1 s" in said
     assert said.endswith(f"llmexp sync {run_dir}")
     assert read_position(run_dir) == (
-        replace(before, uploaded=None) if before else Position("run-1")
+        replace(before, uploaded=None) if before else MirrorPosition("run-1")
     )
     assert upload_is_pending(run_dir)
 
@@ -431,7 +439,7 @@ def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None
     for row in rows[:30]:
         before.add(row)
     before.close()
-    write_position(run_dir, Position("run-1", rows[29]["tokens_seen"], 30))
+    write_position(run_dir, MirrorPosition("run-1", rows[29]["tokens_seen"], 30))
     with FakeWandb() as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
         resumed = run_worker(run_dir, rows[25:], env=env, start_timeout_s=20)

@@ -21,7 +21,7 @@ from llmexp.cli import verify
 from llmexp.data.stream import DataChanged
 from llmexp.settings.values import ConfigError
 from llmexp.verify import runs
-from llmexp.verify.checks import Check, at_most, equal
+from llmexp.verify.checks import Check, at_most, none_differ
 from tests.conftest import TINY, llmexp, start
 
 BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "precision=fp64"]
@@ -99,7 +99,7 @@ def proof(tmp_path, monkeypatch):
 
 GOOD, BAD, UNSEEN = (
     at_most("sums agree", 1e-16, 1e-12),
-    equal("rows", ["step 3"], 8),
+    none_differ("rows", ["step 3"], 8),
     Check("ranks", None, note="one"),
 )
 
@@ -142,8 +142,8 @@ def test_what_is_not_finite_is_within_no_limit(found, limit):
 
 
 def test_comparing_nothing_proves_nothing():
-    assert equal("rows", [], 0).passed is False
-    assert equal("rows", [], 1).passed is True
+    assert none_differ("rows", [], 0).passed is False
+    assert none_differ("rows", [], 1).passed is True
 
 
 def test_a_path_is_never_broken(proof, capsys, monkeypatch):
@@ -267,7 +267,7 @@ def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
         threads[0].start()
         return process
 
-    monkeypatch.setattr(runs, "start", begin)
+    monkeypatch.setattr(runs, "start_run", begin)
     try:
         with pytest.raises(KeyboardInterrupt):
             runs.train(tmp_path, None)

@@ -13,7 +13,7 @@ import pytest
 from llmexp.runs import rundir
 from llmexp.settings.convert import build
 from llmexp.verify import determinism, record, runs
-from llmexp.verify.pair import Pair
+from llmexp.verify.pair import RunPair
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 4
@@ -105,7 +105,7 @@ def again(
         monkeypatch.setenv(name, value)
     first, other = proof.folder / "first", tmp_path / "other"
     runs.train_recorded(other, config)
-    return failed(determinism.compare(Pair.of(first, other)))
+    return failed(determinism.compare_steps(RunPair.of(first, other)))
 
 
 PARAMETERS = "parameters after each step, each rank"
@@ -145,10 +145,10 @@ WEIGHT = "blocks.0.mlp.up_proj.weight"
     ],
 )  # fmt: skip
 def test_each_difference_is_named_with_its_step(proof, change, what, first):
-    records = [record.read(proof.folder / run) for run in ("first", "second")]
+    records = [record.read_records(proof.folder / run) for run in ("first", "second")]
     change(records[1][0])
     rows = runs.rows(proof.folder / "first")
-    assert failed(determinism.compare(Pair((records[0], records[1]), (rows, rows)))) == {
+    assert failed(determinism.compare_steps(RunPair((records[0], records[1]), (rows, rows)))) == {
         what: f"first: {first}"
     }
 

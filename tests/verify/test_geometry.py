@@ -27,9 +27,15 @@ from llmexp.train.assembly.assemble import assemble
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
 from llmexp.verify.geometry import masked_id, real_batch
-from llmexp.verify.reference import Roundoff, draws_random_numbers, errors, follow, read_windows
+from llmexp.verify.reference import (
+    Roundoff,
+    draws_random_numbers,
+    errors,
+    train_plainly,
+    windows_in_order,
+)
 from llmexp.verify.runs import shrunk, trial
-from llmexp.verify.tolerance import FLOOR, Off, judge, moved_off, off_by
+from llmexp.verify.tolerance import FLOOR, Off, checks_of_run, moved_off, off_by
 from tests import reference
 from tests.conftest import TINY, Result, llmexp
 
@@ -318,7 +324,7 @@ def test_the_reference_is_what_another_one_computes(tokens):
         end_ratio=0.1,
         max_norm=1.5, ignore_id=10, n_layers=2, n_heads=2,
     )  # fmt: skip
-    found = follow(parts, model, read_windows(parts, 5, 16, 1), 10)
+    found = train_plainly(parts, model, windows_in_order(parts, 5, 16, 1), 10)
     assert found.counts == want.counts
     np.testing.assert_allclose(found.losses, want.losses, rtol=1e-13)
     np.testing.assert_allclose(found.norms, want.norms, rtol=1e-12)
@@ -411,7 +417,9 @@ INF, NAN = float("inf"), float("nan")
      (INF, INF, None), (0.1, NAN, None)],
 )  # fmt: skip
 def test_a_limit_that_anything_keeps_proves_nothing(found, limit, passed):
-    checks = judge("run", Off(found, found, found), Off(limit, limit, limit, note="derived"), 1)[1:]
+    checks = checks_of_run(
+        "run", Off(found, found, found), Off(limit, limit, limit, note="derived"), 1
+    )[1:]
     assert [c.passed for c in checks] == [passed] * 3
     assert all(("it shows nothing" in c.note) == (passed is None) for c in checks)
 

@@ -27,7 +27,7 @@ from llmexp.settings.targets import locate
 from llmexp.settings.values import ConfigError
 from llmexp.verify import kills, record, resume, runs
 from llmexp.verify.kills import Kill
-from llmexp.verify.pair import Pair
+from llmexp.verify.pair import RunPair
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 6
@@ -171,7 +171,7 @@ def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
     ).items():
         monkeypatch.setenv(name, value)
     runs.train_recorded(path, config)
-    found = failed(resume.compare(proof.folder / "unbroken", path))
+    found = failed(resume.compare_ends(proof.folder / "unbroken", path))
     assert f"first: step {first}, rank 0" in found["parameters after each step, each rank"], found
     assert {"parameters at the end", "metrics rows, but for times and memory"} <= found.keys()
     assert ("RNG after each step, each rank" in found) == (lost == "rng")
@@ -230,9 +230,9 @@ def flip(run: Path) -> None:
 def test_the_smallest_difference_between_two_folders_is_found(proof, tmp_path, tamper, blamed):
     run = tmp_path / "run"
     shutil.copytree(proof.folder / "broken", run)
-    assert failed(resume.compare(proof.folder / "unbroken", run)) == {}
+    assert failed(resume.compare_ends(proof.folder / "unbroken", run)) == {}
     tamper(run)
-    found = failed(resume.compare(proof.folder / "unbroken", run))
+    found = failed(resume.compare_ends(proof.folder / "unbroken", run))
     assert any(blamed in note for note in found.values()), found
 
 
@@ -245,7 +245,7 @@ ROW = st.fixed_dictionaries(
 def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
     a = [{"step": n, **row, "step_time": 1.0} for n, row in enumerate(rows, 1)]
     b = [{**row, "step_time": 2.0} for row in a]
-    assert Pair(({}, {}), (a, b)).columns() == (
+    assert RunPair(({}, {}), (a, b)).columns() == (
         [],
         4 * len(rows),
     )  # step and three figures a row; times are no difference
@@ -256,8 +256,8 @@ def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
         del b[at][key]
     else:
         b[at][key] = "another"
-    assert Pair(({}, {}), (a, b)).columns() == ([f"step {at + 1}, {key}"], 4 * len(rows))
-    assert Pair(({}, {}), (a, b)).columns("none of these") == ([], 0)
+    assert RunPair(({}, {}), (a, b)).columns() == ([f"step {at + 1}, {key}"], 4 * len(rows))
+    assert RunPair(({}, {}), (a, b)).columns("none of these") == ([], 0)
 
 
 def test_a_digest_is_one_of_bits():
@@ -341,7 +341,7 @@ def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
 
 def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
     monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
-    for name, value in record.environment(tmp_path, modules=True, warned=True).items():
+    for name, value in record.recorder_environment(tmp_path, modules=True, warned=True).items():
         monkeypatch.setenv(name, value)
     assert locate("hooks", record.HOOK) is record.record
     for key, dotted in (("hooks", "llmexp.verify.runs.train"), ("model._target_", record.HOOK)):
@@ -357,7 +357,7 @@ def test_several_hosts_are_refused(proof):
     with pytest.raises(
         ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"
     ):
-        resume.planned(several, 6, shrink=False)
+        resume.plan_to_break(several, 6, shrink=False)
 
 
 FORGETFUL = """

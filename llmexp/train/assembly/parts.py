@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import Source, begin_with, check, check_values, open_source
+from llmexp.exchange.reading import WeightSource, begin_with, check, check_values, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.runs import rundir
@@ -40,7 +40,7 @@ def is_own(section: dict[str, Any]) -> bool:
 
 def initial_weights(
     section: dict[str, Any], model: nn.Module, whole: bool
-) -> tuple[Source, list[str]] | None:
+) -> tuple[WeightSource, list[str]] | None:
     """Return the weights that the model section names, and what grows beyond them; None for none.
 
     `whole`: read and check all values, too. Raises ConfigError where they do not fit the model."""
