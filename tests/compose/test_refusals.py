@@ -196,7 +196,7 @@ BAD = [
     ("data=corpus data.sources.web.files=nope*", "data.sources.web.files=nope*: no file matches",
      "looked in"),
     ("data=corpus data.sources.web.file=good.txt", "data.sources.web.file: there is no such key",
-     "files, hf"),
+     "Did you mean files?"),
     ("tokenizer=file", "tokenizer.path=null", "tokenizer.path=tokenizer.json"),
     ("tokenizer=file tokenizer.path=good.txt", "tokenizer.path=good.txt: is neither",
      "sentencepiece"),
