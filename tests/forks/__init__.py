@@ -22,6 +22,7 @@ from tests.forks.sitecustomize import settings
 
 HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
+BEFORE = dict(os.environ)  # a test may have another home when the server starts
 SHARED = "LLMEXP_TEST_FORKS_SHARED"
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
 
@@ -39,7 +40,7 @@ def begin() -> str:
     folder = tempfile.mkdtemp(prefix="llmexp-forks-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = f"{folder}/socket"
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    env = {**BEFORE, "PYTHONPATH": str(HERE.parents[1])}
     subprocess.Popen(
         [sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0
     )
