@@ -12,7 +12,7 @@ from llmexp.forecast.settings import build_plan
 from llmexp.runs import rundir
 from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.values import refuse
-from llmexp.sweep.points import expand, load_points, split_duplicates
+from llmexp.sweep.points import load_points, split_duplicates
 
 if TYPE_CHECKING:
     from llmexp.sweep.planning import PlannedSweep
@@ -42,13 +42,13 @@ def planned(args: Any) -> Planned | PlannedSweep:
         origin.refuse_unused(kept, multirun)
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
-            from llmexp.sweep.main import settings_of
+            from llmexp.sweep.main import points_of, settings_of
 
             settings, where = settings_of(cfg)
             if settings.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
                 raise refuse("sweep.search.trials", settings.search.trials, text, "null")
-            grid = expand(hydra, cfg, args.overrides)
+            grid = points_of(hydra, cfg, args.overrides, settings)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:

@@ -4,7 +4,7 @@ In reading order, along the data flow:
 records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
 figures        which runs take part, and their figures at their end or at a common position
-target         where runs first reach a figure
+target         where runs first reach a figure (in words: reached)
 settings       which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep
 statistics     means, intervals, differences, seeds that would be needed
@@ -13,11 +13,12 @@ looks          how settings stand at one look, or at several
 evidence       what runs show: differences over seeds, rounding, effects of single keys
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
+screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
-page           the HTML page; plotting, plot_verdict, plot_training and
-               plot_settings make its figures
+page           the HTML page; plotting, plot_verdict, plot_training,
+               plot_settings and plot_screen make its figures
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts

@@ -17,6 +17,7 @@ from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
 from llmexp.compare.figures import half_width
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED, TWIN
+from llmexp.compare.screened import told
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import REACHED
 from llmexp.settings.labels import plural
@@ -29,6 +30,8 @@ def headline(f: Findings) -> str:
         return _nothing_to_rank(f)
     if f.c.target:
         return _to_target(f)
+    if f.c.screen:
+        return told(f)
     if f.tasks > 1:
         return (
             f"No ranking: the runs have {f.tasks} different validation texts, so their losses "

@@ -20,6 +20,7 @@ from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
+from llmexp.compare.screened import screen_of
 from llmexp.compare.target import REACHED, aimed, target_of, whole
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
@@ -150,7 +151,9 @@ def findings(
         (negligible,) = of_sweeps
     negligible = NEGLIGIBLE if negligible is None else negligible
     last = None if read is None else taking_part[read.limiting]
-    return find_out(c, metric, negligible, mixed, last)
+    found = find_out(c, metric, negligible, mixed, last)
+    screen = screen_of(c, found.ranked) if found.comparable else None
+    return replace(found, c=replace(c, screen=screen))
 
 
 def _metric(

@@ -21,7 +21,7 @@ from llmexp.runs import ledger
 from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import fields
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, override_value
 from llmexp.system.text import number
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
@@ -106,6 +106,29 @@ def confirm(k: Known) -> Step | None:
              for some in (best, best[:1])]  # fmt: skip
     changes = next(c for c in found if math.prod(map(len, c.values())) <= FEW**2)
     return k.step("confirm", why, changes | {SEED: fresh}, anew=True)
+
+
+def screen(k: Known) -> Step | None:
+    """Confirm what a screen has found, by all combinations of these keys over seeds."""
+    s = k.f.c.screen
+    if s is None:
+        return None
+    short = {key.lstrip("+"): key for key in k.keys}
+    if not s.found or not set(s.knobs) <= short.keys():
+        return Step("nothing", headline(k.f))
+    changes = {}
+    for key in s.knobs:
+        better = s.better(key, k.f.metric.sign)
+        two = sorted(s.levels[key], key=lambda level: level != better)
+        changes[short[key]] = [override_value(level) for level in two][: 1 + (key in s.found)]
+    grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
+    runs = FIRST_SEEDS * 2 ** len(s.found)
+    words = ("train", "-m", *k.base(changes), *grid, "sweep.decide=true")
+    why = (
+        f"{listed([k.name(key) for key in s.found])} matter by the screen; the others stand where "
+    )
+    why += "they look better."
+    return Step("screen", why, words, runs, runs * k.tokens, k.hours(runs * k.tokens))
 
 
 def _searched(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
@@ -254,4 +277,4 @@ def compared(k: Known) -> Step | None:
     return None
 
 
-RULES = (rest, budget, compared, confirm, wider, decide, seeds, finer)
+RULES = (rest, budget, compared, screen, confirm, wider, decide, seeds, finer)

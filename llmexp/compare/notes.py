@@ -12,16 +12,17 @@ from llmexp.compare.figures import counts
 from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
+from llmexp.compare.reached import reached
 from llmexp.compare.records import TWIN, Entry, Record
+from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
-from llmexp.compare.target import REACHED, cap_of
+from llmexp.compare.target import UNITS
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import short_value as value
-from llmexp.system.text import duration, number, rounded
+from llmexp.system.text import duration, number
 
-UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 _LEFT_OUT = {
     "other task": "of another task",
     "rows lost": "with lost rows",
@@ -52,7 +53,15 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
     how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_halving(f))
-    first = (*_looks(f), *_budgets(f), *_target(f), *searched(f), *_trunk(f), *_rounding(f))
+    first = (
+        *_looks(f),
+        *_budgets(f),
+        *reached(f),
+        *mixed(f),
+        *searched(f),
+        *_trunk(f),
+        *_rounding(f),
+    )
     notes = (*first, *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
@@ -131,25 +140,6 @@ def _rounding(f: Findings) -> Iterator[str]:
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
         yield f"Rounding alone makes {size} here ({f.floor.source})."
-
-
-def _target(f: Findings) -> Iterator[str]:
-    """Say how exactly it is known where runs reached the target, and how the others count."""
-    if f.c.target is None or not f.ranked:
-        return
-    unit, runs = UNITS[f.c.align], f.c.taking_part
-    widths = [r.figures["target/by"] - r.figures["target/after"] for r in runs
-              if "target/by" in r.figures]  # fmt: skip
-    if widths:
-        most = f"up to {rounded(max(widths))} {unit} apart"
-        yield f"Between two evaluations, {most}, the target is placed by a straight line."
-    if never := [f.c.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
-        cap = rounded(cap_of(runs, f.c.align))
-        yield (
-            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); to "
-            f"judge, all that had not by {cap} {unit}, where the first of them ends, count as if "
-            "they had there."
-        )
 
 
 def _trunk(f: Findings) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from llmexp.compare.plot_screen import screen_plots
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, others
 from llmexp.compare.plot_verdict import verdict
@@ -61,7 +62,7 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     not do anything if it were not escaped.
     """
     c = comparison
-    curves, rest, settings = losses(c), others(c), [*over_keys(c), *maps(c)]
+    curves, rest, settings = losses(c), others(c), screen_plots(c) or [*over_keys(c), *maps(c)]
     stand = verdict(c)
     plots = [plot for plot in (stand, curves, *settings, rest) if plot]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)

@@ -56,6 +56,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         negligible=ledger.negligible if ledger else None,
         looks=ledger.looks if ledger else (),
         rung=point.rung if point else None,
+        screen=bool(ledger and ledger.screen),
         trial=bool(ledger and point and not ledger.grid and not ledger.is_fresh(point)),
         planned=planned,
         left=sweep.to_train.total(),

@@ -37,6 +37,7 @@ class Record:
     negligible: float | None = None
     looks: Sequence[Look] = ()  # of its sweep, where that decides by itself
     rung: float | None = None  # share of its steps after which successive halving left it out
+    screen: bool = False  # its sweep is a screen
     trial: bool = False  # a search chose it, by the results of others
     planned: int = 0  # seeds of its setting that its sweep has still to train
     left: int = 0  # runs that its sweep has still to train
@@ -156,6 +157,7 @@ class Comparison:
     # of `differing`, those that vary of themselves and not as another's consequence
     factors: tuple[str, ...] = ()
     target: Target | None = None  # that runs are to reach; the metric is where they did
+    screen: Any = None  # screening.Screen, of the knobs of a screen
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask

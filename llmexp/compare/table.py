@@ -18,6 +18,7 @@ from rich.text import Text
 
 from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import TWIN, Comparison, Entry
+from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys
 from llmexp.settings.labels import short_value as setting
@@ -183,6 +184,7 @@ def to_json(c: Comparison) -> str:
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
     whole |= {name: getattr(c, name) for name in names}
+    whole["screen"] = as_data(c.screen)
     whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 

@@ -14,7 +14,7 @@ from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.settings.values import ConfigError
 
-AXES = ("tokens", "steps", "time")
+UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 REACHED = "target/reached"
 ROWS = {"tokens": "tokens_seen", "steps": "step"}
 
@@ -63,7 +63,7 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     if len(after):
         share = float((values[after[0]] - target.value) / (values[after[0]] - values[by]))
     found = {REACHED: 1.0}
-    for axis in AXES:
+    for axis in UNITS:
         parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
         where = np.concatenate([parents, positions(record, axis)])
         if len(where) != len(values):

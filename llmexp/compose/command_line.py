@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 
 from llmexp.compose.guard import BY_HAND, refuse_search_path
-from llmexp.compose.overrides import parsed
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.values import ConfigError, Parser, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
@@ -86,10 +86,15 @@ JSON = SWITCH | {"help": "the result as JSON"}
 # Our flags beside Hydra's, by command.
 FLAGS: dict[str, dict[str, Any]] = {
     "train": {
+        "--screen": SWITCH | {"help": "a screen: as -m sweep.screen=auto"},
         "--queue": SWITCH | {"help": "make the run folder and start nothing"},
         "--json": JSON,
     },
-    "plan": {"--json": JSON, "--measure": SWITCH | {"help": "train a few steps and time them"}},
+    "plan": {
+        "--screen": SWITCH | {"help": "as of train"},
+        "--json": JSON,
+        "--measure": SWITCH | {"help": "train a few steps and time them"},
+    },
     "tokenizer": {
         "--vocab-size": {"type": int, "help": "ids of the tokenizer"},
         "--pattern": {"default": "gpt2", "help": "how text is split before"},
@@ -123,6 +128,10 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
             text = "has no meaning here; your own files are options of the groups"
             raise ConfigError(f"{name}: {text}: {way}")
     args.overrides = [opened(override) for override in args.overrides]
+    if getattr(args, "screen", False):
+        args.multirun = True
+        if not any(key_of(override) == "sweep.screen" for override in args.overrides):
+            args.overrides.append("sweep.screen=auto")
     check_overrides(args.overrides)
     refuse_search_path(args.config_dir, args.overrides)
     return args

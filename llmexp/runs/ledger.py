@@ -119,6 +119,7 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     grid: bool = True  # false where a sweeper chose the points by their results
+    screen: bool = False  # the points are a fraction of all combinations, to tell which keys matter
     looks: list[Look] = field(default_factory=list)  # with sweep.decide
     points: list[LedgerEntry] = field(default_factory=list)
     # when this process wrote it whole; None: not yet, or a line after it may be torn

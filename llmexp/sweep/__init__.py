@@ -17,6 +17,7 @@ launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each
 slurm           job arrays, and their jobs; slurm_job is what runs inside
 ray             tasks of a Ray cluster
+screen          points of a screen: a fraction of all combinations
 search          points that Optuna chooses, and the best of them with fresh seeds
 twins           points once more: the leading setting, for the floor of rounding
 show            the live table; a warning of losses that will not compare

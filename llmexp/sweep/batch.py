@@ -172,7 +172,7 @@ def open_ledger(current: Current) -> None:
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
     if given or ledger.negligible is None:  # else a sweep keeps what it began with
         ledger.negligible = current.settings.negligible
-    ledger.grid = current.grid
+    ledger.grid, ledger.screen = current.grid, current.settings.screen is not None
     current.opened = ledger
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held

@@ -27,6 +27,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.deciding import seeded
 from llmexp.sweep.launchers import check_launcher
 from llmexp.sweep.points import expand, load_points
+from llmexp.sweep.screen import refuse_beside, screened
 from llmexp.sweep.settings import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
 
@@ -52,7 +53,7 @@ def sweep(
             settings, cfg, list(arguments), where, fixed, grid, check_launcher(cfg), checker, stack,
         )  # fmt: skip
         if current.grid:
-            points = expand(hydra, cfg, overrides)
+            points = points_of(hydra, cfg, overrides, settings)
             if settings.decide:
                 points = seeded(current, points)
             run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, settings, where))
@@ -69,10 +70,21 @@ def sweep(
     return 1, path
 
 
+def points_of(
+    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], settings: Sweep
+) -> list[list[str]]:
+    """Return the overrides of each point of a grid, or of a screen. Raises ConfigError."""
+    if settings.screen is None:
+        return expand(hydra, cfg, overrides)
+    return screened(hydra, cfg, overrides, settings.screen)
+
+
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     """Return the section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
     settings = build_sweep(section(cfg, "sweep"))
     refuse_idle(settings)
+    if settings.screen is not None:
+        refuse_beside(settings)
     if settings.resume is not None:
         where = Path(settings.resume)
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):

@@ -64,6 +64,13 @@ class Sweep:
     halving_keep: float = knob(
         "share of the points that goes on after each rung", 0.5, above=0, at_most=1, default=0.5
     )
+    screen: int | str | None = count(
+        "runs of a screen, a fraction of all combinations of keys with two values each: 8, 16 or "
+        "32; auto: by the number of keys; null: all combinations",
+        16,
+        auto=True,
+        default=None,
+    )
     decide: bool = knob(
         "train further seeds of the settings that can still be best, until one of them is, all "
         "are alike, or the seeds, hours or tokens are used up",

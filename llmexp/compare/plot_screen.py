@@ -1,0 +1,60 @@
+"""The figures of a screen: its effects by size, and all contrasts against what noise would make."""
+
+from __future__ import annotations
+
+import numpy as np
+import plotly.graph_objects as go
+
+from llmexp.compare.plotting import FEW, GREY, Plot, plot, text
+from llmexp.compare.records import Comparison
+from llmexp.settings.labels import short_keys, short_value
+
+
+def screen_plots(c: Comparison) -> list[Plot]:
+    """Return a Pareto of the effects and a half-normal plot of all contrasts of a screen."""
+    return [_pareto(c), _half_normal(c)] if c.screen else []
+
+
+def _pareto(c: Comparison) -> Plot:
+    names, knobs = short_keys(c.factors), list(reversed(c.screen.knobs.items()))
+    labels = []
+    for key, _ in knobs:
+        first, second = map(short_value, c.screen.levels[key])
+        labels.append(f"{names[key]}: {second} against {first}")
+    trace = go.Bar(
+        y=[text(label, 40) for label in labels], x=[k.effect for _, k in knobs], orientation="h",
+        error_x=dict(array=[k.half for _, k in knobs], color=GREY),
+        marker={"color": [FEW[0] if k.found else GREY for _, k in knobs]},
+        hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",
+    )  # fmt: skip
+    layout = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
+    caption = "Bars in colour are told from noise; the whiskers are 95 % intervals."
+    return plot("effects", f"Effects on {c.metric}", [trace], layout, caption)
+
+
+def _half_normal(c: Comparison) -> Plot:
+    from scipy.special import ndtri
+
+    names = short_keys(c.factors)
+    points = [(abs(k.effect), names[key], k.found) for key, k in c.screen.knobs.items()]
+    for k in c.screen.others:
+        pairs = " = ".join(" x ".join(names[x] for x in p.split(" x ")) for p in k.names)
+        points.append((abs(k.effect), pairs or "higher", False))
+    points.sort(key=lambda point: point[0])
+    places = ndtri(0.5 + 0.5 * (np.arange(len(points)) + 0.5) / len(points))
+    knobs = set(names.values())
+    trace = go.Scatter(
+        x=places.tolist(), y=[size for size, _, _ in points], mode="markers+text",
+        text=[text(name, 30) if name in knobs else "" for _, name, _ in points],
+        textposition="top left",
+        customdata=[text(name) for _, name, _ in points],
+        marker={"size": 9, "color": [FEW[0] if found else GREY for *_, found in points],
+                "symbol": ["circle" if n in knobs else "circle-open" for _, n, _ in points]},
+        hovertemplate="%{customdata}<br>%{y:.3g}<extra></extra>",
+    )  # fmt: skip
+    layout = {
+        "height": 340, "xaxis.title.text": "half-normal quantile",
+        "yaxis.title.text": "size of the contrast",
+    }  # fmt: skip
+    caption = "Noise alone lies on a line through the origin, what matters above it. Open: pairs."
+    return plot("half-normal", "All contrasts", [trace], layout, caption)

@@ -1,0 +1,85 @@
+"""Say what a screen has found: which knobs matter, and what their effects may be mixed with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmexp.compare.evidence import Rival
+from llmexp.compare.judging import Findings
+from llmexp.compare.records import SEED, Comparison
+from llmexp.compare.screening import Contrast, Screen, screen
+from llmexp.settings.labels import plural, short_keys, short_value
+
+
+def screen_of(c: Comparison, ranked: Sequence[Rival]) -> Screen | None:
+    """Return what the runs of a screen show, once all of them are there."""
+    keys = [key for key in c.factors if key != SEED]
+    if not ranked or not keys or not all(r.screen for r in c.runs):
+        return None
+    settings = [{key: r.entry.values.get(key) for key in keys} for r in ranked]
+    return screen(settings, [r.seeds for r in ranked])
+
+
+def told(f: Findings) -> str:
+    """Return the result of a screen in one line."""
+    s: Screen = f.c.screen
+    size = f"{plural(len(s.knobs), 'knob')} in {plural(s.runs, 'run')}"
+    if not s.found:
+        largest = next(iter(s.knobs))
+        return f"No effect of {size} is told; the largest is {_effect(f, s.knobs[largest])}."
+    effects = [_effect(f, s.knobs[key]) for key in s.found]
+    rest = len(s.knobs) - len(effects)
+    more = f" No effect of the {plural(rest, 'other')} is told." if rest else ""
+    verb = "is" if len(effects) == 1 else "are"
+    return f"{plural(len(effects), 'effect')} of {size} {verb} told: {'; '.join(effects)}.{more}"
+
+
+def _effect(f: Findings, c: Contrast) -> str:
+    s, key, names = f.c.screen, c.names[0], short_keys(f.c.factors)
+    better = s.better(key, f.metric.sign)
+    worse = next(level for level in s.levels[key] if level is not better)
+    side = f"{names[key]}={short_value(better)} instead of {short_value(worse)}"
+    return f"{side} {'lowers' if f.metric.sign > 0 else 'raises'} {f.metric.title} by " + (
+        f"{abs(c.effect):.2g} ± {c.half:.2g}"
+    )
+
+
+def mixed(f: Findings) -> Iterator[str]:
+    """Say how the knobs of a screen are confounded, and how to confirm what was found."""
+    runs = [r for r in f.c.runs if r.screen]
+    if not f.c.screen:
+        if runs and len(runs) == len(f.c.runs):
+            yield "A screen is judged once all of its runs are there, over the same seeds."
+        return
+    s, names = f.c.screen, short_keys(f.c.factors)
+    pairs = {names[k]: [_short(p, names) for p in found] for k, found in s.confounded.items()}
+    with_pairs = [f"{k} with {' + '.join(p)}" for k, p in pairs.items() if p]
+    if with_pairs:
+        yield f"Resolution III: an effect may be that of a pair instead: {'; '.join(with_pairs)}."
+    elif s.resolution == 4:
+        groups = [
+            " = ".join(_short(p, names) for p in c.names) for c in s.others if len(c.names) > 1
+        ]
+        yield f"Resolution IV: no effect is that of a pair; pairs are mixed: {'; '.join(groups)}."
+    else:
+        yield "No effect is mixed with a pair, nor pairs with each other."
+    if s.found:
+        yield "llmexp next proposes the sweep that confirms what was found."
+
+
+def _short(pair: str, names: dict[str, str]) -> str:
+    return " x ".join(names[key] for key in pair.split(" x "))
+
+
+def as_data(s: Screen | None) -> dict[str, Any] | None:
+    """Return a screen for JSON."""
+    if s is None:
+        return None
+    rows = []
+    for key, c in s.knobs.items():
+        row = {**dataclasses.asdict(c), "key": key, "levels": [*s.levels[key]]}
+        del row["names"]
+        rows.append(row | {"confounded": [*s.confounded[key]]})
+    return {"runs": s.runs, "resolution": s.resolution, "effects": rows}

@@ -1,0 +1,183 @@
+"""Judge which of many knobs matter, from few runs: a two-level fraction of all combinations.
+
+Each run witnesses for every knob: an effect is the mean over the half of the runs at one level
+minus that over the other half. Several seeds tell the noise; without them the smaller contrasts do
+(Lenth 1989, doi 10.2307/1269997). What is found is held to 5 % of false discoveries (Benjamini and
+Hochberg 1995).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RATE = 0.05  # of false discoveries
+DRAWS = 20_000  # of noise, for the distribution of Lenth's statistic
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The difference that a knob makes, or what several combinations of knobs make together."""
+
+    names: tuple[str, ...]  # the key; of a combination the pairs, such as: a x b
+    effect: float  # at the second level minus at the first
+    half: float  # half width of its 95 % interval
+    p: float
+    found: bool = False  # among the discoveries; of knobs alone
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a screen shows."""
+
+    runs: int  # settings
+    levels: Mapping[str, tuple[object, ...]]  # two of each key, the lower number first
+    resolution: int  # 3: knobs are confounded with pairs; 4: pairs with pairs; 5: neither
+    knobs: Mapping[str, Contrast]  # the largest effect first
+    confounded: Mapping[str, tuple[str, ...]]  # the pairs that stand in the effect of a knob
+    others: Sequence[Contrast]  # contrasts that no knob makes
+
+    @property
+    def found(self) -> list[str]:
+        return [key for key, contrast in self.knobs.items() if contrast.found]
+
+    def better(self, key: str, sign: float) -> object:
+        """Return the level of a knob that looks better."""
+        return self.levels[key][self.knobs[key].effect * sign < 0]
+
+
+def words(factors: int, runs: int) -> list[int]:
+    """Return for each factor which base factors its levels follow from, as bits of a number.
+
+    The first ones are the base factors. The others are products of an odd number of them, of all if
+    there is one other: the resolution is the highest. Only where these are used up, of any number.
+    """
+    base = runs.bit_length() - 1
+    every = [w for w in range(1, runs) if w.bit_count() > 1]
+    if factors == base + 1:
+        every = [runs - 1]
+    every.sort(key=lambda w: (w.bit_count() % 2 == 0, w.bit_count()))
+    return [*(1 << i for i in range(base)), *every][:factors]
+
+
+def design(factors: int, runs: int) -> list[list[int]]:
+    """Return the level, 0 or 1, of each factor in each run; all are 0 in the first one."""
+    chosen = words(factors, runs)
+    return [[(row & word).bit_count() % 2 for word in chosen] for row in range(runs)]
+
+
+def screen(
+    settings: Sequence[Mapping[str, object]], figures: Sequence[Mapping[str, float]]
+) -> Screen | None:
+    """Judge the knobs of a screen; None where the settings are no whole fraction.
+
+    `settings`: the values of the keys in each; `figures`: by seed, of which those count that all
+    settings have.
+    """
+    levels = {key: _levels([s[key] for s in settings]) for key in settings[0]}
+    if any(len(two) != 2 for two in levels.values()):
+        return None
+    columns = {k: np.array([1 if s[k] == levels[k][1] else -1 for s in settings]) for k in levels}
+    group, names = _group(columns)
+    shared = set.intersection(*(set(seeds) for seeds in figures))
+    if len(group) != len(settings) or len(settings) < 8 or not shared:
+        return None
+    pairs: dict[str, tuple[str, ...]] = dict.fromkeys(levels, ())
+    of_knobs = {_key(column): key for key, column in columns.items()}
+    for at, found in names.items():
+        if at in of_knobs:
+            pairs[of_knobs[at]] = tuple(found)
+    alike = max((len(found) for at, found in names.items() if at not in of_knobs), default=0)
+    resolution = 3 if any(pairs.values()) else 4 if alike > 1 else 5
+    rest = [column for at, column in group.items() if at not in of_knobs and len(set(column)) > 1]
+    contrasts = _judged([*columns.values(), *rest], figures)
+    knobs = dict(zip(levels, contrasts, strict=False))
+    told = discoveries([c.p for c in knobs.values()])
+    named = {
+        key: Contrast((key,), c.effect, c.half, c.p, is_told)
+        for (key, c), is_told in zip(knobs.items(), told, strict=True)
+    }
+    others = [
+        Contrast(tuple(names.get(_key(column), ())), c.effect, c.half, c.p)
+        for column, c in zip(rest, contrasts[len(levels) :], strict=True)
+    ]
+    ordered = dict(sorted(named.items(), key=lambda item: -abs(item[1].effect)))
+    return Screen(len(settings), levels, resolution, ordered, pairs, others)
+
+
+def _levels(values: Sequence[object]) -> tuple[object, ...]:
+    found = list(dict.fromkeys(values))
+    numbers = all(type(v) in (int, float) for v in found)
+    return tuple(sorted(found) if numbers else found)  # type: ignore[type-var]
+
+
+def _key(column: np.ndarray) -> bytes:
+    """Return what is equal for a column and its opposite."""
+    return (column * column[0]).astype(np.int8).tobytes()
+
+
+def _group(
+    columns: Mapping[str, np.ndarray],
+) -> tuple[dict[bytes, np.ndarray], dict[bytes, list[str]]]:
+    """Return all products of the columns, and by the same keys the pairs that make one."""
+    one = np.ones(len(next(iter(columns.values()))), dtype=int)
+    group = {_key(one): one}
+    for column in columns.values():
+        if _key(column) not in group and len(group) <= len(one):
+            group |= {_key(c * column): c * column for c in list(group.values())}
+    names: dict[bytes, list[str]] = {}
+    for (a, x), (b, y) in itertools.combinations(columns.items(), 2):
+        names.setdefault(_key(x * y), []).append(f"{a} x {b}")
+    return group, names
+
+
+def _judged(
+    columns: Sequence[np.ndarray], figures: Sequence[Mapping[str, float]]
+) -> list[Contrast]:
+    """Return the contrast of each column: by the residuals of seeds, else by Lenth's error."""
+    from scipy.special import stdtr, stdtrit
+
+    shared = sorted(set.intersection(*(set(seeds) for seeds in figures)))
+    y = np.array([[seeds[seed] for seed in shared] for seeds in figures])
+    effects = np.array([column @ y.mean(axis=1) * 2 / len(y) for column in columns])
+    if len(shared) > 1:
+        left = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0) + y.mean()
+        df = (len(y) - 1) * (len(shared) - 1)
+        error = 2 * math.sqrt(float((left**2).sum()) / df / y.size)
+        half = float(stdtrit(df, 0.975)) * error
+        each = [2 * float(stdtr(df, -abs(e) / max(error, 1e-300))) for e in effects]
+        return [Contrast((), float(e), half, p) for e, p in zip(effects, each, strict=True)]
+    error, null = float(_lenth(effects[None])[0]), _null(len(effects))
+    t = np.abs(effects) / error if error > 0 else np.full(len(effects), math.inf)
+    p = 1 - np.searchsorted(null, t) / len(null)
+    half = float(np.quantile(null, 0.95)) * error
+    return [Contrast((), float(e), half, max(float(x), 1 / len(null)))
+            for e, x in zip(effects, p, strict=True)]  # fmt: skip
+
+
+def _lenth(effects: np.ndarray) -> np.ndarray:
+    """Return the pseudo standard error of each row of contrasts, most of which are noise."""
+    size = np.abs(effects)
+    first = 1.5 * np.median(size, axis=1, keepdims=True)
+    small = np.where(size < 2.5 * first, size, np.nan)
+    found: np.ndarray = 1.5 * np.nanmedian(small, axis=1)
+    return found
+
+
+@functools.cache
+def _null(count: int) -> np.ndarray:
+    """Return the sizes of a contrast over its error where all contrasts are noise, in order."""
+    noise = np.random.default_rng(0).standard_normal((DRAWS, count))
+    return np.sort((np.abs(noise) / _lenth(noise)[:, None]).ravel())
+
+
+def discoveries(p: Sequence[float]) -> list[bool]:
+    """Return which are found with at most 5 % of false discoveries (Benjamini-Hochberg)."""
+    ordered = sorted(p)
+    most = max((x for i, x in enumerate(ordered, 1) if x <= RATE * i / len(p)), default=-1.0)
+    return [x <= most for x in p]
