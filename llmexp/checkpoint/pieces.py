@@ -103,8 +103,8 @@ def piece_of(tensor: Tensor) -> Piece:
 def is_writer(tensor: Tensor, rank: int) -> bool:
     """Return whether this rank, of those that hold the same piece, is the one that writes it.
 
-    FSDP shards what tensor parallelism leaves whole over a part of the ranks, once in each such
-    part: the part with rank 0 writes. Rank 0 also writes what is not sharded at all.
+    Tensors that tensor parallelism does not split have one FSDP-sharded copy per tensor-parallel
+    rank: the copy that rank 0 belongs to is written. Rank 0 also writes what is not sharded at all.
     """
     if not is_dtensor(tensor):
         return rank == 0

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# Half-rounds: (the largest number of bits, how many). Eight pass for random on large domains (Luby
-# and Rackoff 1988); on small ones, where a half has a bit or two, orders become equally likely only
-# after some thirty (measured).
+# (up to so many bits, half-rounds). 8 do on large domains (Luby and Rackoff 1988), we take 12;
+# up to 10 bits, where a half has few, orders become equally likely only after some 30 (measured).
 ROUNDS = ((10, 32), (64, 12))
 _MASK = (1 << 64) - 1
 _POWERS = 1 << np.arange(63)

@@ -60,8 +60,9 @@ class TargetMask:
 class Sampler:
     """The sequences of a run.
 
-    Step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as there are `total_sequences`;
-    sequence i is the tokens [i*T, i*T + T], T = sequence_length.
+    Step s takes the positions k in [skipped + s*R, skipped + (s+1)*R), R = real_batch_size, as far
+    as there are `total_sequences`. The order maps each k to a sequence i, the tokens
+    [i*T, i*T + T], T = sequence_length.
     """
 
     stream: TokenStream

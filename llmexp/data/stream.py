@@ -203,7 +203,7 @@ class Corpus:
     has_documents: bool = True  # which a document mask could keep apart
     mixed: Mixture | None = None  # of several sources; None: one stream in one order
     val_sets: dict[str, TokenStream] = field(default_factory=dict)  # named ones, `val` among them
-    # Documents that do not end with the tokenizer's end-of-text id, by an index of their own.
+    # documents without the tokenizer's end-of-text id at their end, by the index of their file
     unmarked: int = 0
     # By set, what identifies its text, whatever the tokenizer.
     val_texts: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -233,7 +233,8 @@ class Corpus:
     def differences(self, harmful: bool) -> Iterator[str]:
         """Yield what happened to the files since they were opened, in microseconds per file.
 
-        `harmful`: other ids may be read from them now; else those from which the old ones are.
+        `harmful`: files written to or cut, so that other ids may be read now; else files replaced
+        or deleted, whose old ids are still read.
         """
         found = (shard.difference() for shard in self._files())
         return (one[0] for one in found if one is not None and one[1] == harmful)

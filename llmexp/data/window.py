@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """The micro-batches of one optimizer step on one rank."""
+    """This rank's part of a window: its micro-batches of one optimizer step."""
 
     step: int  # 0-based
     # (tokens_bt, targets_bt) int64; rows that are missing are masked

@@ -2,7 +2,7 @@
 
 The only room that touches torch.distributed. In reading order:
 groups  the process group and device mesh of a rank; sums over all ranks
-wrap    DDP, FSDP, tensor parallelism and compilation, from outside; one reduction a step
+wrap    DDP, FSDP, tensor parallelism and compilation, from outside
 ranks   start the ranks of a host, and again when one is lost
 pretend one rank of a run, played alone
 """

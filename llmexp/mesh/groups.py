@@ -50,7 +50,7 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that see different sequences; None is all ranks."""
+        """Return the ranks that see different sequences; None: all; dp_size 1 has none."""
         if self.sharding is None or self.tensor is None:
             return None
         return self.sharding.get_group()

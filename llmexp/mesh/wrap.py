@@ -159,11 +159,11 @@ def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
 
 @contextlib.contextmanager
 def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce gradients with the last micro-batch of a step: around its forward *and* backward pass.
+    """Reduce gradients where a micro-batch needs it: around its forward *and* backward pass.
 
-    (Around the backward pass alone DDP's no_sync does nothing, silently: it decides in the forward
-    pass.) FSDP reduces in each micro-batch instead, and keeps no whole gradient, unless it
-    communicates once a step.
+    DDP reduces with the last micro-batch of a step; FSDP with each one, and keeps no whole
+    gradient, unless it communicates once a step. (Around the backward pass alone DDP's no_sync
+    does nothing, silently: it decides in the forward pass.)
     """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         with module.no_sync():

@@ -102,7 +102,7 @@ class WindowLoss(nn.Module):
         self.chunked = True
 
     def _trunk(self, tokens_bt: Tensor) -> Tensor:
-        """Return everything before the chunked loss, or the whole model before the plain one."""
+        """Return the features for the chunked loss, or the logits for the plain one."""
         return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
 
     def _whole(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class WindowLoss(nn.Module):
         return plain_cross_entropy_sum(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
 
     def is_whole(self, rows: int, device: torch.device) -> bool:
-        """Return whether a compiled step takes model and plain loss as one function.
+        """Return whether model and plain loss are compiled as one function.
 
         It does on an accelerator where the logits of `rows` tokens are small beside its memory, and
         where the model gives logits only.
@@ -180,8 +180,8 @@ class WindowLoss(nn.Module):
     def evaluating(self) -> Iterator[None]:
         """Around evaluation: no gradients, no dropout, and nothing is compiled in mid-run.
 
-        A compiled trunk of a model that computes the same in training serves as it is; any other
-        compiled model is evaluated eagerly. The mode of training or evaluation comes back.
+        A model without dropout or the like keeps its compiled graph; any other is evaluated
+        uncompiled. The mode of training or evaluation comes back.
         """
         was_training = self.training
         same = getattr(self.model, "same_in_training", lambda: False)

@@ -1,7 +1,7 @@
 """`Run`: every derived number of a run, computed and checked in one place, saved as run.json.
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
-would. This room imports the standard library and `config` only. Next to read: batch (the batch
+would. This room imports the standard library and `settings` only. Next to read: batch (the batch
 equation), budget (steps and tokens), layout (ranks), banner (the run in words).
 """
 
@@ -180,7 +180,10 @@ class Run(Facts):
 
     @property
     def skipped_sequences(self) -> int:
-        """Return what to add to step x real_batch_size for the place in the data, in forks."""
+        """Return what to add to step x real_batch_size for the place in the data, in sequences.
+
+        It is not 0 only in a fork whose batch differs from its parent's, and may be negative.
+        """
         before = self.parent
         return 0 if before is None else before.sequences - before.step * self.real_batch_size
 

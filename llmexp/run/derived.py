@@ -27,5 +27,8 @@ def follows(meaning: str, sources: str = "", formula: str = "", **more: Any) -> 
 
 
 def solves(key: str, sources: str = "", formula: str = "") -> Any:
-    """Return a field for what a knob comes to, which is never null."""
+    """Return a field for the value that a knob ends up with, once null and auto are resolved.
+
+    Its meaning is that of the knob.
+    """
     return follows(fields()[key].doc.partition(";")[0], sources or key, formula)

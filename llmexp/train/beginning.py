@@ -135,7 +135,8 @@ def resume(
             ("noise", measured.noise),
             ("outliers", setup.outliers),
         ):
-            # older checkpoints have none; clipped shares of two limits make no sum
+            # older checkpoints have none; a fork with another clip limit starts its clip table
+            # anew, since shares at two limits cannot be added
             if name in loaded.state and not (forked and clips and name == "norms"):
                 part.load_state_dict(loaded.state[name])
         progress, meter = (
@@ -157,8 +158,8 @@ def resume(
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
     """Return the loop at the step from which the run goes on.
 
-    `accepted` is called once what the folder holds was read and nothing is left to refuse. Raises
-    ConfigError and CheckpointError.
+    `accepted()` is called as soon as checkpoint and rows were read without a refusal; from then on
+    the folder may be written to. Raises ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
     loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent

@@ -88,10 +88,11 @@ class Loop:
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here
     saved: list[int] = dataclasses.field(default_factory=list)
-    failed_saves: int = 0  # since then
-    saved_at: float = dataclasses.field(default_factory=time.monotonic)  # or tried, or started
+    failed_saves: int = 0  # in a row, since the last one committed
+    # clock at the last save, tried or done, else at the start
+    saved_at: float = dataclasses.field(default_factory=time.monotonic)
     warned_of_data: bool = False  # that a data file was replaced
-    # for the row, and the hook of each
+    # of hooks for the next row: key -> (value, the hook)
     figures: dict[str, tuple[float, tuple[str, Any]]] = dataclasses.field(default_factory=dict)
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 

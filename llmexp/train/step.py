@@ -24,7 +24,7 @@ from llmexp.train.ema import Ema
 from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
 
-# Verdicts on a window; the update is applied after the first two.
+# Outcome codes of a window; its update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 
@@ -118,8 +118,8 @@ def train_step(
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number.
-    `settle_last` returns the number of applied updates; it is asked as late as possible, because it
-    needs the verdict on the step before, which by then the device has long passed.
+    `settle_last` returns the number of applied updates. It waits for the verdict on the previous
+    step; asked this late, the device has finished that step and the wait is short.
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
@@ -230,14 +230,15 @@ def outcome_code(
 
 
 def seed_step(
-    seed: int, step: int, rank: int, device: torch.device, everywhere: bool = True
+    seed: int, step: int, dp_rank: int, device: torch.device, everywhere: bool = True
 ) -> None:
-    """Seed the RNG of a window from (seed, step, rank) alone.
+    """Seed the RNG of a window from (seed, step, data-parallel rank) alone.
 
-    Nothing that happens between two windows can disturb it, and a resumed run needs no RNG state.
-    Without `everywhere` only torch's is seeded: nobody draws from the others.
+    Tensor-parallel ranks draw the same. Nothing that happens between two windows can disturb it,
+    and a resumed run needs no RNG state. Without `everywhere` only torch's is seeded: nobody draws
+    from the others.
     """
-    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{step}/{dp_rank}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     # torch.manual_seed queues a call a step where CUDA is not started
     torch.default_generator.manual_seed(number)

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parts:
-    """Hold the parts of a run.
+    """Hold all that a run needs, built and checked.
 
     `config` has every derived value written back, and names variables without their value."""
 
