@@ -65,8 +65,10 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
 
 
 def join(path: Path, parts: Parts) -> mesh.Mesh:
-    """Return this rank's place among the ranks, which must all run the same code on the same
-    config. Raises ConfigError."""
+    """Return this rank's place among the ranks.
+
+    All must run the same code on the same config. Raises ConfigError.
+    """
     p, layout = parts.config.parallelism, parts.run.layout
     rank = int(os.environ.get("RANK", "0"))
     try:
