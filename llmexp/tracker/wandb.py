@@ -54,7 +54,7 @@ class Wandb(Store):
         if sweep := os.environ.get(SWEEP_ID):
             self._position = replace(self._position, sweep=sweep, project=run.project)
         write_position(run_dir, self._position)
-        return str(run.url)
+        return str(run.url) if self._online else "offline"
 
     def _open(self, server: Any, temporary: Path) -> Any:
         """Return the run in wandb: one in training goes on offline where online does not work."""
@@ -141,7 +141,7 @@ class Wandb(Store):
 
         Raises TimeoutError when the upload does not end in time.
         """
-        path, url = self._run.path, self._run.url
+        path, url = self._run.path, self._run.url if self._online else None
         self._run.summary.update(end.summary)
         if end.exit_code == PREEMPTED:
             self._run.mark_preempting()  # else wandb calls it failed
