@@ -71,7 +71,7 @@ def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
                 write_part(work, Part(), 0, sum(work.unit_bytes()))
                 _refuse_changed(work, cache)
                 _finish(work)
-            except ConfigError:  # the documents themselves are refused
+            except ValueError:  # the documents are refused, or a file changed meanwhile
                 shutil.rmtree(work.folder, ignore_errors=True)
                 raise
             found = _open(work)

@@ -319,6 +319,8 @@ def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):
         until_row(run, 7, first, second)
         rank = ranks_of(run)[1]
         os.kill(second.pid, signal.SIGSTOP)  # it must not report for its rank
+        stat = Path(f"/proc/{second.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it to stop", 10)
         os.kill(rank, signal.SIGKILL)
         os.kill(second.pid, signal.SIGKILL)
         codes, (err,) = ended([first])

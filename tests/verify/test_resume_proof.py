@@ -341,7 +341,7 @@ def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
 
 def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
     monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
-    for name, value in record.recorder_environment(tmp_path, modules=True, warned=True).items():
+    for name, value in record.recorder_environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     assert locate("hooks", record.HOOK) is record.record
     for key, dotted in (("hooks", "llmexp.verify.runs.train"), ("model._target_", record.HOOK)):
