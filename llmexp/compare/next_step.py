@@ -111,6 +111,8 @@ def confirm(k: Known) -> Step | None:
 def screen(k: Known) -> Step | None:
     """Confirm what a screen has found, by all combinations of these keys over seeds."""
     s = k.f.c.screen
+    if s is None and k.sweep and k.sweep.screen:
+        return Step("nothing", "a screen is judged once all of its runs are there.")
     if s is None:
         return None
     short = {key.lstrip("+"): key for key in k.keys}

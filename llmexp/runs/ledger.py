@@ -118,7 +118,7 @@ class Ledger:
     created: float = field(default_factory=time.time)
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
-    grid: bool = True  # false where a sweeper chose the points by their results
+    grid: bool = True  # false where a search chose the points by their results
     screen: bool = False  # the points are a fraction of all combinations, to tell which keys matter
     looks: list[Look] = field(default_factory=list)  # with sweep.decide
     points: list[LedgerEntry] = field(default_factory=list)

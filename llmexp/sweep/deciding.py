@@ -55,7 +55,10 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
     settings, resumed = current.settings, current.settings.resume is not None
     rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
     given = dict.fromkeys(o for overrides in grid for o in overrides if key_of(o) == SEED)
-    seeds = [int(o.partition("=")[2]) for o in given]
+    texts = [o.partition("=")[2] for o in given]
+    if wrong := [text for text in texts if not text.removeprefix("-").isdecimal()]:
+        raise refuse(SEED, wrong[0], "a whole number is needed", 1)
+    seeds = list(map(int, texts))
     if len(seeds) > 1 and not resumed:
         text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
         values = ",".join(map(str, seeds))

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
@@ -51,10 +52,12 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     if current.settings.resume is not None:
         open_ledger(current)
+        refuse_other_seed(current.ledger, given)
     batch = [params_of(e, space) for e in trials_of(current) if is_left(e)]
     facts: PointFacts | None = None
     while not current.over:
-        if not batch:
+        there, proposed = len(trials_of(current)), not batch
+        if proposed:
             count = batch_size(current, facts)
             batch = suggest(space, history(current, space), current.settings.search.sampler, count)
         if not batch:
@@ -65,7 +68,19 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
                              current.where, list(space))  # fmt: skip
         tasks = run_batch(current, *points, again=True, earlier=trials_of(current))
         batch, facts = [], tasks[0].facts if tasks else facts
+        if proposed and not current.over and len(trials_of(current)) == there:
+            text = "what the search proposes next is a run that it has, in other words"
+            say(f"{text}; it ends after {plural(there, 'trial')}")
+            break
     confirm(current)
+
+
+def refuse_other_seed(ledger: Ledger, given: Sequence[str]) -> None:
+    """Raise ConfigError for a search that goes on with another seed than its trials have."""
+    own = [o for o in given if key_of(o) == SEED]
+    if ledger.points and own != [o for o in ledger.points[0].overrides if key_of(o) == SEED]:
+        text = "all trials of a search have one seed; go on without this key"
+        raise refuse(SEED, own[0].partition("=")[2] if own else None, text)
 
 
 def refuse_idle(current: Current, space: Mapping[str, Any]) -> None:
@@ -97,6 +112,9 @@ def distribution(o: Override) -> Any:
         text = "a search needs the package optuna; pip install 'llmexp[optuna]'"
         raise ConfigError(f"sweep.search.trials: {text}") from None
     sweep: Any = o.value()
+    if not hasattr(sweep, "tags"):  # a glob
+        text = "a search takes an interval, a range or choices"
+        raise ConfigError(f"{o.input_line}: {text}; for example 'optimizer.lr=interval(1e-4,1e-2)'")
     log = "log" in sweep.tags
     if o.is_interval_sweep():
         if not sweep.start < sweep.end or (log and sweep.start <= 0):
@@ -108,8 +126,13 @@ def distribution(o: Override) -> Any:
         kind = distributions.IntDistribution if whole else distributions.FloatDistribution
         return kind(sweep.start, sweep.end, log=log)
     texts = list(o.sweep_string_iterator())
+    if not texts:
+        raise ConfigError(f"{o.input_line}: this range has no value; for example range(1,5)")
     if o.is_range_sweep() and all(text.lstrip("-").isdigit() for text in texts):
         numbers = sorted(map(int, texts))
+        if log and numbers[0] <= 0:
+            way = "begin it at 1, or leave out tag(log,...)"
+            raise ConfigError(f"{o.input_line}: a log scale has no place for {numbers[0]}; {way}")
         step = 1 if log else int(abs(sweep.step))
         return distributions.IntDistribution(numbers[0], numbers[-1], log=log, step=step)
     return distributions.CategoricalDistribution(texts)

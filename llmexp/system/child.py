@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
-# one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
+# one request reaches a rank several times: from Slurm, by srun, by the process that started it
 REPEAT_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them

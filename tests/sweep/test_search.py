@@ -186,6 +186,9 @@ def test_the_shipped_search_is_composed_as_it_says(tmp_path):
     (["optimizer.lr=interval(1,2)", "sweep.search.sampler=cmaes"],
      "sweep.search.sampler=cmaes: searches two or more numbers only"),
     (["optimizer.lr=1e-3,1e-2", "sweep.search.sampler=bayes"], "sweep.search.sampler=bayes: "),
+    (["optimizer.lr=glob(*)"], "optimizer.lr=glob(*): a search takes an interval, a range or"),
+    (["schedule.warmup_steps=tag(log,range(0,5))"], "a log scale has no place for 0; begin it"),
+    (["optimizer.lr=range(1,0)"], "optimizer.lr=range(1,0): this range has no value"),
     (["optimizer.lr=1e-3,1e-2", "batch.real_batch_size=7", "batch.micro_batch_size=2"],
      "no point was started, because"),
 ])  # fmt: skip
@@ -196,6 +199,20 @@ def test_what_cannot_be_a_search_is_refused_before_anything_is_written(tmp_path,
     assert says in refused.err
     assert "Traceback" not in refused.err
     assert not (tmp_path / "s").exists()
+
+
+def test_a_search_ends_where_all_it_can_propose_is_there_and_keeps_its_seed(tmp_path):
+    """Both values of the accumulation are one run; another seed would count as confirming."""
+    same = [
+        "batch.gradient_accumulation_steps=null,1", "batch.micro_batch_size=8",
+        "batch.real_batch_size=8", "sweep.search.trials=2", "sweep.search.confirm=0",
+    ]  # fmt: skip
+    done = llmexp("train", "-m", *SMALL, *same, "hydra.sweep.dir=s", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "is a run that it has, in other words; it ends after 1 trial" in done.out + done.err
+    refused = llmexp("resume", "s", "train.seed=7", "sweep.search.trials=3", cwd=tmp_path)
+    assert refused.code == 2
+    assert "train.seed=7: all trials of a search have one seed" in refused.err
 
 
 def trials(count: int, effect: float, seed: int) -> list:
