@@ -32,7 +32,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 SIZES = {
     "settings": 10_400, "run": 4_350, "system": 6_500, "models": 12_650, "mesh": 4_050,
     "update": 3_700, "metrics": 6_350, "data": 33_250, "tasks": 3_150, "checkpoint": 5_250,
-    "runs": 11_250, "exchange": 10_050, "tracker": 7_000, "compare": 47_900, "train": 28_450,
+    "runs": 11_250, "exchange": 10_050, "tracker": 7_000, "compare": 48_200, "train": 28_450,
     "evaluate": 2_550, "forecast": 9_300, "compose": 9_400, "sweep": 28_000, "verify": 13_900,
     "cli": 17_150, "program": 2_850, "__main__.py": 900, "__init__.py": 300,
 }  # fmt: skip

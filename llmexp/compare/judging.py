@@ -29,12 +29,13 @@ from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Stan
 from llmexp.compare.settings import varying
 from llmexp.compare.spending import ALPHA
 from llmexp.compare.statistics import Difference
-from llmexp.compare.target import cap_of, capped
+from llmexp.compare.target import REACHED, cap_of, capped
 from llmexp.runs.ledger import Look
 from llmexp.system.text import shown
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
+RESOLUTION = 1e-9  # of a figure: what rounding makes of equal ones
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,19 @@ def _judge(
         else:
             d, worse = standing.found[other.identity]
             other.difference = d
-            other.size, other.verdict = d.mean, _verdict(d, worse, negligible)
+            resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
+            other.size, other.verdict = d.mean, _verdict(d, worse, negligible, resolution)
+            reached = (r.entry.figures.get(REACHED, 1.0) for r in (lead, other))
+            if other.verdict == Verdict.SAME and min(reached) < 1.0:  # not known by how much
+                other.verdict = Verdict.UNDECIDED
     return lead, standing
 
 
-def _verdict(d: Difference, worse: bool, negligible: float) -> Verdict:
-    if worse and d.real:
+def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -> Verdict:
+    """Return the verdict on a difference; one within `resolution` is none."""
+    if worse and d.real and abs(d.mean) > resolution:
         return Verdict.WORSE if abs(d.mean) >= negligible else Verdict.NEGLIGIBLE
-    if abs(d.mean) + d.half < max(negligible, 1e-12):
+    if abs(d.mean) + d.half < max(negligible, resolution, 1e-12):
         return Verdict.SAME
     return Verdict.UNDECIDED
 
@@ -243,6 +249,8 @@ def standings(f: Findings) -> tuple[Entry, ...]:
 
 
 def _standing(r: Rival, f: Findings) -> Standing:
+    if f.c.target and not any(one.entry.figures.get(REACHED) for one in f.ranked):
+        return Standing("")  # nothing tells settings apart that never get there
     if not r.seeds:
         return Standing("not evaluated" if f.ranked and "val" in f.metric.key else "")
     if r.verdict is None:

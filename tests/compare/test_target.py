@@ -75,6 +75,17 @@ def test_a_target_below_the_first_evaluation_is_known_from_the_start_only(tmp_pa
     assert entry.figures["target/steps"] == 100
 
 
+@pytest.mark.parametrize("align", ["tokens", "steps", "time"])
+def test_settings_that_never_get_there_or_get_there_together_are_not_told_apart(tmp_path, align):
+    planted(tmp_path, {0.1: 0.0, 0.2: 0.3, 0.3: 0.9})
+    nobody = compare([tmp_path], target="val/loss=1", align=align)
+    assert nobody.headline == "No run reaches val/loss=1."
+    assert {e.standing.mark for e in nobody.entries} == {""}
+    at_once = compare([tmp_path], target="val/loss=9", align=align)  # at the first evaluation
+    assert "0 of the 2 others are slower" in at_once.headline
+    assert [e.standing.mark for e in at_once.entries][1:] == ["same", "same"]
+
+
 def test_runs_that_never_do_count_as_such(tmp_path):
     planted(tmp_path, {0.1: 0.0, 0.2: 0.05, 0.3: 0.8})
     c = compare([tmp_path], target="val/loss=3.2")
