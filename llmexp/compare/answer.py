@@ -16,10 +16,11 @@ from llmexp.compare import budgets
 from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
 from llmexp.compare.figures import half_width
 from llmexp.compare.judging import SMALL, Findings
-from llmexp.compare.records import SEED, TWIN
+from llmexp.compare.records import TWIN
 from llmexp.compare.screened import told
 from llmexp.compare.statistics import seeds_needed
-from llmexp.compare.target import REACHED
+from llmexp.compare.target import REACHED, UNITS_IN_WORDS
+from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
 
@@ -63,11 +64,11 @@ def _nothing_to_rank(f: Findings) -> str:
 def _to_target(f: Findings) -> str:
     """Say who reaches the target first, and how surely."""
     best, others = f.ranked[0], f.ranked[1:]
-    key, unit = f.metric.key, {"time": "s of training"}.get(f.c.align, f.c.align)
+    if not f.reached:
+        return f"No run reaches {f.c.target}."
+    key, unit = f.metric.key, UNITS_IN_WORDS[f.c.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)
-    if not best.entry.figures.get(REACHED):
-        return f"No run reaches {f.c.target}."
 
     def when(r: Rival) -> str:
         if key in r.entry.figures:

@@ -67,6 +67,11 @@ class Findings:
         return len(self.budgets) < 2 and self.tasks < 2
 
     @property
+    def reached(self) -> bool:
+        """Tell whether any run reaches the target; the leading setting has one then."""
+        return any(r.entry.figures.get(REACHED) for r in self.ranked[:1])
+
+    @property
     def apart(self) -> bool:
         """Tell whether each loss is read at its run's own end, as there is no common position."""
         forks = any(r.parent for r in self.c.taking_part)
@@ -249,8 +254,8 @@ def standings(f: Findings) -> tuple[Entry, ...]:
 
 
 def _standing(r: Rival, f: Findings) -> Standing:
-    if f.c.target and not any(one.entry.figures.get(REACHED) for one in f.ranked):
-        return Standing("")  # nothing tells settings apart that never get there
+    if f.c.target and not f.reached:  # nothing tells settings apart that never get there
+        return Standing("")
     if not r.seeds:
         return Standing("not evaluated" if f.ranked and "val" in f.metric.key else "")
     if r.verdict is None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.compare.judging import Findings
-from llmexp.compare.records import SEED, TWIN, Entry, Record
+from llmexp.compare.records import TWIN, Entry, Record
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.runs.rundir import allowed_again
+from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import duration, number
@@ -21,7 +22,7 @@ from llmexp.system.text import duration, number
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next: a command, its cost, and why."""
+    """Propose what to do next: a command, its cost, and why."""
 
     rule: str  # the name of a rule of RULES, or nothing
     why: str
@@ -33,7 +34,9 @@ class Step:
     @property
     def command(self) -> str:
         """Return the command, ready to paste; empty where there is none."""
-        return f"llmexp {' '.join(map(pasteable, self.words))}{allowed_again()}" * bool(self.words)
+        if not self.words:
+            return ""
+        return f"llmexp {' '.join(map(pasteable, self.words))}{allowed_again()}"
 
     @property
     def data(self) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """What the rules ask: the findings, and which overrides made each setting."""
+    """Hold what the rules ask: the findings, and which overrides made each setting."""
 
     f: Findings
 
@@ -125,7 +128,14 @@ class Known:
             for e, own in self.settings.items():
                 there |= {tuple({**own, SEED: r.seed}.get(k) for k in changes) for r in e.runs}
         runs = len(set(itertools.product(*changes.values())) - there)
-        return Step(rule, why, words, runs, runs * each, self.hours(runs * each)) if runs else None
+        return self.costed(rule, why, words, runs, each) if runs else None
+
+    def costed(
+        self, rule: str, why: str, words: Sequence[str], runs: int, each: int | None = None
+    ) -> Step:
+        """Return the step of a command that trains so many runs, on `each` tokens or their mean."""
+        tokens = runs * (self.tokens if each is None else each)
+        return Step(rule, why, tuple(words), runs, tokens, self.hours(tokens))
 
     def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the overrides that all runs share, less those that are changed."""

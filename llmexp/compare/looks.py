@@ -28,7 +28,7 @@ class Stood(Fitted):
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one look saw."""
+    """Hold what one look saw."""
 
     members: Sequence[Rival]
     model: Model

@@ -15,11 +15,11 @@ from llmexp.compare.budgets import Spent, common
 from llmexp.compare.evidence import FEW, Rival, Verdict
 from llmexp.compare.judging import Findings
 from llmexp.compare.known import Known, Step
-from llmexp.compare.records import SEED, TWIN, Record
+from llmexp.compare.records import TWIN, Record
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.settings.convert import check_range
-from llmexp.settings.knobs import fields
+from llmexp.settings.knobs import SEED, fields
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, override_value
 from llmexp.system.text import number
@@ -111,10 +111,9 @@ def confirm(k: Known) -> Step | None:
 def screen(k: Known) -> Step | None:
     """Confirm what a screen has found, by all combinations of these keys over seeds."""
     s = k.f.c.screen
-    if s is None and k.sweep and k.sweep.screen:
-        return Step("nothing", "a screen is judged once all of its runs are there.")
     if s is None:
-        return None
+        left = Step("nothing", "a screen is judged once all of its runs are there.")
+        return left if k.sweep and k.sweep.screen else None
     short = {key.lstrip("+"): key for key in k.keys}
     if not s.found or not set(s.knobs) <= short.keys():
         return Step("nothing", headline(k.f))
@@ -126,19 +125,16 @@ def screen(k: Known) -> Step | None:
     grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
     runs = FIRST_SEEDS * 2 ** len(s.found)
     words = ("train", "-m", *k.base(changes), *grid, "sweep.decide=true")
-    why = (
-        f"{listed([k.name(key) for key in s.found])} matter by the screen; the others stand where "
-    )
-    why += "they look better."
-    return Step("screen", why, words, runs, runs * k.tokens, k.hours(runs * k.tokens))
+    why = f"{listed([k.name(key) for key in s.found])} matter by the screen; "
+    why += "the others stand where they look better."
+    return k.costed("screen", why, words, runs)
 
 
 def _searched(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
     """Return the step that goes on with a search."""
     assert k.sweep is not None
-    tokens = runs * k.tokens
     words = ("resume", str(k.sweep.path), *filter(None, [override]))
-    return Step(rule, why, words, runs, tokens, k.hours(tokens))
+    return k.costed(rule, why, words, runs)
 
 
 def _values(settings: Any, key: str) -> list[str]:
@@ -214,7 +210,7 @@ def decide(k: Known) -> Step | None:
     runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
     why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
     words = ("resume", str(sweep.path), "sweep.decide=true")
-    return Step("decide", why, words, runs, runs * k.tokens, k.hours(runs * k.tokens))
+    return k.costed("decide", why, words, runs)
 
 
 def seeds(k: Known) -> Step | None:

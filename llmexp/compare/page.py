@@ -21,13 +21,13 @@ from llmexp.compare.plot_verdict import verdict
 from llmexp.compare.plotting import looks, templates
 from llmexp.compare.records import Comparison, Record, as_dict
 from llmexp.compare.table import columns_of
+from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as setting
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 
 LIBRARY = "plotly.min.js"
-UNITS = {"tokens": "tokens", "steps": "steps", "time": "s of training"}
 MISSING = (
     f"This figure needs the file {LIBRARY} beside the page. "
     "A page in one file, to be sent around: llmexp compare FOLDER --out page.html"
@@ -105,7 +105,7 @@ def _title(c: Comparison) -> str:
 def _about(c: Comparison) -> str:
     where = "each run at its own end"
     if c.align_at is not None:
-        where = f"compared at {c.align_at:,.10g} {UNITS[c.align]}"
+        where = f"compared at {c.align_at:,.10g} {UNITS_IN_WORDS[c.align]}"
     folded = len(c.entries) != len(c.runs)
     settings = f"{plural(len(c.entries), 'setting')}, seeds folded · " if folded else ""
     ordered = f"{settings}ordered by {c.metric} · {where}"

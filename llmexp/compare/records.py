@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmexp.runs.ledger import Look
+from llmexp.settings.knobs import SEED
 
-SEED, TWIN = "train.seed", "train.twin"
+TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
 APART = ("other task", "too short")
 

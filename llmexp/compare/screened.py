@@ -8,8 +8,9 @@ from typing import Any
 
 from llmexp.compare.evidence import Rival
 from llmexp.compare.judging import Findings
-from llmexp.compare.records import SEED, Comparison
+from llmexp.compare.records import Comparison
 from llmexp.compare.screening import Contrast, Screen, screen
+from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys, short_value
 
 

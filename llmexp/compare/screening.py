@@ -33,7 +33,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Screen:
-    """What a screen shows."""
+    """Hold what a screen shows."""
 
     runs: int  # settings
     levels: Mapping[str, tuple[object, ...]]  # two of each key, the lower number first

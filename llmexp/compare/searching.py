@@ -9,8 +9,9 @@ import numpy as np
 
 from llmexp.compare.figures import half_width
 from llmexp.compare.judging import Findings
-from llmexp.compare.records import SEED, TWIN, Record
+from llmexp.compare.records import TWIN, Record
 from llmexp.compare.settings import varying
+from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys
 from llmexp.system.text import with_interval
 

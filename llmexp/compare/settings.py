@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from llmexp.compare.figures import columns_of, is_score, over_items
-from llmexp.compare.records import APART, SEED, TWIN, Entry, Record
+from llmexp.compare.records import APART, TWIN, Entry, Record
 from llmexp.compare.statistics import mean_interval
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
-from llmexp.settings.knobs import affects, is_record
+from llmexp.settings.knobs import SEED, affects, is_record
 from llmexp.system.text import one_line
 
 FORK = "fork.run"

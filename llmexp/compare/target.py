@@ -15,6 +15,7 @@ from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.settings.values import ConfigError
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
+UNITS_IN_WORDS = UNITS | {"time": "s of training"}
 REACHED = "target/reached"
 ROWS = {"tokens": "tokens_seen", "steps": "step"}
 

@@ -49,13 +49,13 @@ class Prepared:
 
 
 class StaleCache(Exception):
-    """What is remembered of a bucket or the hub describes shards that are missing: ask again."""
+    """Report that remembered answers of a bucket or the hub describe shards that are missing."""
 
 
 def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
     """Return the shards of a source, from the cache where they are there.
 
-    Raises ConfigError, and Forgotten.
+    Raises ConfigError, and StaleCache.
     """
     cache, source = remote.cache, work.source
     if (found := _open(work)) is not None:

@@ -171,7 +171,7 @@ class TiktokenTokenizer(Tokenizer):
 class CustomTokenizer(Tokenizer):
     """A tokenizer of the user's own, or of another library: an object with the parts in `PARTS`.
 
-    Raises ValueError, naming the part, for an object that lacks one.
+    Raises ConfigError, naming the part, for an object that lacks one.
     """
 
     def __init__(self, given: Any) -> None:
@@ -200,13 +200,13 @@ class CustomTokenizer(Tokenizer):
         self.decode(self.encode_ordinary(PROBE))
         self._one_by_one = self._depends_on_others()
 
-    def _wrong(self, part: str, how: str, more: str = "") -> ValueError:
-        return ValueError(f"{self.name}.{part}{how} must be {PARTS[part]}{more}")
+    def _wrong(self, part: str, how: str, more: str = "") -> ConfigError:
+        return ConfigError(f"{self.name}.{part}{how} must be {PARTS[part]}{more}")
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, all in one call where that changes no ids.
 
-        The library may have threads of its own. Raises ValueError for what `encode_batch` must not
+        The library may have threads of its own. Raises ConfigError for what `encode_batch` must not
         return.
         """
         if self._one_by_one:
@@ -216,7 +216,7 @@ class CustomTokenizer(Tokenizer):
     def _depends_on_others(self) -> bool:
         """Return whether a text has other ids beside a longer one, as where the library pads.
 
-        Raises ValueError where a short text is padded, or a long one cut, even alone.
+        Raises ConfigError where a short text is padded, or a long one cut, even alone.
         """
         texts = (PROBE, PROBE * REPEATS)
         short, long = alone = self.encode_all(texts)
@@ -269,7 +269,7 @@ def _whole(value: Any) -> bool:
 def as_tokenizer(found: Any) -> Tokenizer:
     """Return what a tokenizer's function made, ready for use.
 
-    Raises ValueError for what is no tokenizer.
+    Raises ConfigError for what is no tokenizer.
     """
     if isinstance(found, Tokenizer):
         return found

@@ -1,4 +1,4 @@
-"""What the two kernels of the chunked loss share: operands, products, targets, ranks."""
+"""Share between the two kernels of the chunked loss: operands, products, targets, ranks."""
 
 from __future__ import annotations
 

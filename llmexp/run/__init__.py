@@ -50,7 +50,7 @@ _FLOPS = "flops_per_token {flops_per_token} x max_tokens {max_tokens}, of a fork
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What has to be looked up before a run can be solved: ranks, data, model, device."""
+    """Hold what is looked up before a run can be solved: ranks, data, model, device."""
 
     parallelism: str = solves("parallelism.kind")
     layout: Layout

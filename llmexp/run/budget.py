@@ -17,7 +17,7 @@ DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a run trains."""
+    """Hold how long a run trains."""
 
     total_sequences: int
     max_steps: int

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmexp.runs import ledger, rundir
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry
+from llmexp.settings.knobs import is_seed
 from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 
@@ -41,7 +42,7 @@ class SweepFolder:
 
 def setting_of(point: LedgerEntry) -> frozenset[str]:
     """Return the overrides of a point without its seed."""
-    return frozenset(o for o in point.overrides if not o.startswith("train.seed="))
+    return frozenset(o for o in point.overrides if not is_seed(o))
 
 
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], list[str]]:

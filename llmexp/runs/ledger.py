@@ -25,7 +25,7 @@ from llmexp.runs.ending import state_now
 from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.convert import convert_section
-from llmexp.settings.knobs import deciding_result
+from llmexp.settings.knobs import deciding_result, is_seed
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
@@ -34,7 +34,6 @@ from llmexp.system.text import number, one_line
 T = TypeVar("T")
 FORMAT = 1
 TWIN = "train.twin="  # begins the override that makes a point a twin
-SEED = "train.seed="
 LEDGER = "sweep.json"  # in a sweep's folder
 CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
@@ -134,9 +133,8 @@ class Ledger:
 
     def is_fresh(self, entry: LedgerEntry) -> bool:
         """Return whether a point of a search repeats a trial with another seed than all trials."""
-        first = [o for o in self.points[0].overrides if o.startswith(SEED)]
-        own = [o for o in entry.overrides if o.startswith(SEED)]
-        return not self.grid and own != first
+        first = list(filter(is_seed, self.points[0].overrides))
+        return not self.grid and list(filter(is_seed, entry.overrides)) != first
 
     def next_number(self) -> int:
         return max((entry.number for entry in self.points), default=-1) + 1

@@ -53,7 +53,7 @@ IMAGE = "LLMEXP_CONTAINER_IMAGE"  # where nothing inside the container tells it,
 
 
 class Unknown(Exception):
-    """Why something could not be found out."""
+    """Report why something could not be found out."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What can be set, and what a value may be.
+"""Declare what can be set, and what a value may be.
 
 In reading order:
 

@@ -17,6 +17,13 @@ from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, section_knobs
 
+SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
+
+
+def is_seed(override: str) -> bool:
+    """Return whether an override gives a run its seed."""
+    return override.lstrip("+").partition("=")[0] == SEED
+
 
 @functools.cache
 def fields() -> dict[str, Knob]:

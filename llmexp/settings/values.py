@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
-    """What the user asked for is refused before training starts; the text is for the user.
+    """Refuse what the user asked for, before training starts; the text is for the user.
 
     `key` is the knob that is refused, where it is one. `code` is for programs: the file and the
     function that refuse, however they word it (docs/codes.txt lists all).

@@ -183,7 +183,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     """End the ledger; print the answer, why points did not finish, and where everything is."""
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
-    # else a signal came before the sweeper, or the next look, could ask for more
+    # else a signal came before a search, or the next look, could ask for more
     known = current.grid and not current.settings.decide
     all_done = states <= {"finished"} and (known or not current.stopped)
     ledger.state = "finished" if all_done else "preempted" if current.stopped else "failed"

@@ -25,6 +25,7 @@ from llmexp.runs import rundir
 from llmexp.runs.find import find, setting_of
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, Look
+from llmexp.settings.knobs import SEED, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_label as named
 from llmexp.settings.values import refuse
@@ -37,14 +38,13 @@ from llmexp.sweep.show import values_of
 from llmexp.system.child import say
 from llmexp.system.text import number
 
-SEED = "train.seed"
 OUT = (Verdict.WORSE, Verdict.NEGLIGIBLE)  # such a setting was shown to be worse
 OPEN = (Verdict.UNDECIDED, Verdict.FEW_SEEDS, Verdict.BUDGET, Verdict.TASK)
 
 
 def unseeded(overrides: Sequence[str]) -> list[str]:
     """Return overrides without that of the seed."""
-    return [o for o in overrides if key_of(o) != SEED]
+    return [o for o in overrides if not is_seed(o)]
 
 
 def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -54,7 +54,7 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
     """
     settings, resumed = current.settings, current.settings.resume is not None
     rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
-    given = dict.fromkeys(o for overrides in grid for o in overrides if key_of(o) == SEED)
+    given = dict.fromkeys(o for overrides in grid for o in overrides if is_seed(o))
     texts = [o.partition("=")[2] for o in given]
     if wrong := [text for text in texts if not text.removeprefix("-").isdecimal()]:
         raise refuse(SEED, wrong[0], "a whole number is needed", 1)
@@ -94,7 +94,7 @@ def trained(ledger: Ledger, rows: Sequence[Sequence[str]], seeds: Sequence[int])
     for entry in ledger.points:
         if entry.is_twin or entry.refused is not None:
             continue
-        seed = [o for o in entry.overrides if key_of(o) == SEED]
+        seed = [o for o in entry.overrides if is_seed(o)]
         row = known.get(own(entry.overrides))
         if row is None:
             found.append([*fixed, *sorted(own(entry.overrides)), *seed])
@@ -161,7 +161,7 @@ class Deciding:
             self.train(going, count)
             if self.current.over:
                 return
-            known, later = (*before[len(looks) : len(looks) + 2], None, None)[:2]
+            known, later, *_ = *before[len(looks) :], None, None
             level = known.level if known else level_of(count, most, looks)
             seeds = list(map(str, self.seeds(count)))
             look = Look(seeds, level, known.most if known else most, [], [], "")

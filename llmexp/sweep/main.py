@@ -31,8 +31,7 @@ from llmexp.sweep.screen import refuse_beside, screened
 from llmexp.sweep.settings import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
 
-# Knobs of sweep.decide alone, with their defaults.
-DECIDING = {"first_seeds": 2, "max_seeds": 8, "max_hours": None, "max_tokens": None}
+DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
 
 
 def sweep(
@@ -116,8 +115,8 @@ def refuse_idle(settings: Sweep) -> None:
         text = "compares rates, which sweep.decide does not decide by"
         raise refuse("sweep.report", settings.report, text, "runs")
     idle = not settings.decide and settings.resume is None
-    for name, default in DECIDING.items() if idle else ():
-        if (value := getattr(settings, name)) != default:
+    for name in DECIDING if idle else ():
+        if (value := getattr(settings, name)) != getattr(Sweep, name):  # its default
             text = "does nothing without sweep.decide=true; add that, or leave it out"
             raise refuse(f"sweep.{name}", value, text)
     if settings.twins and settings.report == "throughput":

@@ -8,11 +8,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from llmexp.compare.screening import design
+from llmexp.settings.knobs import SEED
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.points import asked_of, grid_of
+from llmexp.sweep.settings import Sweep
 
 SIZES = (8, 16, 32)
-SEED = "train.seed"
 
 
 def screened(
@@ -38,14 +39,13 @@ def screened(
 
 
 def size_of(keys: int, runs: int | str) -> int:
-    """Return the number of runs, such that no key is confounded with a pair if 32 suffice for that.
+    """Return the fewest runs that confound no key with a pair; 32 where that is impossible.
 
-    Raises ConfigError.
+    A number that is given is only checked. Raises ConfigError.
     """
     if keys < 3:
-        text = (
-            f"needs three keys or more with two values each, and has {keys}; train all combinations"
-        )
+        text = f"needs three keys or more with two values each, and has {keys}; "
+        text += "train all combinations"
         raise refuse("sweep.screen", runs, text, "null")
     if runs == "auto":
         runs = next((n for n in SIZES if keys <= n // 2), 32)
@@ -59,10 +59,9 @@ def size_of(keys: int, runs: int | str) -> int:
     return int(runs)
 
 
-def refuse_beside(settings: Any) -> None:
+def refuse_beside(settings: Sweep) -> None:
     """Raise ConfigError for knobs that a screen does not go with."""
-    beside = {"decide": False, "halving": None, "twins": 0}
-    for name, off in beside.items():
+    for name, off in {"decide": False, "halving": None, "twins": 0}.items():
         if (value := getattr(settings, name)) != off:
             text = "does not go with a screen, which trains each of its runs once; leave it out"
             raise refuse(f"sweep.{name}", value, text)

@@ -14,10 +14,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
+from llmexp.settings.knobs import SEED, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.batch import open_ledger, run_batch
@@ -30,7 +30,6 @@ from llmexp.sweep.twins import copies_of
 from llmexp.system.child import say
 from llmexp.system.text import number
 
-SEED = "train.seed"
 TRIES = 20  # asks for a trial that has not been there before
 
 
@@ -53,7 +52,7 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     if current.settings.resume is not None:
         open_ledger(current)
         refuse_other_seed(current.ledger, given)
-    batch = [params_of(e, space) for e in trials_of(current) if is_left(e)]
+    batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
     while not current.over:
         there, proposed = len(trials_of(current)), not batch
@@ -77,8 +76,8 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
 
 def refuse_other_seed(ledger: Ledger, given: Sequence[str]) -> None:
     """Raise ConfigError for a search that goes on with another seed than its trials have."""
-    own = [o for o in given if key_of(o) == SEED]
-    if ledger.points and own != [o for o in ledger.points[0].overrides if key_of(o) == SEED]:
+    own = list(filter(is_seed, given))
+    if ledger.points and own != list(filter(is_seed, ledger.points[0].overrides)):
         text = "all trials of a search have one seed; go on without this key"
         raise refuse(SEED, own[0].partition("=")[2] if own else None, text)
 
@@ -216,7 +215,7 @@ def trials_of(current: Current) -> list[LedgerEntry]:
     return [e for e in points if not current.ledger.is_fresh(e)]
 
 
-def is_left(entry: LedgerEntry) -> bool:
+def has_no_end(entry: LedgerEntry) -> bool:
     """Return whether a trial was asked for and has no end: it was cut, or failed for once."""
     failed_once = entry.state == "failed" and entry.attempts < 2
     return entry.rung is None and (entry.state in TO_TRAIN or failed_once)
@@ -288,7 +287,7 @@ def confirm(current: Current) -> None:
         tasks += copies_of(current, entry, "seed", fresh)
     asked = {task.entry.folder for task in tasks}
     there = [e for e in ledger.points if ledger.is_fresh(e) and e.folder not in asked]
-    left = [e for e in there if is_left(e) and rundir.is_run(ledger.path / e.folder)]
+    left = [e for e in there if has_no_end(e) and rundir.is_run(ledger.path / e.folder)]
     tasks += of_folders(current.checker, ledger, left)
     if all(ledger.look(task.entry) == "finished" for task in tasks):
         return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from llmexp.runs import rundir
+from llmexp.runs.find import setting_of
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.convert import with_knobs
@@ -27,12 +28,11 @@ def leading(ledger: Ledger) -> LedgerEntry | None:
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not e.is_twin] or finished
     for key in LOSSES:
-        groups: dict[tuple[str, ...], list[tuple[float, LedgerEntry]]] = {}
+        groups: dict[frozenset[str], list[tuple[float, LedgerEntry]]] = {}
         for entry in finished:
             loss = number(RunFolder(ledger.path / entry.folder).summary.get(key))
             if loss is not None:
-                setting = tuple(o for o in entry.overrides if not o.startswith("train.seed="))
-                groups.setdefault(setting, []).append((loss, entry))
+                groups.setdefault(setting_of(entry), []).append((loss, entry))
         if groups:
             first = min(groups.values(), key=lambda group: fmean(loss for loss, _ in group))
             return first[0][1]

@@ -25,7 +25,7 @@ INTERVAL_S = 1.0  # between two looks at metrics.jsonl
 
 
 class TrackerError(Exception):
-    """Why a run could not be uploaded, in one line."""
+    """Report why a run could not be uploaded, in one line."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,8 @@ class Mirror:
         say: Callable[[str], None],
     ) -> None:
         self._kind, self._run_dir, self._fields, self._say = kind, run_dir, fields, say
-        self._timeout_s, self._store = (
-            settings.finish_timeout_s,
-            open_store(kind, settings, self._fail),
-        )
+        self._timeout_s = settings.finish_timeout_s
+        self._store = open_store(kind, settings, self._fail)
         self._over, self._end = threading.Event(), End({}, 0)
         self._failed = False
         self._size_before = (run_dir / rundir.METRICS).stat().st_size

@@ -110,7 +110,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
 
 
 class LeftOut(Exception):
-    """Why a run is not uploaded now, although nothing is wrong."""
+    """Report why a run is not uploaded now, although nothing is wrong."""
 
 
 @dataclass(frozen=True)

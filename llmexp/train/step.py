@@ -34,7 +34,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank trains with: its model, optimizers and mesh, and the settings of a step."""
+    """Hold what a rank trains with: its model, optimizers and mesh, and the settings of a step."""
 
     mesh: mesh.Mesh
     model: nn.Module

@@ -19,14 +19,13 @@ from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
-from llmexp.settings.knobs import deciding_result, differing
+from llmexp.settings.knobs import SEED, deciding_result, differing
 from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
 
-SEED = "train.seed"
 # Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
 ORDER = ("batch.sequence_length", SEED)
 # Knobs of our own data that leave the training sequences as they are.
