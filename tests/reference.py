@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 
-def gpt2_logits(w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: int) -> Tensor:
+def gpt2_logits(
+    w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: int, seen: dict | None = None
+) -> Tensor:
+    """Logits (b, t, v); `seen` gets the figures of layers.jsonl by name, a value a block."""
+    seen = {} if seen is None else seen
+
     def norm(x: Tensor, name: str) -> Tensor:
         mean = x.mean(-1, keepdim=True)
         var = ((x - mean) ** 2).mean(-1, keepdim=True)
@@ -33,12 +38,33 @@ def gpt2_logits(w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: in
             for p in "qkv"
         )
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~causal, -math.inf)
-        y = (torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(b, t, -1)
-        h = h + linear(y, f"blocks.{i}.attention.out_proj")
+        weights = torch.softmax(scores, -1)
+        y = linear(
+            (weights @ v).transpose(1, 2).reshape(b, t, -1), f"blocks.{i}.attention.out_proj"
+        )
+        h = h + y
         x = linear(norm(h, f"blocks.{i}.mlp_norm"), f"blocks.{i}.mlp.up_proj")
         gelu = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        h = h + linear(gelu, f"blocks.{i}.mlp.down_proj")
+        z = linear(gelu, f"blocks.{i}.mlp.down_proj")
+        h = h + z
+        size = (gelu.detach() ** 2).mean().sqrt()
+        for name, value in {
+            "residual_rms": (h**2).mean().sqrt(), "attention_rms": (y**2).mean().sqrt(),
+            "mlp_rms": (z**2).mean().sqrt(), "attention_logit_max": scores.max(),
+            "attention_entropy": -(weights * torch.log(weights.clamp(min=1e-300))).sum(-1).mean(),
+            "dead_units": (gelu.abs().amax((0, 1)) <= 0.01 * size).double().mean(),
+        }.items():  # fmt: skip
+            seen.setdefault(name, []).append(float(value.detach()))
     return norm(h, "final_norm") @ w["token_embedding.weight"].T
+
+
+def by_module(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of weight and bias together."""
+    squares: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        module = name.rsplit(".", 1)[0]
+        squares[module] = squares.get(module, 0.0) + float((tensor.detach() ** 2).sum())
+    return {name: math.sqrt(x) for name, x in squares.items()}
 
 
 @dataclass
@@ -48,6 +74,7 @@ class Reference:
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    layers: list[dict] = field(default_factory=list)  # figures of each step, as in layers.jsonl
 
 
 def train(
@@ -98,6 +125,13 @@ def train(
         found.norms.append(norm)
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         update += 1
+        before = {name: p.detach().clone() for name, p in w.items()}
+        inside: dict = {}
+        first_logits = gpt2_logits(before, tokens[:1], n_layers, n_heads, inside)
+        inside |= {
+            "logit_max": float(first_logits.max()),
+            "log_z": float(torch.logsumexp(first_logits, -1).mean()),
+        }
         with torch.no_grad():
             for name, p in w.items():
                 g = gradients[name] * scale
@@ -108,5 +142,9 @@ def train(
                     p.mul_(1 - lr * factor * decay)
                 corrected = second.div(1 - beta2**update).sqrt() + eps
                 p.sub_(lr * factor * first / (1 - beta1**update) / corrected)
+        inside["grad_norm"] = by_module(gradients)
+        inside["weight_norm"] = by_module(before)
+        inside["update_norm"] = by_module({name: p - before[name] for name, p in w.items()})
+        found.layers.append(inside)
     found.weights = {k: v.detach() for k, v in w.items()}
     return found

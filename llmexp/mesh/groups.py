@@ -216,6 +216,33 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     return square.sqrt().to(norms.dtype)
 
 
+def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each tensor, of which each rank may hold a part: (n,)."""
+    found = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
+    if not mesh.sharded:
+        return found
+    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
+    squares = found.double().square() / copies.to(found.device, non_blocking=True)
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def mean_of_split(mesh: Mesh, value: Tensor) -> Tensor:
+    """Return the mean over tensor-parallel ranks, which hold equally many heads or units each."""
+    if mesh.tensor is not None:
+        dist.all_reduce(value, group=mesh.tensor.get_group())
+        value /= mesh.tensor.size()
+    return value
+
+
+def from_first(mesh: Mesh, value: Tensor) -> Tensor:
+    """Return the value that rank 0 has, on all ranks; each has one of its shape."""
+    if mesh.distributed:
+        value = value.clone()
+        dist.broadcast(value, 0)
+    return value
+
+
 def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """Largest absolute value over tensors of which each rank may hold a part. A 0-dim tensor."""
     held = [part for part in map(local_part, values) if part.numel()]

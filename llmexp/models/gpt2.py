@@ -44,15 +44,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
+    def heads(self, x_btd: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (b, h, t, k) of this rank's heads."""
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        q_bhtk, k_bhtk, v_bhtk = (
-            x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in project(self, x_btd)
-        )
+        parts = project(self, x_btd)
+        return tuple(x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in parts)
+
+    def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
+        q_bhtk, k_bhtk, v_bhtk = self.heads(x_btd)
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)
-        return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
+        return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -42,8 +42,8 @@ from llmexp.settings.values import choice, count, knob, refuse
 class RopeScaling:
     """Stretch rotary frequencies for longer contexts, as Llama 3.1 does.
 
-    Waves longer than the original context / low_freq_factor become longer by `factor`, those
-    shorter than it / high_freq_factor stay, those between follow a straight line.
+    Waves longer than the original context / low_freq_factor become longer by `factor`, those below
+    it / high_freq_factor stay, those between follow a straight line.
     """
 
     factor: float = knob("times that long waves become longer", 8.0, above=0)
@@ -148,12 +148,10 @@ class Attention(nn.Module):
             sizes = (wide, narrow) if self.qk_norm == "full" else (self.head_dim,) * 2
             self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
 
-    def forward(
-        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
-    ) -> Tensor:
+    def heads(self, x_btd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads."""
         b, t, _ = x_btd.shape
-        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        q, k, v = project(self, x_btd)
+        q, k, v = project(self, x_btd)  # of some heads only under tensor parallelism: -1 below
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q), self.k_norm(k)
         q_bhtk, k_bgtk, v_bgtk = (
@@ -162,10 +160,15 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q_bhtk, k_bgtk = self.q_norm(q_bhtk), self.k_norm(k_bgtk)
         q_bhtk = apply_rope(q_bhtk, cos, sin)
-        k_bgtk = apply_rope(k_bgtk, cos, sin)
+        return q_bhtk, apply_rope(k_bgtk, cos, sin), v_bgtk
+
+    def forward(
+        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
+    ) -> Tensor:
+        q_bhtk, k_bgtk, v_bgtk = self.heads(x_btd, cos, sin)
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped)
-        return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
+        return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -311,8 +314,7 @@ class Llama(nn.Module):
         shape = Shape(
             d_model, n_heads, n_kv_heads, width, d_ff, dropout, norm_eps, biases, qk_norm, norm
         )
-        # Without torch's own initial values: init_weights alone draws random numbers, once per
-        # weight.
+        # without torch's own initial values: init_weights alone draws, once per weight
         device = torch.get_default_device()
         with torch.device("meta"):
             self.token_embedding = embedding(vocab_size, d_model)
@@ -333,8 +335,7 @@ class Llama(nn.Module):
         first = 0 if past is None else past.begin(t)
         check_length(first + t, self.max_position_embeddings)
         h_btd = self.dropout(self.token_embedding(tokens_bt))
-        # Made anew each time: a buffer would not survive `to_empty`, and the tables are a few
-        # kilobytes.
+        # made anew each time: a buffer would not survive `to_empty`, and they are small
         cos, sin = rope_tables(first + t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
         cos, sin = cos[first:], sin[first:]
         documents = None

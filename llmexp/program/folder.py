@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
+from llmexp.runs.layers import read_layers
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, nearest
@@ -86,6 +87,13 @@ class Run:
     def frame(self) -> Any:
         """Return the rows as a data frame, a column for each key: of pandas, else of polars."""
         return framed(self.rows())
+
+    def layers(self) -> Any:
+        """Return the figures layer by layer as a data frame, a row for each module of each step.
+
+        It is empty where `metrics.layers_every` was null; the columns are in docs/inside.md.
+        """
+        return framed(list(read_layers(self.path)))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

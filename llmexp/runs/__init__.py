@@ -4,6 +4,7 @@ In reading order:
 
 rundir      claim and lock a folder; read and write its config and status
 rows        read metrics.jsonl, and write it while a run trains
+layers      read layers.jsonl, the figures layer by layer
 folder      read what a run has left, strict or not: its files, state and lost rows
 ledger      sweep.json: the points of a sweep
 find        the runs and sweeps that paths mean

@@ -171,6 +171,12 @@ class Metrics:
     skip_outliers: bool = knob(
         "skip the update of an outlier step", acts=where("metrics.outlier_sigma"), default=False
     )
+    layers_every: int | None = count(
+        "optimizer steps between figures layer by layer, in layers.jsonl; null: never",
+        100,
+        affects="nothing",
+        default=None,
+    )
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
     )

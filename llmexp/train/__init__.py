@@ -5,6 +5,7 @@ No Hydra in here. In reading order:
 assembly       from a config to everything that a run needs, each part checked
 step           one optimizer step, and what it works on
 set_up         builds that from the parts of a run
+layers         figures of a step layer by layer
 ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on

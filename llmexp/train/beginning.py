@@ -178,12 +178,15 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     main = joined.rank == 0
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at) if main else None
+    layers = None
+    if main and (setup.layers is not None or (path / rundir.LAYERS).exists()):
+        layers = Rows(path / rundir.LAYERS, progress.step)
     accepted()
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
         parts=parts,
         setup=setup,
-        out=Outputs(path, main, console, tracker, rows),
+        out=Outputs(path, main, console, tracker, rows, layers),
         progress=progress,
         meter=meter,
         measured=measured,

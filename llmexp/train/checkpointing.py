@@ -31,8 +31,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     loop.saved_at = time.monotonic()
     tokens_seen = loop.meter.tokens_seen()
     run, root, chosen = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint
-    if out.rows is not None:
-        out.rows.sync()
+    for rows in (out.rows, out.layers):
+        if rows is not None:
+            rows.sync()
     geometry = {
         k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")
     }

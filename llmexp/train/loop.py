@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmexp import mesh
 from llmexp.data.window import Window
@@ -100,6 +101,8 @@ def train(loop: Loop) -> str:
         last = progress.step + 1 == max_steps
         due = due_after(progress.step + 1, last, config, loop.run, by_time)
         window, step = take_step(loop, windows, due)
+        if step.layers is not None:
+            report_layers(loop, step.layers)
         if due.row:
             report(loop, step, window, due)
         else:
@@ -181,6 +184,15 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
             )
         row[key] = value
     publish(loop, row)
+
+
+def report_layers(loop: Loop, taken: dict[str, Tensor]) -> None:
+    """Write the figures of the last step layer by layer; the host reads the device here."""
+    setup, tokens_seen = loop.setup, loop.meter.tokens_seen()
+    if loop.out.layers is not None and setup.layers is not None:
+        line = {"step": loop.progress.step, "tokens_seen": tokens_seen}
+        loop.out.layers.add(line | setup.layers.row(taken))
+        loop.out.layers.flush()
 
 
 def measure(loop: Loop, step: Step, window: Window, due: Due) -> Measures:

@@ -10,6 +10,7 @@ from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.ema import Ema
+from llmexp.train.layers import Layers
 from llmexp.train.step import Setup
 from llmexp.update import precision
 
@@ -40,6 +41,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
+    every = config.metrics.layers_every
     return Setup(
         mesh=joined,
         model=model,
@@ -57,6 +59,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
+        layers=None if every is None else Layers(joined, loss, parts.precision, every),
         arithmetic=parts.precision,
         rate_factor=parts.rate_factor,
         skip_outliers=config.metrics.skip_outliers,

@@ -58,6 +58,7 @@ class Outputs:
     console: Console
     tracker: Trackers
     rows: Rows | None
+    layers: Rows | None  # figures layer by layer; None: not asked for
 
 
 @dataclass

@@ -21,6 +21,7 @@ from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.settings.config import Clip
 from llmexp.train.ema import Ema
+from llmexp.train.layers import Layers
 from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
 
@@ -47,6 +48,7 @@ class Setup:
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None
+    layers: Layers | None
     arithmetic: str  # fp32, bf16, ...: the kind of precision
     rate_factor: Callable[[int], float]  # on the learning rate, after so many updates
     skip_outliers: bool
@@ -64,6 +66,7 @@ class Step:
     own_nll: Tensor | float  # this rank's part of the loss, summed
     verdict: Verdict
     lr: float
+    layers: dict[str, Tensor] | None  # figures of the step layer by layer, where they were due
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,9 @@ def train_step(
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
+    layers = setup.layers if setup.layers and setup.layers.due(window.step + 1) else None
+    if layers is not None:
+        layers.look(window.micro_batches[0][0])
     count, weight = loss_factor(setup, window)
     nll = accumulate(setup, window, weight)
     own_nll = figure(nll.clone())
@@ -134,6 +140,8 @@ def train_step(
     gradients_ready()
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, count)
+    if layers is not None:
+        layers.before_update()
     clip = setup.clip
     by_update = optim.clips_in_update(setup.optimizers, norm)
     norm_after, clipped, factor = clipping.clip(
@@ -147,11 +155,12 @@ def train_step(
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
     optim.update(setup.optimizers, skip, factor)
+    taken = None if layers is None else layers.after_update()
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
-    return Step(count, own_nll, verdict, lr)
+    return Step(count, own_nll, verdict, lr, taken)
 
 
 def figure(value: Tensor) -> Any:

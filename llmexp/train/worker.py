@@ -192,6 +192,8 @@ def close_rows(loop: Loop, state: str) -> None:
     try:
         show_rows(loop)
         loop.out.rows.close()
+        if loop.out.layers is not None:
+            loop.out.layers.close()
     except OSError as error:
         if state != "failed":
             raise

@@ -68,7 +68,7 @@ def made(
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
             # type: ignore[arg-type]
-            SimpleNamespace(), SimpleNamespace(figures=counted(rows or [])),  # type: ignore[arg-type]
+            SimpleNamespace(), SimpleNamespace(figures=counted(rows or [])), None,  # type: ignore[arg-type]
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),

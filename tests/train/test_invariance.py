@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmexp.checkpoint import loading
+from llmexp.runs.rows import read_rows
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import weights
@@ -25,7 +26,7 @@ SETTINGS = [
     "schedule.warmup_steps=2",
     f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null",
     "train.data_digest=true",
-    "train.tail=keep", "data.val_ratio=0",
+    "train.tail=keep", "data.val_ratio=0", "metrics.layers_every=1",
 ]  # fmt: skip
 CUTS = {"16x1": (16, 1), "4x4": (4, 4), "1x16": (1, 16)}
 # Each with its cut of the 16 sequences: micro_batch_size, gradient_accumulation_steps, and where
@@ -98,6 +99,27 @@ def fp64(tmp_path_factory, tokens) -> dict[str, Result]:
 @pytest.mark.parametrize("cut", [*CUTS, *RANKS])
 def test_float64_equals_one_big_batch(fp64, tokens, cut):
     compare(fp64[cut], expected(fp64[cut], tokens), loss=1e-12, norm=1e-12, moved_by=1e-11)
+
+
+@pytest.mark.parametrize("cut", [*CUTS, *RANKS])
+def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
+    """Norms of each module, and the forward pass of the window's first sequence."""
+    found = read_rows(fp64[cut].folder / "layers.jsonl")
+    want = expected(fp64[cut], tokens).layers
+    assert [row["step"] for row in found] == list(range(1, len(want) + 1))
+    for row, layers in zip(found, want, strict=True):
+        assert row.keys() == {"step", "tokens_seen", *layers}
+        for key, values in layers.items():
+            if isinstance(values, list):
+                values = {f"blocks.{i}": value for i, value in enumerate(values)}
+            got = row[key]
+            if isinstance(values, float):
+                got, values = {key: got}, {key: values}
+            assert got.keys() == values.keys()
+            # an update is a difference of weights: their rounding, 2e-16 of up to 1, beside 1e-3
+            np.testing.assert_allclose(
+                [got[name] for name in values], list(values.values()), rtol=1e-9, err_msg=key
+            )
 
 
 def test_every_cut_sees_the_same_rows(fp64):

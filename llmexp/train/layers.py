@@ -1,0 +1,196 @@
+"""Measure chosen steps layer by layer: norms of each module's tensors, and one forward pass.
+
+Reading changes nothing: the forward pass is one of its own, without gradients or dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmexp import mesh
+from llmexp.models.documents import Documents
+from llmexp.models.loss import WindowLoss
+from llmexp.models.recompute import blocks_of
+from llmexp.update import precision
+
+TOKENS = 512  # of the window's first sequence, at most, in the forward pass
+QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at
+DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
+NORMS = ("grad_norm", "weight_norm", "update_norm")  # of each module with parameters
+BLOCK_FIGURES = (
+    "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
+    "attention_entropy",
+)  # fmt: skip
+HEAD_FIGURES = ("logit_max", "log_z")
+
+
+class Layers:
+    """Take the figures of a step on the device, in the order in which they come to be.
+
+    All ranks call together. Sharded layouts give the figures of a single rank.
+    """
+
+    def __init__(self, joined: mesh.Mesh, loss: WindowLoss, arithmetic: str, every: int) -> None:
+        self._mesh, self._loss, self._arithmetic, self._every = joined, loss, arithmetic, every
+        model: nn.Module = loss.model
+        self._blocks = {
+            name: module
+            for name, module in model.named_modules()
+            if any(module is block for block in blocks_of(model))
+        }
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        owners = [name.rpartition(".")[0] or name for name, _ in named]
+        self.modules = list(dict.fromkeys(owners))
+        self._owner = torch.tensor([self.modules.index(o) for o in owners], device=joined.device)
+        self._taken: dict[str, Tensor] = {}
+        self._before: list[Tensor] = []
+
+    def due(self, step: int) -> bool:
+        """Return whether a step, counted from 1, is measured."""
+        return step % self._every == 0
+
+    def look(self, tokens_bt: Tensor) -> None:
+        """Run the window's first sequence through the model, as it is before its update."""
+        own_1t = tokens_bt[:1, :TOKENS].to(self._mesh.device, non_blocking=True)
+        # the same on all ranks, however the window is cut
+        tokens_1t = mesh.from_first(self._mesh, own_1t)
+        found: dict[str, list[Tensor]] = {name: [] for name in BLOCK_FIGURES}
+        with ExitStack() as stack:
+            stack.enter_context(self._loss.evaluating())
+            for block in self._blocks.values():
+                stack.enter_context(self._watched(block, found))
+            stack.enter_context(precision.autocast(self._arithmetic, self._mesh.device))
+            logits_tv = self._loss(tokens_1t)[0]
+        logits_tv = logits_tv.to(_exact(logits_tv))
+        self._taken = {name: torch.stack(values) for name, values in found.items() if values}
+        self._taken["logit_max"] = logits_tv.amax()
+        self._taken["log_z"] = logits_tv.logsumexp(-1).mean()
+
+    def before_update(self) -> None:
+        """Take the norms of the gradients, before clipping, and of the weights."""
+        gradients = [_or_zeros(p.grad, p) for p in self._parameters]
+        self._before = [p.detach().clone() for p in self._parameters]
+        self._taken["grad_norm"] = self._by_module(gradients)
+        self._taken["weight_norm"] = self._by_module(self._before)
+
+    def after_update(self) -> dict[str, Tensor]:
+        """Return all that was taken, by name: a value for each module, for each block, or one.
+
+        The update is the difference of the weights; weight decay is a part of it.
+        """
+        held = [mesh.local_part(p.detach()) for p in self._parameters]
+        torch._foreach_sub_([mesh.local_part(b) for b in self._before], held)
+        self._taken["update_norm"] = self._by_module(self._before)
+        taken, self._taken, self._before = self._taken, {}, []
+        return taken
+
+    def row(self, taken: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the figures as a line of layers.jsonl has them; the host waits.
+
+        What is not finite is absent.
+        """
+        names, values = list(taken), torch.cat([t.double().reshape(-1) for t in taken.values()])
+        left, found = iter(values.tolist()), dict[str, Any]()
+        for name in names:
+            of = self.modules if name in NORMS else self._blocks
+            pairs = {where: next(left) for where in of} if taken[name].ndim else next(left)
+            if isinstance(pairs, dict):
+                found[name] = {where: x for where, x in pairs.items() if math.isfinite(x)}
+            elif math.isfinite(pairs):
+                found[name] = pairs
+        return found
+
+    def _by_module(self, values: Sequence[Tensor]) -> Tensor:
+        squares = mesh.norms(self._mesh, values).double().square()
+        sums = torch.zeros(len(self.modules), dtype=torch.float64, device=squares.device)
+        return sums.index_add_(0, self._owner, squares).sqrt()
+
+    @contextmanager
+    def _watched(self, block: Any, found: dict[str, list[Tensor]]) -> Iterator[None]:
+        """Let a block tell its figures as it runs; modules that it lacks have none."""
+        handles = [block.register_forward_hook(_keeps(found["residual_rms"], rms))]
+        for name, key in (("attention", "attention_rms"), ("mlp", "mlp_rms")):
+            if isinstance(module := getattr(block, name, None), nn.Module):
+                handles.append(module.register_forward_hook(_keeps(found[key], rms)))
+        attention: Any = getattr(block, "attention", None)
+        if hasattr(attention, "heads"):
+
+            def look_at(module: Any, inputs: tuple[Any, ...]) -> None:
+                q_bhtk, k_bgtk, _ = module.heads(*inputs[:-1])
+                with torch.autocast(q_bhtk.device.type, enabled=False):  # products of 16 bits
+                    largest, entropy = attention_figures(q_bhtk, k_bgtk, inputs[-1])
+                found["attention_logit_max"].append(mesh.maximum(self._mesh, largest))
+                found["attention_entropy"].append(mesh.mean_of_split(self._mesh, entropy))
+
+            handles.append(attention.register_forward_pre_hook(look_at))
+        down = getattr(getattr(block, "mlp", None), "down_proj", None)
+        if isinstance(down, nn.Module):
+
+            def count_dead(module: Any, inputs: tuple[Any, ...]) -> None:
+                units_btf = mesh.local_part(inputs[0])  # those of this rank's rows of weights
+                units_btf = units_btf.to(_exact(units_btf)).abs()
+                whole = mesh.mean_of_split(self._mesh, units_btf.square().mean()).sqrt()
+                dead = (units_btf.amax((0, 1)) <= DEAD * whole).to(units_btf.dtype).mean()
+                found["dead_units"].append(mesh.mean_of_split(self._mesh, dead))
+
+            handles.append(down.register_forward_pre_hook(count_dead))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def rms(x: Any) -> Tensor:
+    """Return the root of the mean square of a module's output."""
+    x = x[0] if isinstance(x, tuple) else x
+    return x.to(_exact(x)).square().mean().sqrt()
+
+
+def attention_figures(
+    q_bhtk: Tensor, k_bgtk: Tensor, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """Return the largest attention logit, and the mean entropy of attention in nats.
+
+    They are over all heads and QUERIES queries, which are spread evenly from the first to the last
+    token; logits are q k / sqrt(head width), of the tokens that a query sees.
+    """
+    t, dtype = q_bhtk.shape[2], _exact(q_bhtk)
+    rows = torch.linspace(0, t - 1, min(t, QUERIES), device=q_bhtk.device).round().long()
+    q_bhrk, k_bgtk = q_bhtk[:, :, rows].to(dtype), k_bgtk.to(dtype)
+    k_bhtk = k_bgtk.repeat_interleave(q_bhtk.shape[1] // k_bgtk.shape[1], dim=1)
+    logits_bhrt = q_bhrk @ k_bhtk.transpose(-1, -2) / math.sqrt(q_bhtk.shape[-1])
+    index_t = torch.arange(t, device=q_bhtk.device)
+    seen = rows[:, None] >= index_t
+    if documents is not None and documents.mask_b1ts is not None:
+        seen = documents.mask_b1ts[:, :, rows]
+    elif documents is not None:
+        first_bt = index_t - documents.positions_bt
+        seen = seen & (index_t >= first_bt[:, rows, None])[:, None]
+    logits_bhrt = logits_bhrt.masked_fill(~seen, -math.inf)
+    entropy_bhr = torch.special.entr(logits_bhrt.softmax(-1)).sum(-1)
+    return logits_bhrt.amax(), entropy_bhr.mean()
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def _keeps(values: list[Tensor], figure: Callable[[Any], Tensor]) -> Callable[..., None]:
+    """Return a forward hook that keeps a figure of the module's output."""
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        values.append(figure(output))
+
+    return hook
