@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +66,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
     from llmexp.exchange.reading import open_checkpoint
 
     try:
-        opened = [
-            open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), weights)
-            for path, step in found
-        ]
+        opened = [open_checkpoint(path, step, weights) for path, step in found]
         exchange.average(opened, weights, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None

@@ -14,6 +14,7 @@ from llmexp.compare.records import Comparison
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
+from llmexp.system.redact import warn
 from llmexp.system.text import columns
 
 
@@ -34,7 +35,7 @@ def run(arguments: list[str]) -> int:
         target=args.target,
     )
     for problem in comparison.problems:
-        print(f"llmexp: {problem}", file=sys.stderr)
+        warn(problem)
     if not comparison.entries:
         raise ConfigError(NO_RUN)
     for path in args.out:
@@ -80,7 +81,7 @@ def _write(comparison: Comparison, path: Path) -> None:
         raise OSError(
             f"--out {path}: could not be written: {error.strerror or error}; {example}"
         ) from error
-    print(f"llmexp: wrote {path}", file=sys.stderr)
+    warn(f"wrote {path}")
 
 
 # Options of before --out, and the file that it would write in their place.

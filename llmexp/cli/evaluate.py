@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmexp.compose import app, command_line, environment
+from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
 from llmexp.runs.naming import add_weights, named_checkpoint
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, typed
-from llmexp.system.redact import redacted
+from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
 BY = ("set", "document", "item")
@@ -34,74 +34,94 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    folder = Path(args.run).expanduser()
-    if (folder / "config.json").is_file() and not rundir.is_run(folder):
-        return _of_folder(args, folder)
-    path, step = named_checkpoint(args.run)
-    config = with_data(path, args.overrides, args.config_dir)
+    folder, names = Path(args.run).expanduser(), _tasks(args)
+    of_folder = (folder / "config.json").is_file() and not rundir.is_run(folder)
+    if of_folder:
+        config = folder_config(args, folder, names)
+        found = {"folder": str(folder), "sequence_length": config.batch.sequence_length}
+    else:
+        path, step = named_checkpoint(args.run)
+        config = with_data(path, args.overrides, args.config_dir)
+        found = {"run": str(path), "weights": args.weights}
     tokens = _tokens(args.tokens, config.train.eval_tokens)
-    names = _tasks(args)
-    found: dict[str, Any] = {"run": str(path), "weights": args.weights}
     if args.lm_eval:
         from llmexp.evaluate.harness import evaluate_by_harness, harness_figures
 
-        checkpoint = (path, step, args.weights)
-        scored = evaluate_by_harness(checkpoint, names, args.tasks_folder, _warn)
+        scored = evaluate_by_harness((path, step, args.weights), names, args.tasks_folder)
         found |= {key: scored[key] for key in ("step", "device", "precision")}
-        found["tasks"] = harness_figures(scored)
+        return found | {"tasks": harness_figures(scored)}
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
+    from llmexp.exchange.average import RECORD, facts_of
+    from llmexp.train.assembly.opening import open_folder, open_run
+
+    if of_folder:
+        opened = open_folder(folder, config)
     else:
-        found |= _own(args, path, step, config, tokens, names)
+        opened = open_run(path, step, args.weights)
+        found["step"] = opened.step
+    model = placed_model(opened)
+    if model.note:
+        warn(model.note)
+    if names:
+        tasks_folder = args.tasks_folder or config.train.tasks_folder
+        found |= evaluate_tasks(model, names, tasks_folder, args.by == "item")
+    else:
+        found |= evaluate_sets(model, config, tokens, args.by == "document")
+    if (opened.path / RECORD).is_file():
+        found["mean_of"] = facts_of(opened.path)["mean_of"]
     return found
 
 
-def _of_folder(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of the model in a Hugging Face folder. Raises ConfigError."""
-    names = _tasks(args)
+OF_FOLDER = ("data", "tokenizer", "precision", "batch")  # what a folder is evaluated with
+LONGEST = 1024  # tokens of a sequence where the folder's model takes more
+EXAMPLE = "for example data=text data.train_files=book.txt data.val_ratio=0"
+
+
+def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) -> Config:
+    """Return a config for the model of a Hugging Face folder, on the data of the overrides.
+
+    The tokenizer is that of the folder, where none is named. Sequences are as long as the model
+    takes, LONGEST at most. Raises ConfigError.
+    """
     if args.lm_eval:
         command = f"lm_eval --model hf --model_args pretrained={folder} --tasks {args.lm_eval}"
         raise ConfigError(f"--lm-eval: lm-eval takes such a folder itself: {command}")
     if args.weights != "model":
         raise ConfigError(f"--weights {args.weights}: {folder} is no run and holds one model")
     if not names and not any(o.startswith("data=") for o in args.overrides):
-        example = "data=text data.train_files=book.txt data.val_ratio=0"
-        raise ConfigError(f"{folder}: is no run, so its data must be named; for example {example}")
-    config = folder_config(folder, args.overrides, args.config_dir)
-    tokens = _tokens(args.tokens, config.train.eval_tokens)
-
-    from llmexp.train.assembly.opening import open_folder
-
-    found = {"folder": str(folder), "sequence_length": config.batch.sequence_length}
-    return found | _judged(args, open_folder(folder, config), config, tokens, names)
-
-
-OF_FOLDER = ("data", "tokenizer", "precision", "batch")  # what a folder is evaluated with
-LONGEST = 1024  # tokens of a sequence where the folder's model takes more
-
-
-def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return a config for the model of a Hugging Face folder, on the data of the overrides.
-
-    The tokenizer is that of the folder, where none is named. Sequences are as long as the model
-    takes, LONGEST at most. Raises ConfigError.
-    """
+        raise ConfigError(f"{folder}: is no run, so its data must be named; {EXAMPLE}")
+    text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
+    check_overrides(args.overrides, OF_FOLDER, f"{text}; for example batch.sequence_length=512")
     from llmexp.train.assembly.opening import folder_model
 
-    command_line.check_overrides(overrides)
-    environment.refuse_secrets(list(overrides), "the command line")
-    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
-    for key, override in zip(keys, overrides, strict=True):
-        if key.partition(".")[0] not in OF_FOLDER:
-            text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
-            raise ConfigError(f"{override}: {text}; for example batch.sequence_length=512")
+    keys = list(map(key_of, args.overrides))
     own = ["tokenizer=file", typed("tokenizer.path", folder)] if "tokenizer" not in keys else []
     section = folder_model(folder)
     if "batch.sequence_length" not in keys:
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
-    words = [command_line.opened(o) for o in (*own, *overrides)]
-    args = argparse.Namespace(config_dir=config_dir, overrides=words, multirun=False)
-    with app.composed(args, "evaluate") as (_, cfg, _):
+    words = [command_line.opened(o) for o in (*own, *args.overrides)]
+    whole = argparse.Namespace(config_dir=args.config_dir, overrides=words, multirun=False)
+    with app.composed(whole, "evaluate") as (_, cfg, _):
         return dataclasses.replace(app.typed(cfg), model=section)
+
+
+def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
+    """Return a run's config with the data that overrides describe. Raises ConfigError."""
+    config = rundir.built_config(run)
+    check_overrides(overrides, ("data",), f"evaluate changes the data only; {EXAMPLE}")
+    if not overrides:
+        return config
+    return dataclasses.replace(config, data=app.composed_over(run, overrides, config_dir).data)
+
+
+def check_overrides(overrides: Sequence[str], sections: Sequence[str], why: str) -> None:
+    """Raise ConfigError for an override of another section, and for a secret in one."""
+    command_line.check_overrides(overrides)
+    for override in overrides:
+        if key_of(override).partition(".")[0] not in sections:
+            raise ConfigError(f"{override}: {why}")
+    environment.refuse_secrets(list(overrides), "the command line")
 
 
 def tables_of(found: Mapping[str, Any]) -> str:
@@ -120,44 +140,6 @@ def tables_of(found: Mapping[str, Any]) -> str:
         *(_of_tasks(found["tasks"]) if "tasks" in found else _of_sets(found["sets"])),
     ]
     return "\n".join(lines)
-
-
-def _own(
-    args: argparse.Namespace,
-    path: Path,
-    step: int | None,
-    config: Config,
-    tokens: int | None,
-    names: Sequence[str],
-) -> dict[str, Any]:
-    """Return the figures of the run's model on tasks, or where there are no names, on sets."""
-    from llmexp.exchange.average import RECORD, facts_of
-    from llmexp.train.assembly.opening import open_run
-
-    opened = open_run(path, step, _warn, args.weights)
-    found = _judged(args, opened, config, tokens, names)
-    if (path / RECORD).is_file():
-        found["mean_of"] = facts_of(path)["mean_of"]
-    return {"step": opened.step} | found
-
-
-def _judged(
-    args: argparse.Namespace,
-    opened: Any,
-    config: Config,
-    tokens: int | None,
-    names: Sequence[str],
-) -> dict[str, Any]:
-    """Return the figures of an opened model on tasks, or without names on the data of `config`."""
-    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
-
-    model = placed_model(opened)
-    if model.note:
-        _warn(model.note)
-    if names:
-        folder = args.tasks_folder or config.train.tasks_folder
-        return evaluate_tasks(model, names, folder, args.by == "item")
-    return evaluate_sets(model, config, tokens, args.by == "document", _warn)
 
 
 def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
@@ -201,10 +183,6 @@ def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _warn(text: str) -> None:
-    print(f"llmexp: {redacted(text)}", file=sys.stderr)
-
-
 def _tasks(args: argparse.Namespace) -> list[str]:
     """Return the names of the tasks; none where sets are evaluated. Raises ConfigError."""
     flag, given = ("--tasks", args.tasks) if args.lm_eval is None else ("--lm-eval", args.lm_eval)
@@ -232,22 +210,6 @@ def _tokens(given: str | None, configured: int | None) -> int | None:
         text = "a whole number above 0, or all, is needed; for example --tokens 100000"
         raise ConfigError(f"--tokens {given}: {text}")
     return int(given)
-
-
-def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return a run's config with the data that overrides describe. Raises ConfigError."""
-    config = rundir.built_config(run)
-    command_line.check_overrides(overrides)
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        if key != "data" and not key.startswith("data."):
-            example = "data=text data.train_files=book.txt data.val_ratio=0"
-            text = f"evaluate changes the data only; for example {example}"
-            raise ConfigError(f"{override}: {text}")
-    environment.refuse_secrets(list(overrides), "the command line")
-    if not overrides:
-        return config
-    return dataclasses.replace(config, data=app.composed_over(run, overrides, config_dir).data)
 
 
 def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -75,13 +75,12 @@ def run(arguments: list[str]) -> int:
         print(USAGE, end="")
         return 0
     key, rest = split(arguments)
-    as_json = "--json" in rest
-    args = command_line.parse("explain", [a for a in rest if a != "--json"])
+    args = command_line.parse("explain", rest)
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
     with app.composed(args) as (hydra, cfg, _):
         found = explained(hydra.config_loader, cfg, app.typed(cfg), key)
-    if as_json:
+    if args.json:
         print(json.dumps(found, indent=2, default=str))
         return 0
     for line in screen_lines(found):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +67,5 @@ def exported(
     check_new(folder, "FOLDER")
     from llmexp.train.assembly.opening import export_run
 
-    warn = functools.partial(print, file=sys.stderr)
     checkpoint = (path, step, weights)
-    return export_run(checkpoint, folder, dtype, warn, keep_padding=keep_padding, check=check)
+    return export_run(checkpoint, folder, dtype, keep_padding=keep_padding, check=check)

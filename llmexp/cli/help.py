@@ -21,8 +21,6 @@ MOST_USED = {
     "max_restarts",
     "checkpoint": "every async resume",
     "tracker": "project name tags mode",
-}
-OPEN_KNOBS = {
     "model": "n_layers n_heads d_model dropout",
     "data": "train_files val_files val_ratio max_tokens",
     "optimizer": "lr lr_rule weight_decay",
@@ -30,6 +28,7 @@ OPEN_KNOBS = {
 }
 FLAGS = {
     "-m, --multirun": "a sweep: every combination of comma-separated values",
+    "--screen": "which of many knobs matter: two values of each, in 8, 16 or 32 runs (train, plan)",
     "--queue": "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
     "--measure": "train a few steps in a folder that goes, and say how long the run takes (plan)",
     "--json": "print nothing but the result on standard output, as JSON (train, plan)",
@@ -61,18 +60,6 @@ def groups(extra: str | None) -> dict[str, str]:
     return {name: ", ".join(sorted(found[name])) for name in sorted(found) if name not in parts}
 
 
-def comments(group: str, keys: list[str]) -> dict[str, str]:
-    """Return (key, comment) of the knobs as the files of the group document them."""
-    files = [*sorted(conf_dir().glob(f"base/{group}*")), *sorted(conf_dir().glob(f"{group}/*"))]
-    found: dict[str, str] = {}
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            key, _, rest = line.partition(":")
-            if key in keys and "#" in rest:
-                found.setdefault(key, rest.partition("#")[2].strip())
-    return {f"{group}.{key}": found[key] for key in keys if key in found}
-
-
 def print_help(command: str, arguments: list[str]) -> None:
     width = min(100, shutil.get_terminal_size((100, 20)).columns)
     extra = None
@@ -88,8 +75,6 @@ def print_help(command: str, arguments: list[str]) -> None:
     for section, names in MOST_USED.items():
         keys = [f"{section}.{name}" for name in names.split()]
         table({key: fields()[key].meaning for key in keys}, 38, width)
-    for section, names in OPEN_KNOBS.items():
-        table(comments(section, names.split()), 38, width)
     print("\nFLAGS")
     table(FLAGS, 38, width)
     print("\nFOLDER")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from llmexp.compare.known import Step
 from llmexp.compare.next_step import next_step
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
+from llmexp.system.redact import warn
 
 
 def run(arguments: list[str]) -> int:
@@ -34,7 +34,7 @@ def following(paths: Sequence[str | Path], negligible: float | str | None = None
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
     found = investigate(paths, negligible=negligible)
     for problem in found.c.problems:
-        print(f"llmexp: {problem}", file=sys.stderr)
+        warn(problem)
     if not found.c.entries:
         raise ConfigError(NO_RUN.replace("compare", "next"))
     return next_step(found)

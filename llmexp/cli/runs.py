@@ -8,7 +8,6 @@ import fnmatch
 import json
 import os
 import shutil
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.checkpoint.folders import checkpoint_folders
+from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
+from llmexp.checkpoint.hashes import refuse_damaged
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
@@ -24,7 +24,7 @@ from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
-from llmexp.system.redact import clean
+from llmexp.system.redact import clean, warn
 from llmexp.system.text import columns, duration, number, readable_size
 
 INCOMPLETE = 1
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("--yes: belongs to --remove-checkpoints")
     found, problems = find(args.folders or ["outputs"])
     for problem in problems:
-        print(f"llmexp: {problem}", file=sys.stderr)
+        warn(problem)
     if not found:
         return REFUSED
     lines = [_line(path, sweep) for path, sweep in found]
@@ -207,7 +207,7 @@ def _remove_checkpoints(lines: Sequence[RunLine], yes: bool) -> int:
             continue  # it is in training
         except OSError as error:
             where = clean(line.path)
-            print(f"llmexp: {where}: {error.strerror}; nothing is removed there", file=sys.stderr)
+            warn(f"{where}: {error.strerror}; nothing is removed there")
             failed.append(line.path)
     if freed:
         tail = "freed" if yes else "would be freed; --yes removes them"
@@ -228,7 +228,7 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
     kept = next((p for p in reversed(steps) if _is_whole(p)), None)
     if kept is None:
         text = "no checkpoint is whole, so none is removed"
-        print(f"llmexp: {clean(where)}: {text}", file=sys.stderr)
+        warn(f"{clean(where)}: {text}")
         return
     for old in steps:
         if old == kept:
@@ -238,7 +238,7 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
             if yes:
                 shutil.rmtree(old)
         except OSError as error:
-            print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+            warn(f"{clean(old)}: cannot be removed: {error.strerror}")
             failed.append(old)
             continue
         yield old, size
@@ -247,15 +247,14 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
 def _is_whole(checkpoint: Path) -> bool:
     """Tell whether all files that the manifest names are there and have its sizes and sha256."""
     try:
-        files = fileio.read_json(checkpoint / "manifest.json")["files"]
+        files = fileio.read_json(checkpoint / MANIFEST)["files"]
         paths = {checkpoint / name: about for name, about in files.items()}
-        here = all(path.parent == checkpoint for path in paths)
-        # Before anything is read, which a pipe would wait for.
-        whole = all(p.is_file() and p.stat().st_size == a["size"] for p, a in paths.items())
-        if not paths or not here or not whole:
-            return False
-        return all(fileio.sha256(path) == about["sha256"] for path, about in paths.items())
-    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        # before anything is read, which a pipe would wait for
+        there = all(path.parent == checkpoint and path.is_file() for path in paths)
+        if there:
+            refuse_damaged(paths)
+        return there and bool(paths)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

@@ -48,7 +48,7 @@ def text_of(
     from llmexp.train.assembly.opening import open_run
     from llmexp.train.sampling import sample as sample_text
 
-    opened = open_run(path, step, lambda text: print(text, file=sys.stderr), weights)
+    opened = open_run(path, step, weights)
     config, model = opened.config, opened.model
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
     trained = opened.tokenizer, model, length, kind

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.values import AUTO, ConfigError, nearest, refuse
 from llmexp.system import fileio
-from llmexp.system.redact import concealed, redacted
+from llmexp.system.redact import concealed, redacted, warn
 from llmexp.verify.checks import Check, print_wrapped
 
 WHAT = {
@@ -117,7 +116,7 @@ def prove(proof: Proof) -> int:
             write_record(proof, None, [], words)
         raise ConfigError(words) from error
     except KeyboardInterrupt:
-        print("llmexp: stopped; nothing is proven", file=sys.stderr)
+        warn("stopped; nothing is proven")
         raise
 
 

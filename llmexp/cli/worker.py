@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from llmexp.system.child import (
     start,
     start_worker,
 )
+from llmexp.system.redact import warn
 
 
 class Worker:
@@ -96,7 +96,7 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
 
     A death that the worker could not record itself is printed and recorded."""
     if path is None and code < 0:
-        print(f"llmexp: {how_it_died(code, stopped)} before the run started", file=sys.stderr)
+        warn(f"{how_it_died(code, stopped)} before the run started")
         return FAILED
     running = path is not None and rundir.read_status(path).get("state") == "running"
     if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
@@ -104,5 +104,5 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     end = conclude_run(path, how_it_left(code), code=code, stopped=stopped)
     if end.found:
         what = "training failed: " if end.state == "failed" else ""
-        print(f"llmexp: {what}{end.error}; {what_is_left(path, end.error or '')}", file=sys.stderr)
+        warn(f"{what}{end.error}; {what_is_left(path, end.error or '')}")
     return end.exit_code

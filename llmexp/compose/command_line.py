@@ -82,28 +82,13 @@ def _is_there(package: str) -> bool:
 
 
 SWITCH: dict[str, Any] = {"action": "store_true"}
-JSON = SWITCH | {"help": "the result as JSON"}
-# Our flags beside Hydra's, by command.
+# Our flags beside Hydra's, by command; `llmexp COMMAND --help` says what each does.
 FLAGS: dict[str, dict[str, Any]] = {
-    "train": {
-        "--screen": SWITCH | {"help": "a screen: as -m sweep.screen=auto"},
-        "--queue": SWITCH | {"help": "make the run folder and start nothing"},
-        "--json": JSON,
-    },
-    "plan": {
-        "--screen": SWITCH | {"help": "as of train"},
-        "--json": JSON,
-        "--measure": SWITCH | {"help": "train a few steps and time them"},
-    },
-    "tokenizer": {
-        "--vocab-size": {"type": int, "help": "ids of the tokenizer"},
-        "--pattern": {"default": "gpt2", "help": "how text is split before"},
-        "--out": {"help": "folder of the tokenizer"},
-    },
-    "verify": {
-        "--steps": {"type": int, "help": "optimizer steps of each run"},
-        "--shrink": SWITCH | {"help": "fewer layers, shorter sequences, smaller batches"},
-    },
+    "train": {"--screen": SWITCH, "--queue": SWITCH, "--json": SWITCH},
+    "plan": {"--screen": SWITCH, "--measure": SWITCH, "--json": SWITCH},
+    "explain": {"--json": SWITCH},
+    "tokenizer": {"--vocab-size": {"type": int}, "--pattern": {"default": "gpt2"}, "--out": {}},
+    "verify": {"--steps": {"type": int}, "--shrink": SWITCH},
 }
 
 

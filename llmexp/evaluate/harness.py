@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ def evaluate_by_harness(
     checkpoint: tuple[Path, int | None, str],
     names: Sequence[str],
     folder: str | None,
-    warn: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the scores that lm-eval finds for a checkpoint, each item under "samples".
 
@@ -40,7 +39,7 @@ def evaluate_by_harness(
             matched = tasks.match_tasks(list(names))
             if unknown := [name for name in names if not tasks.match_tasks([name])]:
                 raise ConfigError(f"there is no task {unknown[0]}; lm_eval ls tasks lists them")
-            exported = export_run(checkpoint, model, None, warn)
+            exported = export_run(checkpoint, model, None)
             given = {"pretrained": str(model), "dtype": "auto"}
             found = harness.simple_evaluate(
                 model="hf",

@@ -8,7 +8,7 @@ here each target's loss goes into a float64 sum, there a micro-batch is summed i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
-from llmexp.system.redact import as_recorded, redacted
+from llmexp.system.redact import as_recorded, redacted, warn
 from llmexp.tasks import scoring
 from llmexp.train.assembly.inputs import build_corpus, document_end
 from llmexp.train.assembly.opening import Opened
@@ -128,7 +128,6 @@ def evaluate_sets(
     config: Config,
     tokens: int | None,
     by_document: bool,
-    warn: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return what `llmexp evaluate` finds on the data of `config`. Raises ConfigError."""
     opened = model.opened

@@ -26,6 +26,7 @@ from llmexp.runs import rundir
 from llmexp.runs.naming import WEIGHTS, named_checkpoint
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import read_object
+from llmexp.system.redact import warn
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -89,13 +90,11 @@ def open_source(given: Any, hashed: bool = True) -> WeightSource:
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
-def open_checkpoint(
-    path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
-) -> Loaded:
+def open_checkpoint(path: Path, step: int | None, weights: str = "model") -> Loaded:
     """Return the weights of a run's checkpoint, as its `model`.
 
-    `step` None: the newest whole one; `warn` is called for a damaged one. `weights`: one of
-    naming.WEIGHTS. Raises CheckpointError.
+    `step` None: the newest whole one; a line names damaged ones. `weights`: one of naming.WEIGHTS.
+    Raises CheckpointError.
     """
     root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
     if weights not in WEIGHTS:

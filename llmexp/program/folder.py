@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +109,7 @@ class Run:
         from llmexp.runs.naming import named_checkpoint
         from llmexp.train.assembly.opening import open_run
 
-        return open_run(*named_checkpoint(self._at(step)), warn, weights).model.eval()
+        return open_run(*named_checkpoint(self._at(step)), weights).model.eval()
 
     def sample(self, prompt: str = "", tokens: int = 200, *, step: int | None = None,
                temperature: float = 0.8, top_k: int = 50, seed: int = 0,
@@ -135,10 +134,6 @@ def load(path: str | os.PathLike[str]) -> Run:
 def named(run: Run | str | os.PathLike[str]) -> str:
     """Return a run as the command line names it."""
     return str(run.path if isinstance(run, Run) else run)
-
-
-def warn(text: str) -> None:
-    print(f"llmexp: {text}", file=sys.stderr)
 
 
 def framed(columns: Any) -> Any:

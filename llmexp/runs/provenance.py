@@ -31,7 +31,7 @@ from typing import Any
 from llmexp import __version__
 from llmexp.runs import rundir
 from llmexp.system import fileio
-from llmexp.system.redact import as_recorded, redacted
+from llmexp.system.redact import as_recorded, redacted, warn
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
 LIMIT_S = 2.0  # for all of it
@@ -106,8 +106,7 @@ def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -
         _write(run_dir, drivers, resumed)
     except Exception as error:  # whatever it is, it is not worth a training run
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        text = f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"
-        print(redacted(text), file=sys.stderr)
+        warn(f"{run_dir / FOLDER} could not be written: {why}; the run goes on")
 
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
@@ -325,13 +324,8 @@ def source_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    words = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        out = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40",
-            "--exclude=*"],
-            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5,
-            check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+        return _git(root, time.monotonic() + 5, *words).decode().strip()
+    except Unknown:
         return None
-    return out.stdout.strip()

@@ -10,6 +10,7 @@ import json
 import netrc
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def _replaced(text: str, replacements: list[tuple[str, str]]) -> str:
     for form, name in replacements:
         text = text.replace(form, name)
     return text
+
+
+def warn(text: str) -> None:
+    """Print a line about the command itself on standard error, without the values of secrets."""
+    print(f"llmexp: {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def concealed(node: Any) -> Any:

@@ -54,7 +54,7 @@ def evaluated(capsys, *arguments: str) -> dict:
 
 def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, float, float, float]:
     """Return loss, bits per byte and their standard errors, target by target in float64."""
-    model = open_run(folder / "run", 4, print).model.double().eval()
+    model = open_run(folder / "run", 4).model.double().eval()
     sums: dict[int, list[float]] = {}
     document = 0
     documents = []  # of each id: so many ends stand before it
@@ -227,7 +227,7 @@ def test_the_error_of_a_ratio():
 @pytest.mark.parametrize("kernel", ["plain", "chunked"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_terms_of_the_loss_are_what_the_sum_is_of(folder, kernel, bf16):
-    model = open_run(folder / "run", 4, print).model.float().eval()
+    model = open_run(folder / "run", 4).model.float().eval()
     loss = WindowLoss(model, kernel)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (50, 12), generator=generator)

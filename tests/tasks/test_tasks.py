@@ -109,7 +109,7 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
     arguments = ["--tasks", "mixed", "--tasks-folder", "sets", "--by", "item", "--json"]
     assert command(["evaluate", "run", *arguments]) == 0
     (found,) = json.loads(capsys.readouterr().out)["tasks"]
-    wanted = by_hand(open_run(folder / "run", 4, print), folder / "sets/mixed.jsonl")
+    wanted = by_hand(open_run(folder / "run", 4), folder / "sets/mixed.jsonl")
     items = read_items(folder / "sets/mixed.jsonl")
     right, normed, nll, size = [], [], 0.0, 0
     for one, lls, item in zip(found["scores"], wanted, items, strict=True):
@@ -162,7 +162,7 @@ def completions(opened: Opened) -> tuple[list[dict[str, Any]], list[float]]:
 def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_path, monkeypatch):
     """Its likelihood is that of the same choice among several."""
     monkeypatch.chdir(folder)
-    opened = open_run(folder / "run", 4, print)
+    opened = open_run(folder / "run", 4)
     items, right = completions(opened)
     (tmp_path / "end.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     several = [item | {"choices": [*item["choices"], "x"]} for item in items]
@@ -182,7 +182,7 @@ def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_p
 
 def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    opened = open_run(folder / "run", 4, print)
+    opened = open_run(folder / "run", 4)
     task = scoring.prepare_task("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
     loss = scoring.WindowLoss(opened.model.eval())
     alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
@@ -226,7 +226,7 @@ def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path
     for row, other in zip(asked, quiet, strict=True):
         assert row.get("val/loss") == other.get("val/loss")
         assert sum(key.startswith("task/") for key in row) == 6
-    opened = open_run(tmp_path / "asked", 4, print)
+    opened = open_run(tmp_path / "asked", 4)
     task = scoring.prepare_task(
         "mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH
     )
@@ -242,7 +242,7 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
     another kind of its tasks, and long ones are cut alike."""
     monkeypatch.chdir(folder)
     items = [json.loads(line) for line in Path("sets/mixed.jsonl").read_text().splitlines()]
-    opened = open_run(Path("run"), 4, print)
+    opened = open_run(Path("run"), 4)
     kept = {"like": [item for item in items if isinstance(item["context"], str)],
             "end": completions(opened)[0]}  # fmt: skip
     more = {"like": "output_type: multiple_choice\ndoc_to_target: answer\n"
@@ -262,7 +262,7 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
         assert "pip install 'llmexp[eval]'" in capsys.readouterr().err
         pytest.skip("lm-eval is not installed")
     run = (Path("run"), None, "model")
-    found = harness.evaluate_by_harness(run, [*kept], str(tmp_path), print)
+    found = harness.evaluate_by_harness(run, [*kept], str(tmp_path))
     judge, alone = sets.placed_model(opened), mesh.join("cpu", "single", 1, 1, 1)
     figures = {one["task"]: one for one in harness.harness_figures(found)}
     for name in kept:
@@ -278,7 +278,7 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
         assert figures[name]["acc"] == ours["acc"]
         assert figures[name]["acc_stderr"] == pytest.approx(ours["acc_stderr"], rel=1e-12)
     with pytest.raises(ConfigError, match="there is no task nix"):
-        harness.evaluate_by_harness(run, ["nix"], None, print)
+        harness.evaluate_by_harness(run, ["nix"], None)
 
 
 GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}

@@ -170,7 +170,7 @@ def test_a_named_step_is_opened_and_one_that_is_not_there_is_refused(tmp_path, m
     monkeypatch.chdir(tmp_path)
     texts = []
     for run in ("odd@name@2", "odd@name@4", "odd@name", "odd@name@0000000004"):
-        opened = open_run(*named_checkpoint(run), print)
+        opened = open_run(*named_checkpoint(run))
         assert opened.step == (2 if run.endswith("2") else 4)
         with safe_open(
             name / f"checkpoints/step_{opened.step:08d}/model.safetensors", framework="pt"

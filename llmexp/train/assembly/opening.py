@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -48,16 +47,14 @@ class Opened:
     model: nn.Module
 
 
-def open_run(
-    path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
-) -> Opened:
+def open_run(path: Path, step: int | None, weights: str = "model") -> Opened:
     """Open a run's checkpoint as `open_checkpoint` does; nothing is written.
 
     `naming.named_checkpoint` reads RUN@STEP. Raises ConfigError.
     """
     config = rundir.built_config(path)
     try:
-        loaded = open_checkpoint(path, step, warn, weights)
+        loaded = open_checkpoint(path, step, weights)
         tokenizer, model = _unloaded(config)
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
@@ -91,7 +88,6 @@ def export_run(
     checkpoint: tuple[Path, int | None, str],
     folder: Path,
     dtype: str | None,
-    warn: Callable[[str], None],
     *,
     keep_padding: bool = False,
     check: bool = False,
@@ -106,7 +102,7 @@ def export_run(
     try:
         tokenizer = build_tokenizer(config.tokenizer)
         section = fill(with_vocabulary(config.model, tokenizer), "model")
-        loaded = open_checkpoint(path, step, warn, weights)
+        loaded = open_checkpoint(path, step, weights)
         vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
         form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
         return export(loaded, section, tokenizer, folder, form, path, weights=weights, check=check)
