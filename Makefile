@@ -23,7 +23,7 @@ test-all: .venv/.ready check
 
 # The tests that bear numbers, as on other processors (LLMEXP_TEST_THREADS: threads of each process). Their kernels add in
 # other orders; a name that this CPU or this numpy does not know has no effect. Left out is what prints, draws and compiles.
-NUMBERS = tests/golden tests/models tests/test_optim.py tests/data/test_reader.py \
+NUMBERS = tests/golden tests/models tests/test_optim.py tests/data/test_sampler.py \
 	$(addprefix tests/metrics/test_,measured.py noise.py norms.py outliers.py) \
 	$(addprefix tests/compare/test_,comparing.py curves.py null_pairs.py six_points.py statistics.py) \
 	-k 'not compile and not graph and not process and not thread'

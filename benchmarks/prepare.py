@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp.data import shards
 from llmexp.data.corpus import corpus
+from llmexp.data.documents import read_documents
 from llmexp.data.files import cpu_count
-from llmexp.data.reader import RankSlice, Sampler, read_windows
-from llmexp.data.readers import documents
 from llmexp.data.records import Counts
+from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
 
@@ -76,7 +76,7 @@ def ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
 
 
 def read(path: Path) -> int:
-    found = documents("k", str(path), "text", False, Counts())
+    found = read_documents("k", str(path), "text", False, Counts())
     return sum(len("".join(document.pieces)) for document in found)
 
 

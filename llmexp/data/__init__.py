@@ -4,22 +4,22 @@ In reading order:
 
 order        sequence k of a run: a pure function of the seed and k
 window       what one optimizer step is fed with
-reader       from tokens to the windows of a rank, read ahead by a thread
+sampler      from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
 sources      the sources of conf/data
 corpus       data=corpus: named sources, mixed, with named validation sets
 sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
-source       one source of documents and its splits; datasets of Hugging Face
+hub          datasets of Hugging Face
 sniffing     what a file is, by its first bytes
-readers      documents of text and JSON, plain or compressed
+documents    documents of text and JSON, plain or compressed
 tables       documents of Parquet and Arrow
 records      documents, records that are none, and counts of both
 prepared     the token shards of a source in the cache
 overlap      documents of a validation set that are trained on
-beside       the files beside a shard of documents
+beside       the files beside a shard of documents, and its record
 text_bytes   bytes of text that ids stand for
-work         units of files, and the parts of them
+work         a source of documents: its splits, units of its files, and the parts of them
 shards       documents -> token shards, in order, by all cores
 remote       files here, and addresses that fsspec reads
 encode       pieces of text that are encoded one by one, by several threads

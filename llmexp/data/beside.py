@@ -1,26 +1,33 @@
-"""Read the files beside a shard of documents: where they end, their digests, their bytes."""
+"""Read what stands beside a shard of documents: a file of each kind, and a record in its chunk."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmexp.data.stream import Shard
 
 DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
+# ends: in ids from the start of the shard; bytes: of the text of each document
+KINDS = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
 
 
-def digests_beside(shard: Shard) -> np.ndarray:
-    """Return the digests of the documents of a shard. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(".digests"), DIGEST)
+def beside(shard: Shard, kind: str) -> np.ndarray:
+    """Return the values of one of KINDS, one for each document of a shard. Raises OSError."""
+    return np.fromfile(Path(shard.name).with_suffix(f".{kind}"), KINDS[kind])
 
 
-def ends_beside(shard: Shard) -> np.ndarray:
-    """Return where the documents of a shard end, in ids from its start. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(".ends"), "<u8")
+def noted(path: Path) -> dict[str, Any]:
+    """Return what was noted of a shard when it was written: tokens, documents, text_bytes, sha256.
 
-
-def bytes_beside(shard: Shard) -> np.ndarray:
-    """Return the bytes of text of each document of a shard. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(".bytes"), "<u8")
+    That is {} for other files.
+    """
+    try:
+        chunk, split = path.stem.split(".")  # CHUNK.SPLIT.bin
+        found = json.loads(path.with_name(f"{chunk}.json").read_text())["shards"][split]
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

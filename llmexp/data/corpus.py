@@ -18,10 +18,9 @@ from llmexp.data.prepared import Prepared, StaleCache, prepare_source
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, Unreachable
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
-from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.data.work import Work, refuse_shared_files, with_kinds, work_of
+from llmexp.data.work import TRAIN, Source, Work, refuse_shared_files, with_kinds, work_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import ConfigError, knob
 
@@ -185,7 +184,7 @@ def _description(ready: Mapping[str, Prepared], trained: list[str], remote: Remo
             "record that cannot be read was" if bad == 1 else "records that cannot be read were"
         )
         text += f"; {bad:,} {records} left out"
-    commits = {one.source.hf: one.source.revision for one in ready.values()}
+    commits = {one.work.source.hf: one.work.source.revision for one in ready.values()}
     text += "".join(f"; {name} at {commit[:12]}" for name, commit in commits.items() if commit)
     if remote.remembered:
         day = min(remote.remembered.values())
@@ -198,9 +197,9 @@ def _texts(
 ) -> dict[str, str]:
     """Return what identifies the text of a validation set."""
     if name in ready_val:
-        return {name: ready_val[name].key.text}
-    found = {source: one.key.text for source, one in ready.items()}
-    shares = next(iter(ready.values())).source.shares
+        return {name: ready_val[name].work.text_digest}
+    found = {source: one.work.text_digest for source, one in ready.items()}
+    shares = next(iter(ready.values())).work.source.shares
     at = [other for other, _ in shares].index(name)
     return found | {"shares": str([share for _, share in shares[: at + 1]])}
 
@@ -216,8 +215,8 @@ def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, An
             yield {
                 "source": name,
                 "split": whole if first else split,
-                "files": len(one.source.files),
-                "hf": one.source.hf,  # in place of files
+                "files": len(one.work.source.files),
+                "hf": one.work.source.hf,  # in place of files
                 "documents": one.documents[split],
                 "tokens": tokens,
                 "bytes_per_token": one.text_bytes[split] / tokens if tokens else None,

@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from llmexp.data.beside import DIGEST, digests_beside
+from llmexp.data.beside import DIGEST, beside
 from llmexp.data.cache import cached
 from llmexp.data.prepared import Prepared
 from llmexp.data.remote import RemoteCache
-from llmexp.data.source import TRAIN
+from llmexp.data.work import TRAIN
 
 MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
 
@@ -69,4 +69,4 @@ def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
 def digests_of(one: Prepared, every: int = 1) -> Iterator[np.ndarray]:
     """Yield the digests of the training documents of a source, of one in `every` of its shards."""
     for shard in one.streams[TRAIN].shards[::every]:
-        yield digests_beside(shard)
+        yield beside(shard, "digests")

@@ -21,10 +21,9 @@ from llmexp.data.files import allow_open_files
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, is_remote
-from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.data.work import FORMAT, Part, SourceKey, Work, work_of
+from llmexp.data.work import FORMAT, Part, Source, Work, work_of
 from llmexp.settings.values import ConfigError
 
 MANIFEST = "manifest.json"
@@ -34,18 +33,17 @@ MANIFEST = "manifest.json"
 class Prepared:
     """The shards of a source."""
 
-    source: Source
-    streams: dict[str, TokenStream]
+    work: Work
+    streams: dict[str, TokenStream]  # by split, as the counts of documents and of bytes of text
     counts: Counts
-    documents: dict[str, int]  # by split
+    documents: dict[str, int]
     text_bytes: dict[str, int]
-    key: SourceKey
 
     @property
     def content(self) -> str:
         """Return what identifies the documents: records that were left out are none of them."""
-        bad = self.counts.bad
-        return f"{self.key.shards} without {bad} records" if bad else self.key.shards
+        bad, digest = self.counts.bad, self.work.digest
+        return f"{digest} without {bad} records" if bad else digest
 
 
 class StaleCache(Exception):
@@ -117,21 +115,21 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     sizes = work.unit_bytes()
     starts = list(accumulate(sizes, initial=start))
     mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
-    progress = ProgressBar(work.text, sum(sizes[n] for n in mine))
-    done = 0
+    files = [name for n in mine for name in work.units[n]]
+    # the bytes to read before each file, to say how far the reading is
+    ends = accumulate((work.sizes[name] for name in files), initial=0)
+    before = dict(zip(files, ends, strict=False))
+    size, what = sum(work.sizes.values()), work.source.key
+    what += f", {size / 1e6:,.1f} MB in files" if size else ""
+    progress = ProgressBar(what, sum(sizes[n] for n in mine))
+
+    def say(n_bytes: int, counts: Counts) -> None:
+        progress.add(n_bytes, before.get(counts.place, 0) + counts.position())
+
     for number in mine:
-        files = work.units[number]
-        ends = accumulate((work.sizes[name] for name in files), initial=done)
-        say = functools.partial(_say, progress, dict(zip(files, ends, strict=False)))
         has = functools.partial(part.has, starts[number], sizes[number], total)
         shards.write_unit(work, number, has, say, threads)
-        done += sizes[number]
     progress.end()
-
-
-def _say(progress: ProgressBar, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
-    """Report that so much text is done; `starts`: the bytes to read before each file."""
-    progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
 
 
 def _refuse_empty(source: Source, counts: Counts) -> None:
@@ -149,7 +147,7 @@ def _refuse_changed(work: Work, cache: Path) -> None:
     source = work.source
     if any(map(is_remote, source.files)):
         now = work_of(source, work.tokenizer, RemoteCache(cache, anew=True))
-        if now.key != work.key:
+        if now.digest != work.digest:
             raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
 
 
@@ -222,18 +220,8 @@ def _open(work: Work) -> Prepared | None:
             for what in ("documents", "text_bytes")
         )
         counts = Counts(**found["counts"])
-        return Prepared(source, streams, counts, documents, text_bytes, work.key)
+        return Prepared(work, streams, counts, documents, text_bytes)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
-
-
-def noted_sha256(path: Path) -> str | None:
-    """Return the sha256 that was noted of a shard when it was written; None for other files."""
-    try:
-        chunk, _, split = path.stem.partition(".")  # CHUNK.SPLIT.bin
-        noted = json.loads((path.parent / f"{chunk}.json").read_text())["shards"][split]["sha256"]
-        return noted if isinstance(noted, str) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -73,15 +73,13 @@ def count_records(records: Iterator[Found], skip_bad: bool, counts: Counts) -> I
             yield found
 
 
-def split_document(
-    document: Document, splits: list[str], shares: list[float]
-) -> Iterator[Document]:
-    """Yield a text file as one document per split, the training part first.
+def split_document(document: Document, shares: dict[str, float]) -> Iterator[Document]:
+    """Yield a text file as a document for training and one per share, which is its last part.
 
     With one share it is text[:int(n * (1 - share))] and the rest, for n characters.
     """
-    count = document.characters
-    stops = [int(count * (1 - sum(shares[at:]))) for at in range(len(shares))] + [count]
+    count, left = document.characters, list(shares.values())
+    stops = [int(count * (1 - sum(left[at:]))) for at in range(len(left))] + [count]
     held, start = "", 0
 
     def pieces(left: int) -> Iterator[str]:
@@ -91,7 +89,7 @@ def split_document(
             left -= len(text)
             yield text
 
-    for split, stop in zip(splits, stops, strict=True):
+    for split, stop in zip(("train", *shares), stops, strict=True):
         if stop > start:
             digest = hashlib.blake2b(document.digest + split.encode(), digest_size=16).digest()
             digest = digest if start else document.digest
@@ -99,14 +97,6 @@ def split_document(
             yield part
             deque(part.pieces, 0)  # what was not read
         start = max(start, stop)
-
-
-def whole_document(text: str, where: str) -> Found:
-    """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
-    if not text:
-        return None
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return Document(digest, iter((text,)), where)
 
 
 def value_at(record: Any, key: str) -> Any:
@@ -131,13 +121,14 @@ def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
 
 
 def as_text(where: str, text: Any, text_key: str) -> Found:
-    """Return the document of a value: text, or bytes that are UTF-8."""
+    """Return the document, of one piece, of a value: text, or bytes that are UTF-8."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        if isinstance(text, str):
-            return whole_document(text, where)
+        if not isinstance(text, str):
+            return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     except UnicodeDecodeError as error:
         return BadRecord(f"{where}: {text_key!r} is not UTF-8 ({error.reason})")
     except UnicodeEncodeError:
         return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
-    return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
+    return Document(digest, iter((text,)), where) if text else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmexp.data.remote import RemoteCache, match_places
-from llmexp.data.source import TRAIN, Source
+from llmexp.data.work import TRAIN, Source
 from llmexp.settings.convert import convert_section, convert_value
 from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 

@@ -74,26 +74,37 @@ def write_unit(
     if is_whole(chunks_of(work.folder, number)):
         return
 
-    def wanted(chunk: int) -> bool:
-        return mine(chunk) and not (work.folder / f"{chunk_name(number, chunk)}.json").exists()
+    def path_of(chunk: int) -> Path:
+        return work.folder / f"{chunk_name(number, chunk)}.json"
 
-    counts, files = Counts(), work.units[number]
-    writer: _Writer | None = None
+    def wanted(chunk: int) -> bool:
+        return mine(chunk) and not path_of(chunk).exists()
+
+    counts, files, dtype = Counts(), work.units[number], id_type(work.tokenizer)
+    shards: dict[str, _Shard] = {}  # of the chunk that is being written, by split
     documents = work.source.read(counts, files)
     with contextlib.closing(encoded(documents, counts, work.tokenizer, wanted, threads)) as jobs:
         try:
             for job, (ids, stops) in jobs:
-                if job.pieces or job.counts:
-                    writer = writer or _Writer(work, chunk_name(number, job.chunk))
-                    writer.add(job.pieces, ids, stops.tolist())
+                path = path_of(job.chunk)
+                if not shards and (job.pieces or job.counts):
+                    dtype = id_type(work.tokenizer)
+                    stem = path.with_suffix("")
+                    shards = {
+                        split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits
+                    }
+                _add(shards, job.pieces, ids, stops.tolist())
                 progress(sum(piece.n_bytes for piece in job.pieces), counts)
-                if writer is not None and job.counts is not None:
+                if job.counts is not None:
                     work.refuse_changed(files)
-                    writer.commit(job.counts, job.last)
-                    writer = None
+                    done = {split: shard.close() for split, shard in shards.items()}
+                    shards = {}
+                    # the shards are on the disk before the .json is, which makes the chunk count
+                    flush_to_disk(work.folder)
+                    commit_json(path, {"counts": job.counts, "last": job.last, "shards": done})
         finally:
-            if writer is not None:
-                writer.remove()
+            for shard in shards.values():
+                shard.remove()
 
 
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -163,7 +174,10 @@ def _jobs(
     for document in documents:
         if not write:
             in_chunk += sum(map(_size, document.pieces))
-        for text, ends in _with_end(cut(document.pieces)) if write else ():
+        texts = cut(document.pieces) if write else iter(())
+        for text, after in itertools.pairwise(itertools.chain(texts, (None,))):
+            assert text is not None
+            ends = after is None
             job.pieces.append(TextPiece(text, document.digest, ends, _size(text), document.split))
             size += job.pieces[-1].n_bytes
             in_chunk += job.pieces[-1].n_bytes
@@ -187,44 +201,17 @@ def _size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _with_end(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each text with whether it is the last one."""
-    if (held := next(texts, None)) is None:
-        return
-    for text in texts:
-        yield held, False
-        held = text
-    yield held, True
-
-
-class _Writer:
-    """The shards of one chunk, while it is written."""
-
-    def __init__(self, work: Work, name: str) -> None:
-        self._path = work.folder / f"{name}.json"
-        stem, dtype = work.folder / name, id_type(work.tokenizer)
-        self._shards = {split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits}
-
-    def add(self, pieces: list[TextPiece], ids: np.ndarray, stops: list[int]) -> None:
-        """Write the ids of each piece to the shard of its split, as many at a time as follow."""
-        first = 0
-        pairs = zip(pieces, stops, strict=True)
-        for split, some in itertools.groupby(pairs, lambda pair: pair[0].split):
-            shard = self._shards[split]
-            for piece, stop in some:
-                shard.note(piece, stop - first)
-            shard.write(ids[first:stop])
-            first = stop
-
-    def commit(self, counts: dict[str, Any], last: bool) -> None:
-        """Make the chunk count: its shards are on the disk before its .json is."""
-        shards = {split: shard.close() for split, shard in self._shards.items()}
-        flush_to_disk(self._path.parent)
-        commit_json(self._path, {"counts": counts, "last": last, "shards": shards})
-
-    def remove(self) -> None:
-        for shard in self._shards.values():
-            shard.remove()
+def _add(
+    shards: dict[str, _Shard], pieces: list[TextPiece], ids: np.ndarray, stops: list[int]
+) -> None:
+    """Write the ids of each piece to the shard of its split, as many at a time as follow."""
+    first = 0
+    pairs = zip(pieces, stops, strict=True)
+    for split, some in itertools.groupby(pairs, lambda pair: pair[0].split):
+        for piece, stop in some:
+            shards[split].note(piece, stop - first)
+        shards[split].write(ids[first:stop])
+        first = stop
 
 
 class _Shard:

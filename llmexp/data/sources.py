@@ -28,10 +28,10 @@ from llmexp.data.order import sequence_index
 from llmexp.data.overlap import warnings_of
 from llmexp.data.prepared import prepare_source, refuse_tokenizer
 from llmexp.data.remote import RemoteCache
-from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.work import TRAIN, Source
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 
@@ -158,7 +158,7 @@ def _text_corpus(
         "max_tokens": amount.max_tokens,
     }
     if not works_val:
-        source = ready[0].source
+        source = ready[0].work.source
         fingerprint |= {
             "val_ratio": amount.val_ratio,
             "val_is": "the last part of each file" if source.cuts_texts else "whole documents",

@@ -7,12 +7,11 @@ out what the shards know: each document's bytes, in proportion to the lengths of
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
-from llmexp.data.beside import bytes_beside, ends_beside
+from llmexp.data.beside import beside, noted
 from llmexp.data.stream import Shard, TokenStream
 from llmexp.data.tokenizers import Tokenizer
 
@@ -94,15 +93,11 @@ def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
     Shards of older versions know the sum alone, as if they were one document. None for other
     arrays.
     """
-    path, count = Path(shard.name), len(shard.array)
     try:
-        ends, sizes = ends_beside(shard).astype(np.int64), bytes_beside(shard)
+        ends, sizes = beside(shard, "ends").astype(np.int64), beside(shard, "bytes")
     except (OSError, ValueError):
-        try:
-            chunk, split = path.stem.split(".")
-            noted = json.loads(path.with_name(f"{chunk}.json").read_text())["shards"][split]
-            ends, sizes = np.array([noted["tokens"]]), np.array([noted["text_bytes"]])
-        except (OSError, ValueError, KeyError, TypeError):
+        if "text_bytes" not in (found := noted(Path(shard.name))):
             return None
-    whole = len(ends) == len(sizes) > 0 and int(ends[-1]) == count and (np.diff(ends) > 0).all()
-    return (ends, sizes) if whole else None
+        ends, sizes = np.array([found["tokens"]]), np.array([found["text_bytes"]])
+    whole = len(ends) == len(sizes) > 0 and int(ends[-1]) == len(shard.array)
+    return (ends, sizes) if whole and (np.diff(ends) > 0).all() else None

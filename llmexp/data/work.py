@@ -5,31 +5,73 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.readers import kind_of_file
+from llmexp.data.documents import kind_of_file, read_documents
+from llmexp.data.hub import dataset_identity, read_dataset
+from llmexp.data.records import Counts, Document, count_records, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
-from llmexp.data.source import FEW_FILES, Source, hub_identity
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import file_state
 
+TRAIN = "train"
+FEW_FILES = 100  # plain text files: too few for whole ones to make up a share
 FORMAT = 1  # of the shards; part of their key
 UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio
 
 
 @dataclass(frozen=True)
-class SourceKey:
-    """The identity of a source."""
+class Source:
+    """A place that documents come from, and the share of each validation set in them.
 
-    text: str  # its documents, whatever the tokenizer
-    shards: str  # and what is made of them
+    It is a list of files, or a dataset of Hugging Face.
+    """
+
+    key: str  # the knob that names it: data.train_files, data.sources.NAME.hf
+    text_key: str = "text"
+    files: tuple[str, ...] = ()  # paths or addresses, in order
+    hf: str | None = None
+    split: str = TRAIN  # of the dataset
+    revision: str | None = None  # the commit of a dataset on the hub
+    shares: tuple[tuple[str, float], ...] = ()  # of validation sets; the rest is for training
+    weight: float | None = None
+    skip_bad: bool = False  # leave out records that cannot be read, instead of refusing them
+    cuts_texts: bool = False  # a plain text file gives its last part to the shares
+
+    @property
+    def splits(self) -> list[str]:
+        return [TRAIN, *dict(self.shares)]
+
+    def split_of(self, digest: bytes) -> str:
+        """Return the split of a whole document, which depends on its content alone."""
+        at = int.from_bytes(digest[:8], "little") / 2**64
+        ends = accumulate(share for _, share in self.shares)
+        pairs = zip(self.splits[1:], ends, strict=True)
+        return next((name for name, end in pairs if at < end), TRAIN)
+
+    def read(self, counts: Counts, files: Sequence[str] | None = None) -> Iterator[Document]:
+        """Yield the documents of some files, or of all, each with its split. Raises ValueError."""
+        for document in self._whole(counts, self.files if files is None else files):
+            if self.cuts_texts and document.characters:
+                yield from split_document(document, dict(self.shares))
+            else:
+                document.split = self.split_of(document.digest)
+                yield document
+
+    def _whole(self, counts: Counts, files: Sequence[str]) -> Iterator[Document]:
+        if self.hf is not None:
+            found = read_dataset(self.key, self.hf, self.split, self.revision, self.text_key)
+            yield from count_records(found, self.skip_bad, counts)
+        for place in files:
+            yield from read_documents(self.key, place, self.text_key, self.skip_bad, counts)
 
 
 @dataclass(frozen=True)
@@ -41,18 +83,13 @@ class Work:
 
     source: Source
     folder: Path
-    key: SourceKey
+    text_digest: str  # of its documents, whatever the tokenizer
+    digest: str  # and of what is made of them
     contents: dict[str, str]  # what identifies the content of each file, or of the dataset
     units: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]  # bytes of each file
     states: dict[str, tuple[int, ...] | None]  # of the files here, from before they were hashed
     tokenizer: Tokenizer
-
-    @property
-    def text(self) -> str:
-        """Return in words what is read."""
-        size = sum(self.sizes.values())
-        return f"{self.source.key}, {size / 1e6:,.1f} MB in files" if size else self.source.key
 
     def unit_bytes(self) -> list[int]:
         """Return the bytes to read for each unit; where nobody knows, what one has at least."""
@@ -103,18 +140,17 @@ def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
         contents, sizes = contents_of(source.key, source.files, remote)
         source = with_kinds(source, remote)
     else:
-        content, commit = hub_identity(source.key, source.hf, remote)
+        content, commit = dataset_identity(source.key, source.hf, remote)
         contents, source = [content], replace(source, revision=commit)
     places = source.files or (f"{source.hf}, split {source.split}",)
-    text = _digest([contents, source.text_key, source.split if source.hf else None])
-    recipe = [FORMAT, tokenizer.identity, text, source.shares]
-    key = SourceKey(text, _digest([*recipe, "cut"] if source.cuts_texts else recipe))
-    name = f"{key.shards}-skipped" if source.skip_bad else key.shards
-    folder = remote.cache / "corpus" / name
+    text_digest = _digest([contents, source.text_key, source.split if source.hf else None])
+    recipe = [FORMAT, tokenizer.identity, text_digest, source.shares]
+    digest = _digest([*recipe, "cut"] if source.cuts_texts else recipe)
+    folder = remote.cache / "corpus" / (f"{digest}-skipped" if source.skip_bad else digest)
     of_files = dict(zip(source.files, sizes, strict=True))
-    units = _units(source, sizes)
     known = dict(zip(places, contents, strict=True))
-    return Work(source, folder, key, known, units, of_files, states, tokenizer)
+    units = _units(of_files) if source.hf is None else ((),)
+    return Work(source, folder, text_digest, digest, known, units, of_files, states, tokenizer)
 
 
 def with_kinds(source: Source, remote: RemoteCache) -> Source:
@@ -144,8 +180,7 @@ def refuse_shared_files(works: Iterable[Work]) -> None:
         for name, content in work.contents.items():
             if not work.sizes.get(name, 1):
                 continue
-            mark = f"{content}, split {work.source.split}"
-            other, there = seen.setdefault(mark, (name, key))
+            other, there = seen.setdefault(f"{content}, split {work.source.split}", (name, key))
             if there != key:
                 alike = "" if other == name else f" under the name {other}"
                 text = f"{name} is in {there} too{alike}; a file belongs to one source"
@@ -162,13 +197,11 @@ def _digest(recipe: list[Any]) -> str:
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
 
 
-def _units(source: Source, sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+def _units(sizes: dict[str, int]) -> tuple[tuple[str, ...], ...]:
     """Return the files of each unit: as few as hold UNIT_BYTES."""
-    if source.hf is not None:
-        return ((),)
     found: list[list[str]] = []
     room = 0
-    for name, size in zip(source.files, sizes, strict=True):
+    for name, size in sizes.items():
         if room <= 0:
             found.append([])
             room = UNIT_BYTES

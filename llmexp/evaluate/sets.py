@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from llmexp import mesh
-from llmexp.data.reader import RankSlice, TargetMask, eval_batches
+from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.ratio import with_error

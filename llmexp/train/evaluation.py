@@ -7,7 +7,7 @@ import math
 import torch
 
 from llmexp import mesh
-from llmexp.data.reader import RankSlice, eval_batches
+from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmexp.data.reader import RankSlice, Sampler, read_windows
+from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.train.assembly.assemble import Parts

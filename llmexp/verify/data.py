@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmexp.data.beside import DIGEST, digests_beside, ends_beside
+from llmexp.data.beside import DIGEST, beside, noted
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
-from llmexp.data.prepared import noted_sha256
-from llmexp.data.reader import RankSlice, Sampler, read_windows
 from llmexp.data.records import Counts
+from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
 from llmexp.models.operands import IGNORE_INDEX
@@ -130,12 +129,12 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
         if not found.whole_file:
             continue
         sums += f"{found.sha256}  {Path(shard.name).absolute()}\n"
-        noted = noted_sha256(Path(shard.name))
-        if noted is None:
+        sha256 = noted(Path(shard.name)).get("sha256")
+        if sha256 is None:
             unknown += 1
             continue
-        what, same = f"sha256 of {shard.name} as it was written", found.sha256 == noted
-        written.append(Check(what, same, found.sha256[:16], noted[:16]))
+        what, same = f"sha256 of {shard.name} as it was written", found.sha256 == sha256
+        written.append(Check(what, same, found.sha256[:16], sha256[:16]))
     if sums:
         fileio.write_whole(path / SUMS, redacted(sums))
     checks = _few(in_range, "token ids of all others in range")
@@ -298,7 +297,7 @@ def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list
 
 
 def _digests(shards: Sequence[Shard]) -> np.ndarray:
-    return np.concatenate([np.empty(0, DIGEST), *map(digests_beside, shards)])
+    return np.concatenate([np.empty(0, DIGEST), *(beside(s, "digests") for s in shards)])
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
@@ -308,10 +307,10 @@ def _filled(what: str, shards: Sequence[Shard]) -> Check:
     """
     wrong = ""
     for shard in shards:
-        ends = ends_beside(shard)
+        ends = beside(shard, "ends")
         begins = np.concatenate((np.zeros(1, "<u8"), ends[:-1]))
         whole = len(ends) > 0 and bool((begins < ends).all()) and int(ends[-1]) == len(shard.array)
-        if not whole or len(digests_beside(shard)) != len(ends):
+        if not whole or len(beside(shard, "digests")) != len(ends):
             wrong = wrong or f"{shard.name}: its documents do not fill it"
     digests = _digests(shards)
     copies = len(digests) - len(np.unique(digests))
@@ -336,7 +335,7 @@ def _apart(
 
 def _place(digest: np.void, shards: Sequence[Shard], works: Callable[[], Sequence[Work]]) -> str:
     """Return where a document of a set was read: the files of its unit are read again."""
-    path = next(Path(s.name) for s in shards if digest in digests_beside(s))
+    path = next(Path(s.name) for s in shards if digest in beside(s, "digests"))
     work = next(work for work in works() if work.folder == path.parent)
     unit = int(path.name.split("-")[0])
     try:

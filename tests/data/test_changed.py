@@ -288,8 +288,8 @@ RUN = [
 HOOK = """
 import os
 from pathlib import Path
-from llmexp.data import reader
-reader._BLOCK_TOKENS = 1
+from llmexp.data import sampler
+sampler._BLOCK_TOKENS = 1
 def cut(event, context):
     if event == "step_end" and context.step == 8 and not Path("done").exists():
         Path("done").touch()

@@ -28,8 +28,8 @@ from llmexp.data.corpus import corpus, corpus_sources, works_of
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
 from llmexp.data.remote import RemoteCache
-from llmexp.data.source import Source
 from llmexp.data.tokenizers import as_tokenizer, byte_level
+from llmexp.data.work import Source
 from tests.conftest import ROOT
 from tests.faults.helpers import small_disk
 

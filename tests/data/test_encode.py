@@ -16,11 +16,11 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import encode, readers, shards
+from llmexp.data import documents, encode, shards
 from llmexp.data.encode import BOUNDARY, split_text
 from llmexp.data.records import Counts
-from llmexp.data.source import Source
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
+from llmexp.data.work import Source
 from tests.conftest import ROOT
 
 # What the split patterns look at: letters of both cases and none, marks, digits, white space of all
@@ -102,7 +102,7 @@ def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: in
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "BLOCK", piece)
+        patch.setattr(documents, "BLOCK", piece)
         patch.setattr(encode, "PIECE_CHARACTERS", piece)
         patch.setattr(shards, "JOB_BYTES", piece)
         counts = Counts()

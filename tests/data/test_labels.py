@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmexp.data import sources
-from llmexp.data.reader import RankSlice, Sampler, TargetMask, eval_batches, read_windows
+from llmexp.data.sampler import RankSlice, Sampler, TargetMask, eval_batches, read_windows
 from llmexp.models.operands import IGNORE_INDEX
 from tests.conftest import TINY, llmexp, train
 
@@ -41,6 +41,16 @@ def tokens(**changes: Any):
         "val_labels": "v-labels.npy",
     }  # fmt: skip
     return sources.tokens(**knobs | changes)
+
+
+def test_a_rank_without_rows_in_the_tail_window_has_no_targets(folder):
+    order = Sampler(tokens().train, LENGTH, 4, 25, 0)
+    whole, *ranks = (
+        [w.target_count for w in read_windows(order, RankSlice(1, rank, of), 0, 7)]
+        for rank, of in ((0, 1), (0, 4), (1, 4), (2, 4), (3, 4))
+    )
+    assert [sum(counts) for counts in zip(*ranks, strict=True)] == whole
+    assert [counts[-1] for counts in ranks[1:]] == [0, 0, 0]
 
 
 def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from llmexp.data import remote, source
-from llmexp.data.readers import documents
+from llmexp.data import hub, remote
+from llmexp.data.documents import read_documents
 from llmexp.data.records import Counts
 from llmexp.data.stream import DataChanged
 
@@ -124,12 +124,12 @@ def test_a_large_file_of_a_web_server(tmp_path, ranges):
     assert len(content) > 2 * remote.AHEAD_BYTES
     with serving(content) as (server, address):
         server.ranges = ranges
-        read = documents("data.sources.web.files", address, "text", False, Counts())
+        read = read_documents("data.sources.web.files", address, "text", False, Counts())
         assert ["".join(document.pieces) for document in read] == texts
         table = pyarrow.table({"text": [text + str(hash(text)) for text in texts]})
         parquet.write_table(table, tmp_path / "a.parquet", compression="none")
         server.content = (tmp_path / "a.parquet").read_bytes()
-        read = documents("data.sources.web.files", address, "text", False, Counts())
+        read = read_documents("data.sources.web.files", address, "text", False, Counts())
         if ranges:
             assert ["".join(one.pieces) for one in read] == table["text"].to_pylist()
         else:
@@ -175,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypat
             server.mark = "two"
             return real(key, place)
 
-        monkeypatch.setattr("llmexp.data.readers.open_file", changing)
+        monkeypatch.setattr("llmexp.data.documents.open_file", changing)
         with pytest.raises(DataChanged, match="changed while it was prepared"):
             corpus_of(tmp_path, address)
     assert not list((tmp_path / "cache").rglob("*.bin"))
@@ -188,7 +188,7 @@ def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch, silent_af
         server.silent_after = silent_after
         start = time.monotonic()
         with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer in time"):
-            list(documents("data.sources.web.files", address, "text", False, Counts()))
+            list(read_documents("data.sources.web.files", address, "text", False, Counts()))
         assert time.monotonic() - start < 10
     assert remote.ANSWER_S <= 10
 
@@ -220,7 +220,7 @@ def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, mon
         return [{"text": text} for text in texts_of(revision, 30)]
 
     library = SimpleNamespace(HfApi=Api, load_dataset=load_dataset)
-    monkeypatch.setattr(source, "need_package", lambda *arguments: library)
+    monkeypatch.setattr(hub, "need_package", lambda *arguments: library)
     json_lines(tmp_path / "val.jsonl", texts_of("val", 10))
     sources = {"web": {"hf": "someone/corpus"}}
     first = made(tmp_path, sources=sources)

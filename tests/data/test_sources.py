@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 
 from llmexp.data import sources, tokenizers
 from llmexp.data.cache import cached
+from llmexp.data.documents import BOM
 from llmexp.data.files import match_files
-from llmexp.data.readers import BOM
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache
-from llmexp.data.source import Source
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.work import with_kinds
+from llmexp.data.work import Source, with_kinds
 from tests.tools import option
 
 from .common import SHARED

@@ -14,7 +14,7 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data.corpus import corpus
-from llmexp.data.reader import RankSlice, TargetMask, eval_batches
+from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.sources import text as text_files
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizer_files import from_file

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp import __main__
-from llmexp.data import order, reader
+from llmexp.data import order, sampler
 from llmexp.data.stream import Corpus, Shard, TokenStream
 from llmexp.verify import data as proof
 from tests.conftest import TINY, llmexp
@@ -275,7 +275,7 @@ def test_an_order_that_visits_a_sequence_twice_fails(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "sequence_index", duplicating)
-    monkeypatch.setattr(reader, "sequence_index", duplicating)
+    monkeypatch.setattr(sampler, "sequence_index", duplicating)
     found = verify(*SYNTHETIC)
     assert failures(found) == EPOCHS
     check = found[1][EPOCHS[0]]
@@ -287,7 +287,7 @@ def test_an_order_that_visits_a_sequence_twice_fails(
 def test_a_reader_with_another_order_fails(
     here: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., np.ndarray]
 ) -> None:
-    monkeypatch.setattr(reader, "sequence_index", wrong)
+    monkeypatch.setattr(sampler, "sequence_index", wrong)
     (name,) = failures(verify(*SYNTHETIC))
     assert name.startswith("windows, cut into")
 
@@ -295,14 +295,14 @@ def test_a_reader_with_another_order_fails(
 def test_a_reader_that_masks_what_it_should_not_fails(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    micro_batches = reader._micro_batches
+    micro_batches = sampler._micro_batches
 
     def masking(tokens: np.ndarray, *rest: Any) -> Any:
         batches, counts = micro_batches(tokens, *rest)
-        batches[0][0][1][0, 5] = reader.IGNORE_INDEX
+        batches[0][0][1][0, 5] = sampler.IGNORE_INDEX
         return batches, counts
 
-    monkeypatch.setattr(reader, "_micro_batches", masking)
+    monkeypatch.setattr(sampler, "_micro_batches", masking)
     (name,) = failures(verify(*SYNTHETIC))
     assert name.startswith("windows, cut into")
 
@@ -312,7 +312,7 @@ def test_a_tail_with_rows_of_the_next_window_fails(
 ) -> None:
     """The last window of 1.5 epochs is short; a reader that fills it up reads sequences that the
     run does not have."""
-    real = reader.read_windows
+    real = sampler.read_windows
     tail = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=null", "train.max_epochs=1.5",
             "batch.micro_batch_size=7"]  # fmt: skip
     assert failures(verify(*tail)) == []

@@ -82,8 +82,9 @@ class Sampler:
 
     def labels(self, starts_nr: np.ndarray) -> np.ndarray | None:
         """Return bool (n, r, s): which ids are no targets by labels; None: all are."""
-        found = self.stream.hidden(starts_nr.ravel(), self.sequence_length + 1)
-        return None if found is None else found.reshape(*starts_nr.shape, -1)
+        width = self.sequence_length + 1
+        found = self.stream.hidden(starts_nr.ravel(), width)
+        return None if found is None else found.reshape(*starts_nr.shape, width)
 
     def starts(self, k_nr: np.ndarray) -> np.ndarray:
         """Return int64 (n, r): the first token of each of the sequences `k_nr` of the run."""

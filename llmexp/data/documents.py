@@ -148,7 +148,7 @@ def _damage_named(key: str, place: str) -> Iterator[None]:
             raise refuse(key, place, text) from None
 
 
-def documents(
+def read_documents(
     key: str, place: str, text_key: str, skip_bad: bool, counts: Counts
 ) -> Iterator[Document]:
     """Yield the documents of one file in order; empty ones are counted and left out.
@@ -218,8 +218,18 @@ def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator
         for number, line in enumerate(file, 1):
             if number == 1 and line.startswith(BOM):
                 line = line[len(BOM) :]
-            if line.strip(BLANK):
-                yield _record(f"{key}={place}, line {number:,}", line, text_key)
+            if not line.strip(BLANK):
+                continue
+            where = f"{key}={place}, line {number:,}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield BadRecord(f"{where}: no valid JSON ({error})")
+                continue
+            if isinstance(record, dict):
+                yield record_text(where, record, text_key)
+            else:
+                yield BadRecord(f"{where}: no JSON object but {type(record).__name__}")
 
 
 def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
@@ -262,16 +272,6 @@ def record_of(where: str, record: Any, text_key: str) -> Found:
     if isinstance(record, str):
         return as_text(where, record, "the item")
     return BadRecord(f"{where}: neither a JSON object nor a text but {type(record).__name__}")
-
-
-def _record(where: str, line: bytes, text_key: str) -> Found:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return BadRecord(f"{where}: no valid JSON ({error})")
-    if not isinstance(record, dict):
-        return BadRecord(f"{where}: no JSON object but {type(record).__name__}")
-    return record_text(where, record, text_key)
 
 
 READERS = {

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.data.readers import documents
+from llmexp.data.documents import read_documents
 from llmexp.data.records import Counts
 
 zstandard = pytest.importorskip("zstandard")
@@ -30,7 +30,7 @@ PACKED[".bz2"] = bz2.compress
 
 def read(path: Path, *, key: str = "text", skip: bool = False) -> tuple[list[str], Counts]:
     counts = Counts()
-    found = documents("data.sources.x.files", str(path), key, skip, counts)
+    found = read_documents("data.sources.x.files", str(path), key, skip, counts)
     return ["".join(document.pieces) for document in found], counts
 
 
@@ -168,7 +168,7 @@ def test_an_archive_is_no_text(tmp_path, content):
 @pytest.mark.parametrize("ending", PACKED)
 def test_a_json_array(tmp_path, monkeypatch, ending):
     """Of objects, whatever its name, or of texts; read a little at a time."""
-    monkeypatch.setattr("llmexp.data.readers.BLOCK", 64)
+    monkeypatch.setattr("llmexp.data.documents.BLOCK", 64)
     path = tmp_path / f"a.txt{ending}"
     objects = [{"text": text, "n": 1.5} for text in (*TEXTS[:3], "b" * 3000)]
     for content in (json.dumps(objects), "\ufeff" + json.dumps(objects, indent=3) + "\n"):

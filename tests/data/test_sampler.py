@@ -20,9 +20,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import reader
+from llmexp.data import sampler
 from llmexp.data.order import sequence_index
-from llmexp.data.reader import RankSlice, Sampler, eval_batches, read_windows
+from llmexp.data.sampler import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
@@ -131,11 +131,11 @@ def test_the_order_is_the_same_across_blocks_of_windows(monkeypatch: pytest.Monk
         "max_steps": 150,
         "total_sequences": 149 * 64 + 5,
     }
-    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 7 * 64 * LENGTH)
+    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 7 * 64 * LENGTH)
     digests = [w.digest for w in _windows(**options)]
     assert len(set(digests)) == 150
     assert [w.digest for w in _windows(start_step=77, **options)] == digests[77:]
-    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 1)
+    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 1)
     assert [w.digest for w in _windows(**options)] == digests
 
 
@@ -156,7 +156,7 @@ def test_a_digest_sees_tokens_and_places() -> None:
 def test_ignored_ids_are_masked_as_targets_only() -> None:
     plain, masked = (
         next(_windows(shuffle=False)),
-        next(_windows(shuffle=False, mask=reader.TargetMask(7))),
+        next(_windows(shuffle=False, mask=sampler.TargetMask(7))),
     )
     assert masked.target_count == plain.target_count - 1
     for (tokens, targets), (tokens_m, targets_m) in zip(
@@ -179,7 +179,7 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
                 RankSlice(2, rank, dp),
                 sequence_length=LENGTH,
                 max_sequences=wanted,
-                mask=reader.TargetMask(),
+                mask=sampler.TargetMask(),
             )
         )
         counts.append(len(batches))
@@ -230,7 +230,7 @@ def test_the_thread_ends_with_the_iterator(prefetch: int, taken: int) -> None:
 @pytest.fixture
 def _single_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One window per reading, as it is for windows of a usual size."""
-    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 1)
+    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 1)
 
 
 @pytest.mark.usefixtures("_single_windows")
@@ -270,7 +270,7 @@ def test_a_process_may_end_in_the_middle() -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import numpy as np
-from llmexp.data.reader import RankSlice, Sampler, read_windows
+from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import TokenStream
 stream = TokenStream([np.zeros(1_000_000, np.uint16)])
 windows = read_windows(

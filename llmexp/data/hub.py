@@ -1,0 +1,67 @@
+"""Read datasets of Hugging Face: a folder of `save_to_disk`, or a name on the hub at one commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmexp.data.records import Found, record_text
+from llmexp.data.remote import RemoteCache, need_package, reading
+from llmexp.settings.values import refuse
+
+
+def read_dataset(
+    key: str, name: str, split: str, revision: str | None, text_key: str
+) -> Iterator[Found]:
+    """Yield the records of one split. Raises ValueError."""
+    datasets = need_package("datasets", key, f"reading {name}")
+    if Path(name).is_dir():
+        records = _of_folder(datasets, key, name, split)
+    else:
+        with reading(key, name):
+            records = datasets.load_dataset(name, revision=revision, split=split, streaming=True)
+    number = 0
+    try:
+        with reading(key, name):
+            for number, record in enumerate(records, 1):
+                yield record_text(f"{key}={name}, record {number:,}", record, text_key)
+    except UnicodeDecodeError as error:  # the library decodes many records at a time
+        text = f"after record {number:,} there is text that is not UTF-8 ({error.reason})"
+        raise refuse(key, name, text) from None
+
+
+def _of_folder(datasets: Any, key: str, name: str, split: str) -> Any:
+    """Return one split of a folder that `save_to_disk` wrote. Raises ValueError."""
+    if not any(Path(name).glob("**/state.json")):
+        files = f"{key.removesuffix('hf')}files={name}/*.parquet"
+        text = f"this folder was not made by save_to_disk; for files in it use {files}"
+        raise refuse(key, name, text)
+    with reading(key, name):
+        found = datasets.load_from_disk(name)
+    parts = found if isinstance(found, dict) else {"train": found}
+    if split not in parts:
+        text = f"there is no split {split}; the splits are: {', '.join(parts)}"
+        raise refuse(key, name, text)
+    return parts[split]
+
+
+def dataset_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str | None]:
+    """Return what identifies the content of a dataset, and its commit if it is on the hub.
+
+    A folder is identified by the digests of its files. Raises ValueError.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = [str(path.relative_to(folder)) for path in paths]
+        return json.dumps([names, remote.digests(paths)]), None
+
+    def ask() -> str:
+        hub = need_package("huggingface_hub", key, f"reading {name}")
+        with reading(key, name):
+            return str(hub.HfApi().dataset_info(name).sha)
+
+    commit = remote.get(key, f"hub {name}", ask)
+    return f"{name}@{commit}", commit
