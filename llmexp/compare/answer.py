@@ -15,11 +15,11 @@ import numpy as np
 from llmexp.compare import budgets
 from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
 from llmexp.compare.figures import half_width
-from llmexp.compare.judging import SMALL, Findings
-from llmexp.compare.records import TWIN
+from llmexp.compare.judging import RESOLUTION, SMALL, Findings
+from llmexp.compare.records import TWIN, listed
 from llmexp.compare.screened import told
 from llmexp.compare.statistics import seeds_needed
-from llmexp.compare.target import REACHED, UNITS_IN_WORDS
+from llmexp.compare.target import REACHED, UNITS_IN_WORDS, cap_of
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
@@ -69,18 +69,28 @@ def _to_target(f: Findings) -> str:
     key, unit = f.metric.key, UNITS_IN_WORDS[f.c.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)
+    cap = cap_of(f.c.taking_part, f.c.align)
+    there = (r for r in (*few, *undecided) if r.entry.figures.get(REACHED))
+    at_cap = (r for r in there if best.capped and r.capped)
+    tied = [r for r in at_cap if abs(r.size or 0.0) <= RESOLUTION * cap]
 
     def when(r: Rival) -> str:
         if key in r.entry.figures:
             return f"after {rounded(r.entry.figures[key])} {unit}"
         return f"in {round(r.entry.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
 
+    if tied:
+        names = listed([r.label for r in (best, *tied)])
+        return (
+            f"Undecided: {names} reach {f.c.target} behind {rounded(cap)} {unit}, where the first "
+            f"run that never does ends: {best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
+        )
     start = f"{best.label} reaches {f.c.target} {'first, ' if others else ''}{when(best)}"
     if not others:
         return f"{start}."
     near = (undecided or few or worse or others)[0]
     beside = f"; {near.label} {when(near)}"
-    if all(key in r.entry.figures for r in (best, near)) and near.size is not None:
+    if not (best.capped or near.capped) and near.size is not None:
         half = f" ± {rounded(near.difference.half)}" if near.difference else ""
         basis = f" ({near.difference.basis})" if near.difference else ""
         beside = f", {rounded(abs(near.size))}{half} before {near.label}{basis}"
@@ -89,8 +99,14 @@ def _to_target(f: Findings) -> str:
     if few:
         seeds = "one seed each" if all(len(r.seeds) == 1 for r in f.ranked) else "too few seeds"
         return f"Undecided, {seeds}: {start}{beside}; {FEW} seeds each would begin to tell."
-    verb = "is" if len(worse) == 1 else "are"
-    return f"{start}{beside}. {len(worse)} of the {len(others)} others {verb} slower."
+    return f"{start}{beside}. {_of_others(len(worse), len(others), 'slower')}"
+
+
+def _of_others(count: int, others: int, what: str) -> str:
+    """Return `2 of the 3 others are worse.`."""
+    if count == others:
+        return f"The other is {what}." if others == 1 else f"All {others} others are {what}."
+    return f"{count} of the {others} others {'is' if count == 1 else 'are'} {what}."
 
 
 def _leads(f: Findings, start: str, of: str = "") -> str:
@@ -256,10 +272,10 @@ def _by_seeds(f: Findings) -> str:
     best = f.ranked[0]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     alike, undecided = f.those(*SMALL), f.those(Verdict.UNDECIDED)
-    others = len(worse) + len(few) + len(alike) + len(undecided)
-    rest = ""
-    if worse:
-        rest = f" {len(worse)} of the {others} others {'is' if len(worse) == 1 else 'are'} worse."
+    others = len(worse) + len(few) + len(undecided)
+    if undecided:  # the headline names one of the settings that are alike to the best, or none
+        others += len(alike)
+    rest = f" {_of_others(len(worse), others, 'worse')}" if worse else ""
     if few:
         rest += f" Too few seeds to judge {listed([r.label for r in few])}."
     if undecided:
@@ -315,8 +331,10 @@ def needed(other: Rival, f: Findings) -> int | None:
 
 def _seeds_to_go(other: Rival, f: Findings) -> str:
     wanted = needed(other, f)
-    if f.looks:
+    if f.looks and not f.c.target:  # which the looks did not judge
         return f.looks[-1].why or "the sweep has not come to its end"
+    if other.capped:
+        return "longer runs would tell"
     if other.difference is None or wanted is None:
         return "no affordable number would"
     if wanted <= other.difference.seeds:
@@ -326,10 +344,3 @@ def _seeds_to_go(other: Rival, f: Findings) -> str:
 
 def _side(f: Findings, other: bool = False) -> str:
     return "below" if (f.metric.sign > 0) != other else "above"
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return `a, b and c`, or `a, b, c and 4 more`."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

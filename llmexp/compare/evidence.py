@@ -74,6 +74,7 @@ class Rival:
     difference: Difference | None = None  # over seeds
     # Equal for one computation in several cuts, and for figures that are equal to the bit.
     identity: object = None
+    capped: bool = False  # some of `seeds` are the cap of a target, and not where a run reached it
 
     @property
     def label(self) -> str:

@@ -142,7 +142,9 @@ def find_out(
 def _rival(c: Comparison, entry: Entry, metric: str, cap: float) -> Rival:
     runs = entry.taking_part
     if c.target:
-        return Rival(entry, capped(runs, metric, cap))
+        seeds = capped(runs, metric, cap)
+        late = any(r.figures.get(metric, math.inf) > cap for r in runs if r.seed in seeds)
+        return Rival(entry, seeds, capped=late)
     seeds = {r.seed: r.figures[metric] for r in runs if metric in r.figures}
     # The best and the last loss are read at the run's own end.
     at = None if metric in ("final val/loss", "best val/loss") else c.align_at
@@ -224,9 +226,8 @@ def _judge(
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size, other.verdict = d.mean, _verdict(d, worse, negligible, resolution)
-            reached = (r.entry.figures.get(REACHED, 1.0) for r in (lead, other))
-            if other.verdict == Verdict.SAME and min(reached) < 1.0:  # not known by how much
-                other.verdict = Verdict.UNDECIDED
+        if other.verdict == Verdict.SAME and (lead.capped or other.capped):
+            other.verdict = Verdict.UNDECIDED  # not known by how much
     return lead, standing
 
 
@@ -265,7 +266,7 @@ def _standing(r: Rival, f: Findings) -> Standing:
     if r.verdict == Verdict.BUDGET and sum(r.budget == other.budget for other in f.ranked) > 1:
         return Standing(f"{f.extreme} of budget")
     mark = r.verdict.mark if f.is_loss or f.c.target else ""
-    if f.c.target and not all(f.metric.key in one.entry.figures for one in (r, f.ranked[0])):
+    if r.capped or f.ranked[0].capped:
         return Standing(mark)  # by how much is not known
     if r.difference is None:
         return Standing(mark, r.size)

@@ -10,12 +10,13 @@ import itertools
 import math
 from typing import Any
 
-from llmexp.compare.answer import headline, listed, needed
+from llmexp.compare.answer import headline, needed
 from llmexp.compare.budgets import Spent, common
 from llmexp.compare.evidence import FEW, Rival, Verdict
 from llmexp.compare.judging import Findings
 from llmexp.compare.known import Known, Step
-from llmexp.compare.records import TWIN, Record
+from llmexp.compare.records import TWIN, Record, listed
+from llmexp.compare.settings import FORK
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.settings.convert import check_range
@@ -271,8 +272,17 @@ def compared(k: Known) -> Step | None:
     if len(ranked) < 2 or not f.is_loss or not f.comparable:
         return Step("nothing", headline(f))
     if not k.settings or any(e not in k.settings and not e.values.get(TWIN) for e in ranked):
-        return Step("nothing", f"the folders do not say how to make such runs. {headline(f)}")
+        return Step("nothing", f"{_unknown(k)}. {headline(f)}")
     return None
+
+
+def _unknown(k: Known) -> str:
+    """Say why no command is known that makes more of these runs."""
+    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in k.f.c.entries):
+        return "each seed goes on from a trunk of its own, so more seeds need more trunks"
+    if any(r.parent for r in k.runs):
+        return "a fork takes from its parent what it is not given, so no one command makes these"
+    return "the folders do not say how to make such runs"
 
 
 RULES = (rest, budget, compared, screen, confirm, wider, decide, seeds, finer)

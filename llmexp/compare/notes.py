@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from llmexp.compare.answer import listed
 from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.evidence import Effect, Place, Verdict
 from llmexp.compare.figures import counts
@@ -13,7 +12,7 @@ from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.reached import reached
-from llmexp.compare.records import TWIN, Entry, Record
+from llmexp.compare.records import TWIN, Entry, Record, listed
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
@@ -68,7 +67,7 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _looks(f: Findings) -> Iterator[str]:
     """Say why a sweep that decided by itself ended, and what it spent of a full grid of seeds."""
-    if not f.looks:
+    if not f.looks or f.c.target:  # which the looks did not judge
         return
     last = f.looks[-1]
     runs = [r for r in f.c.runs if not r.config.get(TWIN)]
@@ -78,13 +77,13 @@ def _looks(f: Findings) -> Iterator[str]:
         f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. {plural(len(runs), 'run')}"
     )
     whole = settings * last.most
-    share = whole / len(runs)
+    ended = [r for r in runs if r.state == "finished"]  # what broke off cost less
     spent, all_of_it = [], []
     for keys, unit in ((("own_tokens", "tokens_seen"), "tokens"), (("train_time",), "time")):
-        known = [next((r.figures[k] for k in keys if k in r.figures), 0.0) for r in runs]
+        cost = {r: next((r.figures[k] for k in keys if k in r.figures), 0.0) for r in runs}
         show = duration if unit == "time" else "{:,.0f} tokens".format
-        spent.append(show(sum(known)))
-        all_of_it.append(show(sum(known) * share))
+        spent.append(show(sum(cost.values())))
+        all_of_it.append(show(whole * sum(map(cost.__getitem__, ended)) / max(1, len(ended))))
     full = f"{last.most} seeds of all {settings} settings are {whole} runs"
     yield f"{text}, {', '.join(spent)}; {full}, {', '.join(all_of_it)}."
 

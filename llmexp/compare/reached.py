@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmexp.compare.answer import listed
 from llmexp.compare.judging import Findings
+from llmexp.compare.records import listed
 from llmexp.compare.target import REACHED, UNITS, cap_of
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded

@@ -182,3 +182,10 @@ class Comparison:
 
 def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return `a, b and c`, or `a, b, c and 4 more`."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

@@ -23,7 +23,7 @@ def searched(f: Findings) -> Iterator[str]:
     """Say what fresh seeds make of the search's own choice, and which knobs mattered."""
     key, trials = f.metric.key, [r for r in f.c.runs if r.trial]
     known = [r for r in trials if key in r.figures and r.rung is None]
-    if not known or not f.ranked:
+    if not known or not f.ranked or f.c.target:  # which the search did not choose by
         return
     lead = f.ranked[0].entry
     if not any(r.trial for r in lead.taking_part):

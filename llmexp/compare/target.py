@@ -20,12 +20,12 @@ REACHED = "target/reached"
 ROWS = {"tokens": "tokens_seen", "steps": "step"}
 
 
-def target_of(given: str, better: Mapping[str, str]) -> Target:
+def target_of(given: object, better: Mapping[str, str]) -> Target:
     """Return the target of `KEY=NUMBER`. `better`: lower or higher, for keys of hooks.
 
     Raises ConfigError.
     """
-    key, _, text = given.partition("=")
+    key, _, text = str(given).partition("=")
     known = KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
     way = better.get(key) or (known.better if known else "")
     way = "higher" if key.startswith("task/") and key.endswith(("/acc", "/acc_norm")) else way
@@ -90,7 +90,7 @@ def whole(entry: Entry) -> Entry:
 
 def capped(runs: Sequence[Record], key: str, cap: float) -> dict[str, float]:
     """Return by seed where runs reach the target, `cap` for those that have not by then."""
-    known = [r for r in runs if REACHED in r.figures]
+    known = [r for r in runs if key in r.figures or r.figures.get(REACHED) == 0.0]
     return {r.seed: min(r.figures.get(key, cap), cap) for r in known}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -60,7 +61,9 @@ def parse_value(text: str) -> Any:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return re.sub(r"\\(.)", r"\1", text)  # Hydra's escapes, as of a space
 
 
 def short_label(values: Mapping[str, Any]) -> str:

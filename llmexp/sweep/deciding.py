@@ -185,8 +185,10 @@ class Deciding:
         `runs`: trained so far; `known`: the seeds of the look that an earlier command had next.
         """
         most, count = self.current.settings.max_seeds, len(f.looks[-1].seeds)
-        if len(f.ranked) < 2 or not f.comparable:
+        if not f.comparable or (f.mixed and not f.ranked):
             return 0, "the losses of the settings do not compare"
+        if len(f.ranked) < 2:
+            return 0, "no other setting has a loss to compare with"
         if not any(r.verdict in OPEN and self.setting_of(r) in going for r in f.ranked[1:]):
             return 0, "decided" if not f.those(*OPEN) else "nothing is left but what failed"
         if count >= most:

@@ -174,6 +174,13 @@ CASES = {
         {"clip=0.5": "undecided", "clip=1.0": "lowest", "clip=2.0": "worse"},
         "1 of the 2 others is worse. Too few seeds to judge clip=0.5.",
     ),
+    "of those that are alike none is among the others": (
+        [*(run for i in (1, 2, 3) for run in of(float(i), {s: 1e-5 * s * i for s in (1, 2, 3)})),
+         *of(4.0, {s: 0.1 + 1e-5 * s for s in (1, 2, 3)})],
+        [], {}, "clip=1.0, clip=2.0 and clip=3.0 are best, alike to within",
+        {"clip=1.0": "best", "clip=2.0": "same", "clip=3.0": "same", "clip=4.0": "worse"},
+        ". The other is worse.",
+    ),
     # Seeds lie 1 apart; the first has the lower mean only for the lucky seeds that the other lacks.
     "what is better over the common seeds leads whatever the means": (
         [*of(1.0, {s: s - 5 + 0.05 for s in range(1, 8)}),

@@ -226,6 +226,22 @@ def test_what_is_proposed_can_be_pasted_and_run(tmp_path):
     assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 4
 
 
+@pytest.mark.parametrize("trunks", [("t1", "t2"), ("t1", "t1")])
+def test_why_nothing_is_proposed_of_forks(tmp_path, trunks):
+    """Seeds with a trunk each; forks beside the run that they go on from."""
+    several = len(set(trunks)) > 1
+    make_run(tmp_path / "t1", facts={"overrides": ["model=gpt_tiny", "optimizer.lr=1.0"]})
+    for lr in (1.0, 2.0):
+        for seed, trunk in enumerate(trunks, 1):
+            words = [f"fork.run={trunk}", f"optimizer.lr={lr}"]
+            facts = {"parent": {"folder": trunk, "step": 0, "setting": "x"}, "overrides": words}
+            make_run(tmp_path / f"{lr}-{seed}", seed=seed, optimizer__lr=lr, facts=facts, offset=lr,
+                     fork__run=trunk)  # fmt: skip
+    step = step_of(*tmp_path.glob("*-*" if several else "*"))
+    said = "each seed goes on from a trunk" if several else "a fork takes from its parent"
+    assert (step.rule, step.why[: len(said)]) == ("nothing", said)
+
+
 def test_numbers_that_are_written_in_two_ways_and_seeds_that_are_lost_are_no_error(tmp_path):
     for name, lr in (("a", "1e-2"), ("b", "0.01"), ("c", "1e-3")):
         facts = {"overrides": [f"optimizer.lr={lr}"]}

@@ -12,7 +12,7 @@ from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.inference import fit, judged
 from llmexp.settings.values import ConfigError
-from tests.compare.synthetic import make_run
+from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import TINY
 from tests.conftest import llmexp as command
 from tests.tools import printed
@@ -64,7 +64,7 @@ def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path):
             assert entry.figures[f"target/{align}"] == pytest.approx(mean)
         assert [e.standing.mark for e in c.entries] == ["best", "worse"]
         assert c.headline.startswith("lr=0.1 reaches val/loss=3.2 first, after ")
-        assert "before lr=0.2 (3 seeds). 1 of the 1 others is slower." in c.headline
+        assert "before lr=0.2 (3 seeds). The other is slower." in c.headline
 
 
 def test_a_target_below_the_first_evaluation_is_known_from_the_start_only(tmp_path):
@@ -104,6 +104,48 @@ def test_runs_that_never_do_count_as_such(tmp_path):
     assert "lr=0.1 in 3 of 4 runs" in c.headline or partly.standing.mark == "worse"
     none = compare([tmp_path], target="val/loss=0.1")
     assert none.headline == "No run reaches val/loss=0.1."
+
+
+def test_what_is_reached_behind_the_end_of_a_run_that_never_does_has_no_order(tmp_path):
+    """The cap is the end of the run that never gets there: nothing behind it is told apart."""
+    for count in (1, 3):
+        where = tmp_path / str(count)
+        seeds = tuple(range(1, count + 1))
+        planted(where, {0.1: 0.0, 0.2: 0.05}, seeds)
+        planted(where, {0.3: 0.8}, seeds, steps=60, train__max_steps=400)
+        c = compare([where], target="val/loss=3.2")
+        assert c.headline.startswith(
+            "Undecided: lr=0.1 and lr=0.2 reach val/loss=3.2 behind 61.4k tokens, where the first "
+            "run that never does ends: lr=0.1 after "
+        )
+        assert {e.standing.mark for e in c.entries} == {"lowest", "undecided"}
+        assert {e.standing.difference for e in c.entries} == {None}
+
+
+def test_a_target_given_as_a_number_alone_is_refused(tmp_path):
+    make_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"--target 3\.28: a figure of the rows"):
+        compare([tmp_path], target=3.28)
+
+
+def test_what_looks_and_a_search_chose_by_another_figure_is_not_told_of_a_target(tmp_path):
+    points = {}
+    for i, lr in enumerate((0.1, 0.2, 0.3)):
+        for seed in (1, 2):
+            point = {"overrides": [f"optimizer.lr={lr}", f"train.seed={seed}"]}
+            points[f"{lr}-{seed}"] = dict(
+                optimizer__lr=lr, seed=seed, offset=0.01 * i, val_every=20, point=point
+            )
+    sweep = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
+    ledger = json.loads((sweep / "sweep.json").read_text())
+    look = {"seeds": ["1", "2"], "level": 0.05, "most": 2, "going": [], "worse": []}
+    decided = ledger | {"looks": [look | {"why": "all seeds are trained"}]}
+    for text in (decided, ledger | {"grid": False}):
+        (sweep / "sweep.json").write_text(json.dumps(text))
+        by_loss, by_target = compare([sweep]), compare([sweep], target="val/loss=3.2")
+        for words in ("all seeds are trained", "Of the order of", "cannot be told from"):
+            assert words not in " ".join(by_target.sentences)
+        assert by_loss.sentences[1:2] != by_target.sentences[1:2]
 
 
 def test_a_fork_has_reached_what_its_parents_have(tmp_path):

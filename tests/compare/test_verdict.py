@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,10 @@ def test_the_table_of_looks_shows_where_seeds_went():
 
 def test_the_answer_says_what_was_spent_and_what_all_seeds_would_cost():
     c = decided()
+    broken = replace(c.runs[-1], state="failed", columns={"step": np.zeros(0)}, status={})
+    less = answered(findings([*c.runs[:-1], broken]))
+    (spent,) = [note for note in less.notes if note.startswith("2 looks")]
+    assert "8 runs, 448 tokens, 7m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
     (spent,) = [note for note in c.notes if note.startswith("2 looks")]
     assert "8 runs, 512 tokens, 8m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
     assert c.headline.endswith("(3 seeds); all 3 seeds are trained. 1 of the 2 others is worse.")

@@ -16,9 +16,10 @@ from llmexp.compare.evidence import Verdict
 from llmexp.compare.records import Record
 from llmexp.compare.spending import ALPHA, expected_runs, following, level_of
 from llmexp.runs import ledger as ledgers
-from llmexp.runs.ledger import Look
+from llmexp.runs.ledger import LedgerEntry, Look
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.deciding import Deciding, seeded
+from llmexp.sweep.show import values_of
 from tests.conftest import TINY, llmexp, start
 from tests.sweep.running import current_sweep
 from tests.tools import all_gone, wait_for
@@ -171,6 +172,25 @@ def test_hours_and_tokens_end_a_sweep_and_cut_the_next_look_short(tmp_path, monk
     assert [len(look.seeds) for look in looks] == [2, 3, 4]
     assert looks[-1].why == "further seeds would go beyond sweep.max_tokens=16"
     assert math.fsum(look.level for look in looks) == pytest.approx(ALPHA / 4)
+
+
+def test_a_sweep_whose_other_settings_all_failed_is_not_told_that_losses_do_not_compare(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
+
+    class Broken(Simulated):
+        def records(self):
+            return [replace(r, state="finished" if at[0] == 0 else "failed")
+                    for at, r in self.made.items()]  # fmt: skip
+
+    sweep = Broken(tmp_path, draw(np.random.default_rng(0), [0.0] * 3))
+    sweep.run()
+    assert [look.why for look in sweep.current.ledger.looks] == [
+        "no other setting has a loss to compare with"
+    ]
+    shown = values_of(LedgerEntry(0, "", "0", None, ["fork.run=tr\\ 2@5"]), ["fork.run"])
+    assert shown == {"fork.run": "tr 2@5"}  # as typed on the command line, without its escapes
 
 
 RUN = [
