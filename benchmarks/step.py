@@ -1,7 +1,7 @@
 """Steady-state speed of a run against a bare hand-written loop over the same model, batch and
 precision.
 
-    python benchmarks/step.py [--rounds 40] [--case NAME] [--log-every 1]
+    python benchmarks/step.py [--rounds 40] [--case NAME] [--log-every 1] [--layers-every N]
 
 The run is a real one, with rows, console and checks on and a row each step (or each N-th); a hook
 makes one bare step before each of its steps, so that both see the same machine. Printed: median of
@@ -104,13 +104,15 @@ def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *mor
         return assemble(app.typed(app.compose(hydra, overrides)[0]))
 
 
-def ratio(case: str, rounds: int, log_every: int = 1) -> tuple[float, float, float, float]:
+def ratio(
+    case: str, rounds: int, log_every: int = 1, layers_every: int | None = None
+) -> tuple[float, float, float, float]:
     """Median, lower and upper quartile of bare time / run time; share of a run's step that its row
     costs."""
     size, micro, accum, precision, _ = CASES[case]
     warm_up = 5
-    each = f"train.log_every={log_every}"
-    parts = parts_of(size, micro, accum, precision, rounds + warm_up + 1, each)
+    each = [f"train.log_every={log_every}", f"metrics.layers_every={layers_every or 'null'}"]
+    parts = parts_of(size, micro, accum, precision, rounds + warm_up + 1, *each)
     bare, marks = Bare(parts), []
 
     def hook(event: str, context: object) -> None:
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--log-every", type=int, default=1)
+    parser.add_argument("--layers-every", type=int)
     args = parser.parse_args()
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; bare time / run time per "
@@ -163,7 +166,7 @@ def main() -> None:
     )
     print(f"{'case':28} {'median':>7} {'quartiles':>13} {'goal':>6} {'a row':>8}")
     for case in [args.case] if args.case else CASES:
-        middle, low, high, row = ratio(case, args.rounds, args.log_every)
+        middle, low, high, row = ratio(case, args.rounds, args.log_every, args.layers_every)
         print(
             f"{case:28} {middle:7.3f} {low:6.3f} {high:6.3f} {CASES[case][-1]:6.2f} {row:8.2%}",
             flush=True,

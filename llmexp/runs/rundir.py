@@ -32,7 +32,7 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "train.log",
     "checkpoints",
 )
-LAYERS = "layers.jsonl"
+LAYERS, SPIKES = "layers.jsonl", "spikes"
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status

@@ -177,6 +177,12 @@ class Metrics:
         affects="nothing",
         default=None,
     )
+    spikes: bool = knob(
+        "record each spike, and the ten steps before it layer by layer, in spikes/STEP.json",
+        affects="nothing",
+        acts=where("metrics.outlier_sigma"),
+        default=False,
+    )
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
     )

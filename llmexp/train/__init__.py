@@ -11,6 +11,7 @@ evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to write a row, evaluate, save, stop
 row            a row of metrics.jsonl from what was measured
+spikes         records a spike, and what rose first before it
 verdicts       what follows from the verdict on a step; words for a run that cannot go on
 profiling      a trace of some steps
 state          what the loop holds, and what a checkpoint restores

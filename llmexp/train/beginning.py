@@ -30,6 +30,7 @@ from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
+from llmexp.train.spikes import forget_after
 from llmexp.train.state import Loop, Measured, Outputs, Progress
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
@@ -182,6 +183,8 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     if main and (setup.layers is not None or (path / rundir.LAYERS).exists()):
         layers = Rows(path / rundir.LAYERS, progress.step)
     accepted()
+    if main:
+        forget_after(path, progress.step)
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
         parts=parts,

@@ -36,8 +36,11 @@ class Layers:
     All ranks call together. Sharded layouts give the figures of a single rank.
     """
 
-    def __init__(self, joined: mesh.Mesh, loss: WindowLoss, arithmetic: str, every: int) -> None:
-        self._mesh, self._loss, self._arithmetic, self._every = joined, loss, arithmetic, every
+    def __init__(
+        self, joined: mesh.Mesh, loss: WindowLoss, arithmetic: str, every: int | None, always: bool
+    ) -> None:
+        self._mesh, self._loss, self._arithmetic = joined, loss, arithmetic
+        self._every, self._always = every, always
         model: nn.Module = loss.model
         self._blocks = {
             name: module
@@ -54,7 +57,11 @@ class Layers:
 
     def due(self, step: int) -> bool:
         """Return whether a step, counted from 1, is measured."""
-        return step % self._every == 0
+        return self._always or self.wanted(step)
+
+    def wanted(self, step: int) -> bool:
+        """Return whether the figures of a step go into layers.jsonl."""
+        return self._every is not None and step % self._every == 0
 
     def look(self, tokens_bt: Tensor) -> None:
         """Run the window's first sequence through the model, as it is before its update."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmexp import mesh
 from llmexp.data.window import Window
@@ -101,8 +100,9 @@ def train(loop: Loop) -> str:
         last = progress.step + 1 == max_steps
         due = due_after(progress.step + 1, last, config, loop.run, by_time)
         window, step = take_step(loop, windows, due)
-        if step.layers is not None:
-            report_layers(loop, step.layers)
+        layers = loop.setup.layers
+        if step.layers is not None and layers is not None and layers.wanted(progress.step):
+            report_layers(loop, layers.row(step.layers))
         if due.row:
             report(loop, step, window, due)
         else:
@@ -154,6 +154,8 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         step = train_step(loop.setup, window, lambda: finish_step(loop), gradients_ready)
         progress.step += 1
         loop.pending = step
+        if step.layers is not None:
+            loop.last_layers.append((progress.step, step.layers))
         meter.add(step.target_tokens)
         if due.verdict:
             finish_step(loop)
@@ -186,12 +188,12 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     publish(loop, row)
 
 
-def report_layers(loop: Loop, taken: dict[str, Tensor]) -> None:
-    """Write the figures of the last step layer by layer; the host reads the device here."""
-    setup, tokens_seen = loop.setup, loop.meter.tokens_seen()
-    if loop.out.layers is not None and setup.layers is not None:
+def report_layers(loop: Loop, figures: dict[str, Any]) -> None:
+    """Write the figures of the last step layer by layer."""
+    tokens_seen = loop.meter.tokens_seen()  # by all ranks
+    if loop.out.layers is not None:
         line = {"step": loop.progress.step, "tokens_seen": tokens_seen}
-        loop.out.layers.add(line | setup.layers.row(taken))
+        loop.out.layers.add(line | figures)
         loop.out.layers.flush()
 
 

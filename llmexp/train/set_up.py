@@ -41,7 +41,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
-    every = config.metrics.layers_every
+    every, spikes = config.metrics.layers_every, config.metrics.spikes
     return Setup(
         mesh=joined,
         model=model,
@@ -59,7 +59,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
-        layers=None if every is None else Layers(joined, loss, parts.precision, every),
+        layers=Layers(joined, loss, parts.precision, every, spikes) if every or spikes else None,
         arithmetic=parts.precision,
         rate_factor=parts.rate_factor,
         skip_outliers=config.metrics.skip_outliers,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from llmexp.data.text_bytes import TextBytes
 from llmexp.mesh import Mesh
@@ -36,9 +39,15 @@ class Progress:
     outlier_count: int = 0
     # the last OUTLIERS_KEPT of them
     outlier_steps: list[int] = dataclasses.field(default_factory=list)
+    spikes: int = 0  # the next four by `metrics.spikes`
+    spike_tokens: int = 0  # target tokens of all ranks from each spike until its loss was back
+    spike_level: float | None = None  # to which the loss has to come back; None: it is there
+    # by module: how many spikes it rose first in
+    rose_first: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 OUTLIERS_KEPT = 100
+STEPS_KEPT = 11  # of the figures layer by layer: a spike's and ten before
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ class Loop:
     peak_flops: float | None
     pending: Step | None = None  # the last step, while its verdict is not yet looked at
     writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
+    # by step, the newest last; on the device
+    last_layers: deque[tuple[int, dict[str, Tensor]]] = dataclasses.field(
+        default_factory=lambda: deque(maxlen=STEPS_KEPT)
+    )
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here
     saved: list[int] = dataclasses.field(default_factory=list)

@@ -16,6 +16,7 @@ from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
 from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending
+from llmexp.train.spikes import totals
 from llmexp.train.state import Loop
 
 
@@ -51,6 +52,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["clipped_share"] = norms.clipped / norms.steps
     if loop.setup.outliers.sigma is not None:
         found["outlier_steps"] = loop.progress.outlier_count
+    found |= {k: v for k, v in totals(loop).items() if k != "rose_first"}
     return found | loop.measured.noise.figures()
 
 
@@ -73,6 +75,8 @@ def details(loop: Loop) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if clip := loop.measured.norms.summary():
         found["clip"] = clip
+    if spikes := totals(loop):
+        found["spikes"] = spikes
     noise = loop.measured.noise
     if noise.measurements:
         noise_found: dict[str, Any] = {
@@ -82,6 +86,19 @@ def details(loop: Loop) -> dict[str, Any]:
         noise_found["verdict"] = noise.verdict(loop.run.real_batch_size)
         found["noise"] = noise_found
     return found
+
+
+def measured_sections(loop: Loop) -> list[tuple[str, str]]:
+    """Return what a run has measured of itself, for the screen."""
+    measured, sections = details(loop), list[tuple[str, str]]()
+    if first := measured.get("spikes", {}).get("rose_first"):
+        text = f"{first['module']}, in {first['spikes']} of the spikes"
+        sections.append(("rose first", text))
+    if "noise" in measured:
+        sections.append(("noise scale", measured["noise"]["verdict"]))
+    if "clip" in measured:
+        sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
+    return sections
 
 
 def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
@@ -95,11 +112,7 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
-    measured = details(loop)
-    if "noise" in measured:
-        sections.append(("noise scale", measured["noise"]["verdict"]))
-    if "clip" in measured:
-        sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
+    sections += measured_sections(loop)
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: an error here is only printed
         if text is not None:

@@ -8,6 +8,7 @@ from llmexp import mesh
 from llmexp.metrics.outliers import describe
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.runs.rows import Figures
+from llmexp.train import spikes
 from llmexp.train.checkpointing import finish_saving
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop
@@ -151,6 +152,8 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         why = describe(outliers.limits, seen.loss, seen.grad_norm)
         loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
+        if loop.setup.layers is not None and loop.config.metrics.spikes:
+            spikes.follow(loop, seen, outliers.limits)
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:
             loop.measured.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)

@@ -63,7 +63,7 @@ def measure(
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clip=Clip(kind="none", max_norm=None, max_value=None),
-        small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None,
+        small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None, layers=None,
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
         skip_outliers=False,
     )  # fmt: skip

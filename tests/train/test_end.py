@@ -62,7 +62,10 @@ def made(
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
         ),
         parts=SimpleNamespace(  # type: ignore[arg-type]
-            config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1)),
+            config=SimpleNamespace(
+                train=SimpleNamespace(max_consecutive_skips=1),
+                metrics=SimpleNamespace(spikes=False),
+            ),
             run=SimpleNamespace(parent=None),
         ),
         out=Outputs(

@@ -1,0 +1,141 @@
+"""A spike is found, recorded with its run-up layer by layer, and counted until the loss is back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from llmexp.metrics.outliers import Outliers
+from llmexp.train.spikes import rose_first
+from tests.conftest import TINY, Result, llmexp, train
+from tests.tools import weights
+
+# From step 46 on the gradient of one module of one layer grows fourfold with each step.
+HOOK = """
+def plant(event, context):
+    if event == "backward_end" and 45 < context.step < 60:
+        for name, p in context.model.named_parameters():
+            if name == "blocks.1.mlp.up_proj.weight":
+                p.grad.mul_(4.0 ** (context.step - 45))
+"""
+SETTINGS = [
+    "data=synthetic", "data.n_tokens=9000", "batch.real_batch_size=4", "train.max_steps=64",
+    "train.log_every=1", "train.eval_every=null", "checkpoint.every=30", "precision=fp64",
+    "metrics.outlier_sigma=8", "optimizer=sgd", "optimizer.lr=0.1", "clip=none",
+    "batch.micro_batch_size=2", "hooks=[plant.plant]", "--allow", "plant",
+]  # fmt: skip
+ON = "metrics.spikes=true"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("spikes")
+    (folder / "plant.py").write_text(HOOK)
+    two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
+    return {
+        "off": train(folder, "off", *SETTINGS),
+        "on": train(folder, "on", *SETTINGS, ON),
+        "two": train(folder, "two", *SETTINGS, ON, *two, "batch.gradient_accumulation_steps=1"),
+    }
+
+
+def records(result: Result) -> dict[int, dict]:
+    files = (result.folder / "spikes").glob("*.json")
+    return {int(file.stem): json.loads(file.read_text()) for file in files}
+
+
+def steps_by_the_rule(result: Result) -> tuple[list[int], int]:
+    """The steps at which a spike begins, and the targets until the loss is back: by the rows."""
+    outliers, level, found, lost = Outliers(8.0, 128), None, [], 0
+    for row in result.rows():
+        loss, norm, limits = row["train/loss"], row["grad_norm"], outliers.limits
+        above = bool(limits) and (loss > limits.loss[1] or norm > limits.norm[1])
+        if level is not None and loss <= level and not above:
+            level = None
+        elif level is None and above:
+            level = sum(limits.loss) / 2
+            found.append(row["step"])
+        if level is not None:
+            lost += row["target_tokens"]
+        outliers.add(loss, norm)
+    return found, lost
+
+
+def test_a_spike_is_recorded_with_what_rose_first(runs):
+    found, (steps, lost) = records(runs["on"]), steps_by_the_rule(runs["on"])
+    assert sorted(found) == steps
+    assert steps
+    spike = found[steps[0]]
+    assert spike["step"] == steps[0] > 46
+    assert [s["step"] for s in spike["steps"]] == list(range(steps[0] - 10, steps[0] + 1))
+    first = spike["rose_first"]
+    assert (first["module"], first["step"]) == ("blocks.1.mlp.up_proj", 46)
+    assert 2 < first["times"] < 8
+    row = runs["on"].rows()[steps[0] - 1]
+    assert (spike["loss"], spike["grad_norm"]) == (row["train/loss"], row["grad_norm"])
+    assert spike["sequences"] == [4 * (steps[0] - 1), 4 * steps[0]]
+    assert len(spike["first_tokens"]) == 4
+    squares = [x**2 for x in spike["steps"][-1]["grad_norm"].values()]
+    assert math.sqrt(sum(squares)) == pytest.approx(row["grad_norm"], rel=1e-12)
+    status = runs["on"].json("status.json")
+    assert status["summary"]["spikes"] == len(steps)
+    assert status["summary"]["spike_tokens"] == lost
+    assert status["spikes"]["rose_first"]["module"] == "blocks.1.mlp.up_proj"
+    assert (
+        f"step {steps[0]} is a spike: blocks.1.mlp.up_proj rose first, at step 46" in runs["on"].out
+    )
+
+
+def test_recording_changes_nothing_and_off_means_nothing(runs):
+    assert not (runs["off"].folder / "spikes").exists()
+    assert "spikes" not in runs["off"].json("status.json")
+    final = [weights(runs[name], 64) for name in ("off", "on")]
+    assert all(bool((final[0][name] == final[1][name]).all()) for name in final[0])
+
+
+def test_two_ranks_record_the_same(runs):
+    one, two = records(runs["on"]), records(runs["two"])
+    assert one.keys() == two.keys()
+    for step, spike in one.items():
+        assert spike["first_tokens"] == two[step]["first_tokens"]
+        assert spike["rose_first"]["module"] == two[step]["rose_first"]["module"]
+        assert spike["rose_first"]["times"] == pytest.approx(two[step]["rose_first"]["times"], 1e-6)
+
+
+def test_a_resumed_run_records_the_same(runs, tmp_path):
+    """Spikes after the checkpoint are forgotten with their rows."""
+    (tmp_path / "plant.py").write_text(HOOK)
+    stop = [*TINY, "hydra.run.dir=cut", *SETTINGS, ON, "train.stop_step=62"]
+    first = llmexp("train", *stop, cwd=tmp_path)
+    assert first.code == 75
+    assert sorted(records(first)) == sorted(records(runs["on"]))
+    for file in (first.folder / "checkpoints").glob("step_*62"):
+        for part in file.iterdir():
+            part.unlink()
+        file.rmdir()
+    again = llmexp("resume", "cut", "train.stop_step=null", "--allow", "plant", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert records(first) == records(runs["on"])
+    assert first.json("status.json")["spikes"] == runs["on"].json("status.json")["spikes"]
+
+
+def test_what_rose_first_is_the_first_to_leave_its_level():
+    def step(number: int, **norms: float) -> dict:
+        return {"step": number, "grad_norm": norms, "update_norm": {"a": 1.0, "b": 0.0}}
+
+    calm = [step(n, a=1.0 + 0.3 * (n % 2), b=0.5) for n in range(5)]
+    assert rose_first([*calm, step(5, a=2.5, b=0.9)]) is None  # within twice the largest: 2.6
+    found = rose_first([*calm, step(5, a=2.7, b=1.6), step(6, a=90.0, b=1.0)])
+    assert found == {"module": "b", "figure": "grad_norm", "step": 5, "times": 3.2}
+    assert rose_first(calm) is None
+
+
+def test_spikes_need_the_rule_that_finds_them(tmp_path: Path):
+    result = llmexp("train", ON, "metrics.outlier_sigma=null", cwd=tmp_path)
+    assert result.code == 2
+    assert "metrics.spikes" in result.err
+    assert "metrics.outlier_sigma" in result.err
+    assert not list(tmp_path.iterdir())
