@@ -37,7 +37,7 @@ def made(model: str, micro: int, accumulation: int, length: int, *more: str) -> 
     ]  # fmt: skip
     with app.hydra_app(None) as hydra:
         overrides = [f"model={model}", *COMMON, *sizes, *more]
-        parts = assemble(app.typed(app.compose(hydra, overrides)[0]))
+        parts = assemble(app.typed_config(app.compose(hydra, overrides)[0]))
     return parts, set_up(parts, mesh.join(parts.device.type, "single", 1, 1, 1))
 
 

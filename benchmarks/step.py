@@ -101,7 +101,7 @@ def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *mor
         "train.sample_tokens=0", "tracker=none", "checkpoint.every=null", *more,
     ]  # fmt: skip
     with app.hydra_app(None) as hydra:
-        return assemble(app.typed(app.compose(hydra, overrides)[0]))
+        return assemble(app.typed_config(app.compose(hydra, overrides)[0]))
 
 
 def ratio(
@@ -130,17 +130,17 @@ def ratio(
         return call
 
     parts, spent = dataclasses.replace(parts, hooks=[("bench", hook)]), []
-    originals = loop.report, loop.show_rows
-    loop.report, loop.show_rows = map(timed, originals)
+    originals = loop.report_step, loop.show_rows
+    loop.report_step, loop.show_rows = map(timed, originals)
     with tempfile.TemporaryDirectory() as path:
-        folder.record(Path(path), parts, {})
+        folder.record_run(Path(path), parts, {})
         out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
         try:
             worker.run_training(
                 Path(path), parts, mesh.join("cpu", "single", 1, 1, 1), lambda: None
             )
         finally:
-            sys.stdout, (loop.report, loop.show_rows) = out, originals
+            sys.stdout, (loop.report_step, loop.show_rows) = out, originals
         rows = read_rows(Path(path) / rundir.METRICS)
         assert len(rows) == -(-(rounds + warm_up + 1) // log_every)
     pairs = zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)

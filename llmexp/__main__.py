@@ -33,7 +33,7 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
-    from llmexp.system.child import PREEMPTED, leave, never_fail_to_print
+    from llmexp.system.child import PREEMPTED, end_process, never_fail_to_print
 
     never_fail_to_print()
     try:
@@ -54,28 +54,15 @@ def main() -> None:
         PREEMPTED,
         130,
     ):  # stopped by a signal; another, while Python shuts down, would change the code
-        leave(code)
+        end_process(code)
     sys.exit(code)
 
 
-# Each command's function, by its module; a command imports what it needs, and no more.
-COMMANDS = {
-    "train": "llmexp.cli.train:train",
-    "plan": "llmexp.cli.plan:plan",
-    "explain": "llmexp.cli.explain:run",
-    "prepare": "llmexp.cli.prepare:prepare",
-    "tokenizer": "llmexp.cli.tokenizer:tokenizer",
-    "resume": "llmexp.cli.resume:resume",
-    "sample": "llmexp.cli.sample:sample",
-    "evaluate": "llmexp.cli.evaluate:evaluate",
-    "average": "llmexp.cli.average:average",
-    "export": "llmexp.cli.export:export",
-    "sync": "llmexp.tracker.sync:sync",
-    "compare": "llmexp.cli.compare:run",
-    "next": "llmexp.cli.next:run",
-    "runs": "llmexp.cli.runs:run",
-    "verify": "llmexp.cli.verify:run",
-}
+# Each is the function `main` of its module; a command imports what it needs, and no more.
+COMMANDS = (
+    "train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate", "average",
+    "export", "sync", "compare", "next", "runs", "verify",
+)  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
@@ -113,7 +100,7 @@ def dispatch(arguments: list[str]) -> int:
         print(f"llmexp {__version__}")
         return 0
     if command in ("-sc", "--shell-completion", "--shell_completion"):
-        return complete(arguments, tuple(COMMANDS))
+        return complete(arguments)
     if command not in COMMANDS:
         hint = f"{nearest(command, COMMANDS)} See llmexp --help."
         if command.startswith("sweep"):
@@ -124,8 +111,8 @@ def dispatch(arguments: list[str]) -> int:
 
         print_help(command, rest)
         return 0
-    module, _, name = COMMANDS[command].partition(":")
-    code: int = getattr(importlib.import_module(module), name)(rest)
+    module = "llmexp.tracker.sync" if command == "sync" else f"llmexp.cli.{command}"
+    code: int = importlib.import_module(module).main(rest)
     return code
 
 
@@ -144,7 +131,7 @@ def report(error: Exception, code: int, as_json: bool) -> int:
     return code
 
 
-def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
+def complete(arguments: list[str]) -> int:
     """Complete a command line in the shell: our commands here, overrides by Hydra.
 
     Hydra must not see the command before them.
@@ -154,7 +141,7 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
 
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and any(a.startswith("query=") for a in arguments):
-        print("\n".join(c for c in commands if c.startswith(words[1])))
+        print("\n".join(c for c in COMMANDS if c.startswith(words[1])))
         return 0
     if (
         len(words) > 2
@@ -162,12 +149,12 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
         and any(a.startswith("query=") for a in arguments)
     ):
         return 0  # they take paths, which the shell completes where nothing is printed
-    if len(words) > 2 and words[1] in commands:
+    if len(words) > 2 and words[1] in COMMANDS:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
     for flag, folder in itertools.pairwise(words):
         if flag in ("--config-dir", "-cd") and os.path.isdir(folder):
             arguments = [*arguments, "--config-dir", folder]
-    return train.train(arguments)
+    return train.main(arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
-from llmexp.forecast.settings import Plan
+from llmexp.forecast.settings import PlanKnobs
 from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
 from llmexp.settings.targets import arguments_of, locate
@@ -17,7 +17,7 @@ from tests.tools import option
 
 KNOBS = fields() | {
     f"{section}.{name}": knob
-    for section, kind in (("sweep", Sweep), ("prepare", Prepare), ("plan", Plan))
+    for section, kind in (("sweep", Sweep), ("prepare", Prepare), ("plan", PlanKnobs))
     for name, knob in section_knobs(kind).items()
 }
 LINE = re.compile(

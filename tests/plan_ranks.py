@@ -199,7 +199,7 @@ def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
     from llmexp.train.assembly.assemble import assemble
 
     with app.hydra_app(None) as hydra:
-        config = app.typed(app.compose(hydra, case.overrides)[0])
+        config = app.typed_config(app.compose(hydra, case.overrides)[0])
     parts = assemble(config)
     if planned:
         os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world)}

@@ -30,7 +30,7 @@ from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, field_key, fla
 from llmexp.settings.values import as_yaml as written
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
-from llmexp.train.evaluation import evaluate
+from llmexp.train.evaluation import validate
 from llmexp.train.set_up import set_up
 from llmexp.train.step import OK, OUTLIER, seed_step, train_step
 from llmexp.train.windows import read_ahead
@@ -215,7 +215,7 @@ def trained(config: Config) -> tuple[str, list[float]]:
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
     text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size)
-    figures += evaluate(parts, s, text_bytes).values()
+    figures += validate(parts, s, text_bytes).values()
     digest.update(np.array(figures).tobytes())
     return digest.hexdigest(), figures
 

@@ -115,7 +115,7 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
         "batch.micro_batch_size=2", "batch.real_batch_size=4",
     ]  # fmt: skip
     with app.hydra_app(None) as hydra:
-        parts = assemble(app.typed(app.compose(hydra, overrides)[0]))
+        parts = assemble(app.typed_config(app.compose(hydra, overrides)[0]))
     found = []
     for within in (False, True):
         monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)

@@ -25,7 +25,7 @@ class Averaged:
     parameters: int
 
 
-def average(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Write the mean of checkpoints into a folder that other commands take as they take a run."""
     parser = command_line.parser_of(
         "average",
@@ -67,7 +67,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
 
     try:
         opened = [open_checkpoint(path, step, weights) for path, step in found]
-        exchange.average(opened, weights, folder)
+        exchange.write_average(opened, weights, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())

@@ -18,7 +18,7 @@ from llmexp.system.redact import warn
 from llmexp.system.text import columns
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Compare runs, print and write the answer, and return exit code 0.
 
     Raises ConfigError for arguments that cannot be followed and where there is no run to show, and

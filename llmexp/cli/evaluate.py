@@ -21,7 +21,7 @@ from llmexp.system.text import aligned, with_interval
 BY = ("set", "document", "item")
 
 
-def evaluate(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
     args = parsed_words(command_line.take_allowed(arguments))
     found = evaluated(args)
@@ -52,10 +52,10 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
         return found | {"tasks": harness_figures(scored)}
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
     from llmexp.exchange.average import RECORD, facts_of
-    from llmexp.train.assembly.opening import open_folder, open_run
+    from llmexp.train.assembly.opening import open_run, open_weights
 
     if of_folder:
-        opened = open_folder(folder, config)
+        opened = open_weights(folder, config)
     else:
         opened = open_run(path, step, args.weights)
         found["step"] = opened.step
@@ -103,7 +103,7 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     words = [command_line.opened(o) for o in (*own, *args.overrides)]
     whole = argparse.Namespace(config_dir=args.config_dir, overrides=words, multirun=False)
     with app.composed(whole, "evaluate") as (_, cfg, _):
-        return dataclasses.replace(app.typed(cfg), model=section)
+        return dataclasses.replace(app.typed_config(cfg), model=section)
 
 
 def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:

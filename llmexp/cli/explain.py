@@ -24,7 +24,7 @@ from llmexp.compose.origin import (
     not_in_option,
     options_of,
 )
-from llmexp.forecast.settings import Plan
+from llmexp.forecast.settings import PlanKnobs
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
@@ -52,7 +52,7 @@ CAN_END = (
 OF_COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (Sweep, "the points of a sweep are run"),
     "prepare": (Prepare, "llmexp prepare works"),
-    "plan": (Plan, "llmexp plan works"),
+    "plan": (PlanKnobs, "llmexp plan works"),
 }
 COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
 USAGE = """\
@@ -69,7 +69,7 @@ it acts, what it changes, and what uses it.
 """  # noqa: E501
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Print the explanation. Raises ConfigError for a key that there is not."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
     with app.composed(args) as (hydra, cfg, _):
-        found = explained(hydra.config_loader, cfg, app.typed(cfg), key)
+        found = explained(hydra.config_loader, cfg, app.typed_config(cfg), key)
     if args.json:
         print(json.dumps(found, indent=2, default=str))
         return 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmexp.exchange.export import Exported
 
 
-def export(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
     text = "Write a trained model as a folder that transformers loads."
     parser = command_line.parser_of("export", text)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from llmexp.compare.comparing import NO_RUN, investigate
 from llmexp.compare.known import Step
-from llmexp.compare.next_step import next_step
+from llmexp.compare.next_step import propose
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Print the step and return exit code 0, also where nothing is left to do; ConfigError: 2."""
     parser = Parser(
         prog="llmexp next",
@@ -25,16 +25,16 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--negligible", metavar="NATS", help="as for llmexp compare")
     parser.add_argument("--json", action="store_true", help="the step as JSON")
     args = parser.parse_args(arguments)
-    step = following(args.paths, args.negligible)
+    step = proposed(args.paths, args.negligible)
     print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else step)
     return DONE
 
 
-def following(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
+def proposed(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
     found = investigate(paths, negligible=negligible)
     for problem in found.c.problems:
         warn(problem)
     if not found.c.entries:
         raise ConfigError(NO_RUN.replace("compare", "next"))
-    return next_step(found)
+    return propose(found)

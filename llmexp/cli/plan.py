@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmexp.sweep.planning import PlannedSweep
 
 
-def plan(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained."""
     args = command_line.parse("plan", arguments)
     if hydra_flags.asked(args):
@@ -52,7 +52,7 @@ def planned(args: Any) -> Planned | PlannedSweep:
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:
-            config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+            config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
             rundir.check_writable(wanted)
             there = app.fixed_folder(args.overrides, "hydra.run.dir") and rundir.is_run(wanted)
             if there:

@@ -58,7 +58,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def prepare(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
     args = command_line.parse("prepare", arguments)
     if hydra_flags.asked(args):
@@ -80,7 +80,7 @@ def prepared(args: Any) -> Prepared | str:
     Raises ConfigError.
     """
     with app.composed(args, "prepare") as (_, cfg, _):
-        settings, config = build_prepare(app.section(cfg, "prepare")), app.typed(cfg)
+        settings, config = build_prepare(app.section(cfg, "prepare")), app.typed_config(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
     from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, with_vocabulary

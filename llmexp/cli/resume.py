@@ -19,7 +19,7 @@ from llmexp.settings.values import ConfigError, quoted, refuse, typed
 from llmexp.system import child
 
 
-def resume(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Go on with a run, or with a sweep, in its folder: `llmexp resume RUN_DIR [key=value ...]`."""
     text = "Go on with a run in its folder, from its newest whole checkpoint; or with a sweep."
     parser = command_line.parser_of("resume", text)
@@ -42,7 +42,7 @@ def resume(arguments: list[str]) -> int:
     if ledger.is_sweep(path):
         arguments = recordable(ledger.read_ledger(path).arguments)
         here = f"sweep.resume={quoted(str(path))}"
-        return train.train(["-m", *arguments, *args.overrides, here])
+        return train.main(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
     return resume_run(path, args.overrides)  # it says what is missing

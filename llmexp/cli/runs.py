@@ -47,7 +47,7 @@ class RunLine:
     error: str
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command and return its exit code.
 
     1 where something could not be removed, 2 where there is no run. Raises ConfigError.

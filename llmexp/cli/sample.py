@@ -10,7 +10,7 @@ from llmexp.runs.naming import add_weights, named_checkpoint
 from llmexp.settings.values import ConfigError
 
 
-def sample(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
     parser = command_line.parser_of("sample", "Generate text from a run.")
     parser.add_argument(

@@ -37,7 +37,7 @@ class TrainedTokenizer:
     bytes_per_token: float  # on a sample of the documents
 
 
-def tokenizer(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Train a byte-level BPE tokenizer and write it as tokenizer.json and as a .tiktoken file."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
@@ -72,7 +72,7 @@ def trained(args: Any) -> TrainedTokenizer:
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
     check_new(folder, "--out")
     with app.composed(args, "tokenizer") as (_, cfg, _):
-        config = app.typed(cfg)
+        config = app.typed_config(cfg)
     from llmexp.train.assembly.inputs import training_documents
 
     try:

@@ -18,7 +18,7 @@ from llmexp.compose.app import (
     composed,
     fixed_folder,
     refuse_hosts,
-    typed,
+    typed_config,
     visible,
 )  # fmt: skip
 from llmexp.compose.command_line import parse
@@ -45,18 +45,18 @@ def say_tracker(cfg: DictConfig, points: bool = False) -> None:
         say(line)
 
 
-def train(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
     args = parse("train", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
     if not args.json:
-        return start(args, arguments)[0]
+        return start_run(args, arguments)[0]
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # the only text on standard output is the result
         try:
-            code, path = start(args, [a for a in arguments if a != "--json"])
+            code, path = start_run(args, [a for a in arguments if a != "--json"])
         finally:
             sys.stdout.flush()
             os.dup2(out.fileno(), 1)  # for the error
@@ -68,7 +68,7 @@ def train(arguments: list[str]) -> int:
     return code
 
 
-def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
+def start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
     """Train what the parsed arguments ask for.
 
     Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.
@@ -89,7 +89,7 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
                 say_tracker(cfg, points=True)
                 given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
                 return sweep(hydra, cfg, given, words)
-            config = typed(cfg)
+            config = typed_config(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
         refuse_secrets(args.overrides, "the command line")
         say_tracker(cfg)

@@ -33,16 +33,16 @@ RECORD = "verify.json"
 PASS, FAIL = 0, 1
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the proof that the first argument names, and return the exit code."""
     what, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if what in ("-h", "--help") or {"-h", "--help"} & set(rest):
         usage()
         return PASS
-    args = parse(what, rest)
+    args = parse_proof(what, rest)
     with app.composed(args, "verify") as (_, cfg, multirun):
         origin.refuse_unused(args.overrides, multirun)
-        config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+        config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:
             text = "verify proves runs from their beginning; leave it out"
             raise refuse("fork.run", config.fork.run, text)
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     return prove(Proof(what, rundir.claim(wanted, fixed), config, made_of))
 
 
-def parse(what: str, rest: list[str]) -> argparse.Namespace:
+def parse_proof(what: str, rest: list[str]) -> argparse.Namespace:
     """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
     if what not in WHAT:
         text = f"there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}"

@@ -17,7 +17,7 @@ from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
 from llmexp.compare.figures import half_width
 from llmexp.compare.judging import RESOLUTION, SMALL, Findings
 from llmexp.compare.records import TWIN, listed
-from llmexp.compare.screened import told
+from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import REACHED, UNITS_IN_WORDS, cap_of
 from llmexp.settings.knobs import SEED
@@ -32,7 +32,7 @@ def headline(f: Findings) -> str:
     if f.c.target:
         return _to_target(f)
     if f.c.screen:
-        return told(f)
+        return screen_line(f)
     if f.tasks > 1:
         return (
             f"No ranking: the runs have {f.tasks} different validation texts, so their losses "
@@ -168,7 +168,7 @@ def _over_seeds(r: Rival, f: Findings) -> str:
     if len(values) == 1:
         return f"{f.metric.title} {f.figure(r)}"
     if len(values) == 2:
-        more = "the sweep plans more" if planned([r]) else f"add {_more_seeds(r)}"
+        more = "the sweep plans more" if seeds_to_go([r]) else f"add {_more_seeds(r)}"
         return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval; {more}"
     low_end, high_end = r.entry.intervals[f.metric.key]
     mean = r.entry.figures[f.metric.key]
@@ -187,7 +187,7 @@ def _more_seeds(r: Rival) -> str:
     return f"{SEED}=" + ",".join(map(str, free[:2]))
 
 
-def planned(rivals: Sequence[Rival]) -> dict[Path, int]:
+def seeds_to_go(rivals: Sequence[Rival]) -> dict[Path, int]:
     """Return how many seeds of these settings each sweep has still to train.
 
     Sweeps that have none are left out.

@@ -21,7 +21,7 @@ from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
 from llmexp.compare.screened import screen_of
-from llmexp.compare.target import REACHED, aimed, target_of, whole
+from llmexp.compare.target import REACHED, aimed, target_of, without_gaps
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
@@ -127,7 +127,7 @@ def findings(
         settings.entry_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    entries = [whole(e) for e in entries]
+    entries = [without_gaps(e) for e in entries]
     metric = _metric(entries, sort, mixed, better)
     factors = settings.factors([e for e in entries if e.out not in APART], differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
@@ -244,7 +244,7 @@ def _batch(records: Sequence[Record]) -> str:
     for r in records:
         size = r.batch("real_batch_size")
         if isinstance(size, int):
-            cuts[size].add(settings.cut_of(r))
+            cuts[size].add(settings.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.figures import counts
+from llmexp.compare.figures import has_a_say
 from llmexp.compare.position import positions
 from llmexp.compare.records import Entry
 from llmexp.settings.labels import short_value
@@ -40,7 +40,7 @@ class Curve:
 
 def curve(entry: Entry, key: str) -> Curve | None:
     """Return the quantity over the steps that the entry's runs share; None where no run has it."""
-    alive = [r for r in entry.runs if counts(r)] or list(entry.runs)
+    alive = [r for r in entry.runs if has_a_say(r)] or list(entry.runs)
     runs = [r for r in alive if key in r.columns and np.isfinite(r.columns[key]).any()]
     if not runs:
         return None
@@ -139,7 +139,7 @@ def _geometric(values: np.ndarray) -> bool:
     return bool(np.std(factors) / np.mean(factors) <= np.std(sums) / np.mean(sums))
 
 
-def cells(entries: Sequence[Entry], down: str, across: str) -> dict[tuple[int, int], Entry]:
+def grid_cells(entries: Sequence[Entry], down: str, across: str) -> dict[tuple[int, int], Entry]:
     """Return the entries by their places on the scales of two keys.
 
     Where a cell has several, it is the best one, which comes first.

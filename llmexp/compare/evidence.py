@@ -18,7 +18,7 @@ from llmexp.compare.budgets import CLOSE
 from llmexp.compare.inference import Model
 from llmexp.compare.position import positions, rows_until
 from llmexp.compare.records import TWIN, Entry, Record
-from llmexp.compare.settings import cut_of
+from llmexp.compare.settings import batch_cut
 from llmexp.compare.statistics import Difference, estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
@@ -108,7 +108,7 @@ class Effect:
     only: Sequence[str] | None = None
 
 
-def place_of(record: Record, align: str, at: float | None, metric: str) -> Place | None:
+def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:
     """Return where the run stands when the metric is read, None where that is not known.
 
     It is read at the common position `at` (None: at the run's own end), a validation loss in the
@@ -167,7 +167,7 @@ def floor_of(rivals: Sequence[Rival], metric: str) -> Floor | None:
     squares = sum(float(((v - v.mean()) ** 2).sum()) for v in values)
     variance = squares / sum(len(v) - 1 for v in values)
     twins = any(r.config.get(TWIN) for runs in sets for r in runs)
-    cuts = any(len({cut_of(r) for r in runs}) > 1 for runs in sets)
+    cuts = any(len({batch_cut(r) for r in runs}) > 1 for runs in sets)
     sources = ["twins"] * twins + ["cuts of one batch"] * cuts
     size = max(float(v.max() - v.min()) for v in values)
     source = " and ".join(sources) or "repeats"

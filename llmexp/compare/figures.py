@@ -76,7 +76,7 @@ def is_score(key: str) -> bool:
     return TASK.fullmatch(key) is not None
 
 
-def figure(entry: Entry, column: Column) -> str:
+def figure_text(entry: Entry, column: Column) -> str:
     """Return a figure as text, a loss with the half width of its interval.
 
     Empty where it is not known.
@@ -122,7 +122,7 @@ def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def counts(record: Record) -> bool:
+def has_a_say(record: Record) -> bool:
     """Tell whether the run has a say in how far all have come.
 
     It has unless it is broken off, left out or short of rows.
@@ -139,7 +139,7 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
     text, or far shorter than the others and not of their sweep, would spoil the comparison of the
     rest.
     """
-    reasons = {r: _broken(r) for r in records if not counts(r)}
+    reasons = {r: _broken(r) for r in records if not has_a_say(r)}
 
     def alive() -> list[Record]:
         return [r for r in records if r not in reasons]

@@ -21,7 +21,7 @@ from llmexp.compare.evidence import (
     alike,
     effects,
     floor_of,
-    place_of,
+    read_place,
 )
 from llmexp.compare.figures import is_loss, task
 from llmexp.compare.looks import Level, Stood, stood
@@ -151,7 +151,7 @@ def _rival(c: Comparison, entry: Entry, metric: str, cap: float) -> Rival:
     if not is_loss(metric):
         return Rival(entry, seeds)
     measured = [r for r in runs if metric in r.figures] or runs
-    places = [p for r in measured if (p := place_of(r, c.align, at, metric))]
+    places = [p for r in measured if (p := read_place(r, c.align, at, metric))]
     if len(places) < len(measured):
         return Rival(entry, seeds)
     # of seeds the mean, as all that is printed of them

@@ -33,7 +33,7 @@ TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_
          "batch.gradient_accumulation_steps")  # fmt: skip
 
 
-def next_step(f: Findings) -> Step:
+def propose(f: Findings) -> Step:
     """Return the step that would tell most."""
     known = Known(f)
     for rule in RULES:
@@ -85,7 +85,7 @@ def budget(k: Known) -> Step | None:
     return k.step("budget", why, changes | {"train.max_tokens": [str(common(spent))]}, anew=True)
 
 
-def confirm(k: Known) -> Step | None:
+def confirm_search(k: Known) -> Step | None:
     """Train the best trials of a search again, with fresh seeds: the lowest of many is luck too."""
     if not k.sweep or k.sweep.grid:
         return None
@@ -109,7 +109,7 @@ def confirm(k: Known) -> Step | None:
     return k.step("confirm", why, changes | {SEED: fresh}, anew=True)
 
 
-def screen(k: Known) -> Step | None:
+def confirm_screen(k: Known) -> Step | None:
     """Confirm what a screen has found, by all combinations of these keys over seeds."""
     s = k.f.c.screen
     if s is None:
@@ -285,4 +285,4 @@ def _unknown(k: Known) -> str:
     return "the folders do not say how to make such runs"
 
 
-RULES = (rest, budget, compared, screen, confirm, wider, decide, seeds, finer)
+RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds, finer)

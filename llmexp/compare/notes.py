@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.evidence import Effect, Place, Verdict
-from llmexp.compare.figures import counts
+from llmexp.compare.figures import has_a_say
 from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
@@ -228,7 +228,7 @@ def _tokens(f: Findings) -> Iterator[str]:
 
 def _where(f: Findings) -> Iterator[str]:
     """Say where the losses are read, and who has no evaluation up to there."""
-    c, runs = f.c, [r for r in f.c.taking_part if counts(r)]
+    c, runs = f.c, [r for r in f.c.taking_part if has_a_say(r)]
     own_end = not f.is_loss or f.metric.key == "final val/loss"
     if own_end or c.align_at is None or f.limiting is None or len(runs) < 2:
         return

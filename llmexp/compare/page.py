@@ -16,11 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from llmexp.compare.plot_screen import screen_plots
 from llmexp.compare.plot_settings import maps, over_keys
-from llmexp.compare.plot_training import losses, others
-from llmexp.compare.plot_verdict import verdict
+from llmexp.compare.plot_training import losses, other_quantities
+from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.plotting import looks, templates
 from llmexp.compare.records import Comparison, Record, as_dict
-from llmexp.compare.table import columns_of
+from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as setting
@@ -62,8 +62,12 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     not do anything if it were not escaped.
     """
     c = comparison
-    curves, rest, settings = losses(c), others(c), screen_plots(c) or [*over_keys(c), *maps(c)]
-    stand = verdict(c)
+    curves, rest, settings = (
+        losses(c),
+        other_quantities(c),
+        screen_plots(c) or [*over_keys(c), *maps(c)],
+    )
+    stand = verdict_plot(c)
     plots = [plot for plot in (stand, curves, *settings, rest) if plot]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
@@ -150,7 +154,7 @@ class Table:
     sortable: bool = False
 
 
-def figures(*values: Any) -> list[Cell]:
+def number_cells(*values: Any) -> list[Cell]:
     """Return a cell for each number, empty where one is not known."""
     return [Cell("" if number(v) is None else shown(v, 3), v) for v in values]
 
@@ -172,7 +176,7 @@ def run_table(c: Comparison) -> Table | None:
 
     It has the standing, and the settings and figures that are not alike in all.
     """
-    found = columns_of(c)
+    found = shown_columns(c)
     metric = [found.pop(c.metric)] if c.metric in found else []
     kept, same = list(metric), []
     for column in found.values():
@@ -217,7 +221,7 @@ def clip_table(c: Comparison) -> Table | None:
             quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
             limit = setting(record.config.get("clip.max_norm") if by_norm else None)
             cells = [Cell(limit), share(clip.get("share"))]
-            cells += figures(*(quantiles.get(q) for q in ("50", "90", "99")))
+            cells += number_cells(*(quantiles.get(q) for q in ("50", "90", "99")))
             for at in map(as_dict, limits if isinstance(limits, list) else []):
                 cells.append(share(at.get("share"), f"{setting(at.get('limit'))}: "))
             rows.append(Row(colour, name, cells))
@@ -233,7 +237,7 @@ def noise_table(c: Comparison) -> Table | None:
     for colour, name, record in runs(c):
         if noise := as_dict(record.status.get("noise")):
             known = [noise.get(key) for key in ("noise_scale", "low", "high", "measurements")]
-            cells = figures(record.facts.get("real_batch_size"), *known)
+            cells = number_cells(record.facts.get("real_batch_size"), *known)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
     heads = ["Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict"]
     return Table("Noise scale of each run", heads, rows, before=NOISE) if rows else None

@@ -9,9 +9,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from llmexp.compare.curves import Scale, cells, scale
+from llmexp.compare.curves import Scale, grid_cells, scale
 from llmexp.compare.evidence import Verdict
-from llmexp.compare.figures import figure, half_width, is_score
+from llmexp.compare.figures import figure_text, half_width, is_score
 from llmexp.compare.plotting import GREY, LEADING, Plot, looks, menus, metric, palette, plot, text
 from llmexp.compare.records import APART, Comparison, Entry
 from llmexp.settings.labels import short_keys, short_label
@@ -61,7 +61,7 @@ def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Pl
                 line={"color": colour, "width": 1.6 if few else 0.7},
                 marker={"color": colour, **{k: [p[k] for p in points] for k in ("size", "symbol")}},
                 error_y=dict(array=halves, width=4, color=colour, visible=any(halves)),
-                text=[f"<b>{text(e.label)}</b><br>{text(column.title)} {figure(e, column)}"
+                text=[f"<b>{text(e.label)}</b><br>{text(column.title)} {figure_text(e, column)}"
                       for e in group],
                 hovertemplate="%{text}<extra></extra>",
             )
@@ -95,7 +95,7 @@ def maps(c: Comparison) -> list[Plot]:
     for pair in itertools.combinations(c.factors, 2) if c.columns else ():
         scales = {key: scale(entries, key) for key in pair}
         down, across = sorted(pair, key=lambda key: len(scales[key].levels))
-        known = cells(entries, down, across)
+        known = grid_cells(entries, down, across)
         if 3 * len(known) >= len(scales[down].levels) * len(scales[across].levels):
             plots.append(_map(c, {across: scales[across], down: scales[down]}, known))
     return plots[:MAPS]

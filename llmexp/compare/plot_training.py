@@ -203,7 +203,7 @@ def _later(lines: Sequence[Line]) -> list[float]:
     return [low - pad, high + pad]
 
 
-def others(c: Comparison) -> Plot | None:
+def other_quantities(c: Comparison) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: list[tuple[str, list[Any]]] = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))

@@ -27,7 +27,7 @@ COLOURS = {"worse": "#d9485f", "same": "#2fa58e", "undecided": GREY} | dict.from
 )
 
 
-def verdict(c: Comparison) -> Plot | None:
+def verdict_plot(c: Comparison) -> Plot | None:
     """Return the settings in order with their seeds and the intervals of their differences.
 
     None where no setting has several seeds, or losses do not compare.

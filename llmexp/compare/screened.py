@@ -23,7 +23,7 @@ def screen_of(c: Comparison, ranked: Sequence[Rival]) -> Screen | None:
     return screen(settings, [r.seeds for r in ranked])
 
 
-def told(f: Findings) -> str:
+def screen_line(f: Findings) -> str:
     """Return the result of a screen in one line."""
     s: Screen = f.c.screen
     size = f"{plural(len(s.knobs), 'knob')} in {plural(s.runs, 'run')}"

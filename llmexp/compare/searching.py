@@ -35,7 +35,7 @@ def searched(f: Findings) -> Iterator[str]:
         )
     keys = [k for k in varying(f.c.entries, f.c.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
-        yield in_words(importances(known, keys, key), len(known), short_keys(f.c.factors))
+        yield importance_words(importances(known, keys, key), len(known), short_keys(f.c.factors))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Importance:
     told: bool  # whether chance alone would hardly make it so large
 
 
-def in_words(found: Sequence[Importance], count: int, names: Mapping[str, str]) -> str:
+def importance_words(found: Sequence[Importance], count: int, names: Mapping[str, str]) -> str:
     """Name the knobs that mattered, and those of which it cannot be told."""
     told = sorted((i for i in found if i.told), key=lambda i: -i.share)
     if not told:

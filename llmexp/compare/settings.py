@@ -45,7 +45,7 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda key: sections.index(key.partition(".")[0])))
 
 
-def cut_of(record: Record) -> str:
+def batch_cut(record: Record) -> str:
     """Return how the run's batch is cut into micro-batches and ranks."""
     keys = ("micro_batch_size", "gradient_accumulation_steps", "dp_size")
     return str([record.batch(key) for key in keys])

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp.compare.figures import difference, figure
+from llmexp.compare.figures import difference, figure_text
 from llmexp.compare.records import TWIN, Comparison, Entry
 from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
@@ -52,7 +52,7 @@ class Shown:
         return max(map(cell_len, texts), default=0) + 2
 
 
-def columns_of(c: Comparison) -> dict[str, Shown]:
+def shown_columns(c: Comparison) -> dict[str, Shown]:
     """Return the columns by key: the standing, what differs, the figures."""
     short, entries = short_keys(c.differing), c.entries
     sizes = [e.standing.difference for e in entries]
@@ -65,7 +65,7 @@ def columns_of(c: Comparison) -> dict[str, Shown]:
         found[key] = Shown(short[key], [_setting(e, key) for e in entries])
     for k in c.columns:
         values = [e.figures.get(k.key) for e in entries]
-        found[k.key] = Shown(k.title, [figure(e, k) for e in entries], values)
+        found[k.key] = Shown(k.title, [figure_text(e, k) for e in entries], values)
     found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in entries])
     found["state"] = Shown("state", [e.state for e in entries])
     return found
@@ -111,7 +111,7 @@ def _fitting(c: Comparison, width: int, encoding: str) -> list[Shown]:
     """Return the columns that fit: settings, mark and metric always, then the others."""
     found = {
         key: replace(column, cells=[child.printable(cell, encoding) for cell in column.cells])
-        for key, column in columns_of(c).items()
+        for key, column in shown_columns(c).items()
     }
     mark = Shown("", found["mark"].cells)
     metric = [found[c.metric]] if c.metric in found else []
@@ -233,7 +233,7 @@ def to_csv(c: Comparison) -> str:
 
 def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
-    columns = [Shown("run", [e.name for e in c.entries]), *columns_of(c).values()]
+    columns = [Shown("run", [e.name for e in c.entries]), *shown_columns(c).values()]
     rows = [[k.title for k in columns], ["---"] * len(columns)]
     rows += map(list, zip(*(k.cells for k in columns), strict=True))
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]

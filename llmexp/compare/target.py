@@ -80,7 +80,7 @@ def _column(columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     return columns.get(key, np.full(len(columns.get("step", ())), np.nan))
 
 
-def whole(entry: Entry) -> Entry:
+def without_gaps(entry: Entry) -> Entry:
     """Return an entry without means where one of its runs never reached the target."""
     if entry.figures.get(REACHED, 1.0) == 1.0:
         return entry

@@ -120,7 +120,7 @@ def verdict(row: Row, rows: Sequence[Row]) -> str | None:
     return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def rate_cells(rows: Sequence[Row]) -> list[list[str]]:
     """Return the titles of which some row has a figure, and a line of texts for each row."""
     titles = [title for title in TITLES if any(title in row for row in rows)]
     forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}
@@ -137,7 +137,7 @@ def write(records: Sequence[Record], where: Path) -> list[list[str]]:
     The file is in full precision, and blank where nothing was measured.
     """
     rows = rows_of(records)
-    found = cells(rows)
+    found = rate_cells(rows)
     out = io.StringIO()
     writer = csv.DictWriter(out, found[0], restval="", lineterminator="\n")
     writer.writeheader()

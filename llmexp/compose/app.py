@@ -49,10 +49,10 @@ def hydra_app(
         if beneath := [run] if run else forking.parents_in(overrides):
             folder = stack.enter_context(forking.options(beneath, fork=run is None))
             search_path.prepend("parent", f"file://{folder}")
-        yield from started(search_path)
+        yield from hydra_started(search_path)
 
 
-def started(search_path: Any) -> Iterator[Hydra]:
+def hydra_started(search_path: Any) -> Iterator[Hydra]:
     """Yield Hydra over the folders of configs, and end it."""
     GlobalHydra.instance().clear()
     # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
@@ -132,10 +132,10 @@ def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = 
     with hydra_app(config_dir, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
         refuse_unused(overrides, multirun)
-        return typed(cfg, run)
+        return typed_config(cfg, run)
 
 
-def typed(cfg: DictConfig, run: Path | None = None) -> Config:
+def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     """Return plain, checked dataclasses from a composed config: OmegaConf stops here.
 
     `run` is the run whose config was composed over, to go on with it. Raises ConfigError."""

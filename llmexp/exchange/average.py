@@ -21,7 +21,7 @@ from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 
 
-def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
+def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
     """Write the mean of checkpoints into a new folder: a config, a checkpoint and RECORD.
 
     Config and checkpoint are of the last one's run and step. `weights`: those of naming.WEIGHTS

@@ -138,7 +138,7 @@ class Exported:
     notes: list[str]
 
 
-def export(
+def export_model(
     loaded: Loaded,
     section: Mapping[str, Any],
     tokenizer: Tokenizer,

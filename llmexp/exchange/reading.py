@@ -202,7 +202,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read_object(file, f"{file}: cannot be read")
 
 
-def check(source: WeightSource, section: Mapping[str, Any], model: nn.Module) -> list[str]:
+def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Check that a model of this section can begin with the weights; return what grows, in words.
 
     Raises ConfigError that lists the knobs that differ, or the tensors.
@@ -278,7 +278,7 @@ def check_values(source: WeightSource) -> None:
 
 @torch.no_grad()
 def begin_with(model: nn.Module, source: WeightSource) -> None:
-    """Copy the weights, which `check` has found to fit, into the model.
+    """Copy the weights, which `check_weights` has found to fit, into the model.
 
     Rows that they do not have stay as they are.
     """

@@ -12,7 +12,7 @@ from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
-from llmexp.forecast.settings import Plan
+from llmexp.forecast.settings import PlanKnobs
 from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
@@ -35,7 +35,7 @@ NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 class Planner:
     """Plan runs for one device; what runs of one kind have in common is found out once."""
 
-    def __init__(self, plan: Plan, measure: bool) -> None:
+    def __init__(self, plan: PlanKnobs, measure: bool) -> None:
         self._plan, self._measure = plan, measure
         self._device = None if plan.device is None else device_named(plan.device)
         self._once = Cache()

@@ -15,7 +15,7 @@ PEAK_SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanKnobs:
     """The way that a run is planned; no part of its config."""
 
     device: str | None = knob(
@@ -46,9 +46,9 @@ class Plan:
     )
 
 
-def build_plan(mapping: Mapping[str, Any]) -> Plan:
+def build_plan(mapping: Mapping[str, Any]) -> PlanKnobs:
     """Return the section `plan`. Raises ConfigError, also for a device that is not known."""
-    found: Plan = convert_section(Plan, mapping, "plan.")
+    found: PlanKnobs = convert_section(PlanKnobs, mapping, "plan.")
     if found.device is None and found.memory_gib is not None:
         text = "acts only beside plan.device; add for example plan.device=h200"
         raise refuse("plan.memory_gib", found.memory_gib, text)

@@ -122,7 +122,7 @@ class Norms:
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 
-def clip_table(summary: dict[str, Any], own: float | None) -> str:
+def clip_lines(summary: dict[str, Any], own: float | None) -> str:
     """Return `Norms.summary` as lines for a reader; `own` is the run's own limit."""
     lines = [f"{'limit':>9} {'steps clipped':>14} {'mean coefficient':>17}"]
     for row in summary["table"]:

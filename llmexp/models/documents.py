@@ -84,11 +84,11 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
     same_bts = first_bt[:, :, None] == first_bt[:, None, :]
     mask_b1ts = (causal_ts & same_bts)[:, None]
     if kind_of(tokens_bt.device) == "cuda" and torch.compiler.is_compiling():
-        return Documents(positions_bt, None, mask_b1ts, blocks_of(first_bt))
+        return Documents(positions_bt, None, mask_b1ts, flex_mask(first_bt))
     return Documents(positions_bt, None, mask_b1ts)
 
 
-def blocks_of(first_bt: Tensor) -> Any:
+def flex_mask(first_bt: Tensor) -> Any:
     """Return FlexAttention's mask of documents, from the first place of each token's document.
 
     FlexAttention does not compute blocks that are hidden, and compiled it makes no mask of all

@@ -63,10 +63,10 @@ class Answer:
         They show losses, other quantities, and one shows each swept key.
         """
         from llmexp.compare.plot_settings import maps, over_keys
-        from llmexp.compare.plot_training import losses, others
+        from llmexp.compare.plot_training import losses, other_quantities
 
         c = self.comparison
-        plots = (losses(c), *over_keys(c), *maps(c), others(c))
+        plots = (losses(c), *over_keys(c), *maps(c), other_quantities(c))
         wide = {"template": None, "margin": None}  # as plotly shows a figure of its own
         return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots if p}
 
@@ -89,9 +89,9 @@ def compare(*paths: Any, align: str = "tokens",
 
 def next_step(*paths: Any, negligible: float | None = None) -> Step:
     """Return the one command that would tell most about runs, as `llmexp next` does."""
-    from llmexp.cli.next import following
+    from llmexp.cli.next import proposed
 
-    return following(_paths(paths), negligible)
+    return proposed(_paths(paths), negligible)
 
 
 def _paths(given: Sequence[Any]) -> list[Path]:

@@ -41,10 +41,10 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
             command, stdin=subprocess.DEVNULL, stdout=result, stderr=subprocess.PIPE
         )
         try:
-            follow(process, lines, quiet)
+            relay(process, lines, quiet)
         except KeyboardInterrupt:  # a notebook interrupts this process alone
             process.send_signal(signal.SIGINT)
-            follow(process, lines, quiet)
+            relay(process, lines, quiet)
             raise
         result.seek(0)
         text = result.read()
@@ -85,7 +85,7 @@ def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
     raise ConfigError(f"{flags}: trains no run; it is for the command line: llmexp train {flags}")
 
 
-def follow(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> None:
+def relay(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> None:
     """Print what the command prints, until it ends."""
     assert process.stderr is not None
     for raw in process.stderr:

@@ -22,7 +22,7 @@ from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Task, is_left, lengthened, match, of_folders
 from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
-from llmexp.sweep.show import warn
+from llmexp.sweep.show import warn_of_budgets
 from llmexp.sweep.twins import run_twins
 from llmexp.system.child import say
 from llmexp.system.text import aligned, columns, one_line
@@ -50,7 +50,7 @@ def run_batch(
     resumed = current.settings.resume is not None
     if current.grid and not resumed:
         spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
-        warn(spent, current.settings, current.arguments)
+        warn_of_budgets(spent, current.settings, current.arguments)
     if current.grid and not resumed and len(able) + len(refused) == 1:
         say("one point: no key has several values (train.seed=1,2 would make two)")
     longer = lengthened(current, able) if current.grid and resumed else {}
@@ -191,7 +191,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     say("")
     lines: list[str] = []
     try:
-        lines = report(current)
+        lines = report_sweep(current)
     except Exception as error:  # the runs are recorded, so an error here is only printed
         # its repr may hold a page
         say(f"no comparison: {type(error).__name__}: {one_line(str(error))}")
@@ -204,7 +204,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     say(f"folder {ledger.path}")
 
 
-def report(current: Current) -> list[str]:
+def report_sweep(current: Current) -> list[str]:
     """Compare the points that ran, write the page or the table of rates, and return the answer.
 
     It is empty where fewer than two ran or none finished.

@@ -31,7 +31,7 @@ def answer(
     `shared`: what points have in common. `waiting`: the points that were checked and are not yet
     queued. Raises ConfigError.
     """
-    path, known = Path(request["folder"]), folder.known(request)
+    path, known = Path(request["folder"]), folder.known_of(request)
     place = request["folder"] if rundir.is_run(path) else ""
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
     parts = waiting.pop(key, None)
@@ -44,7 +44,7 @@ def answer(
         path, fresh = folder.open_folder(parts, request)
         if fresh or not folder.is_finished(path, parts.run.max_steps):
             with rundir.locked(path):
-                folder.record(path, parts, request, "queued")
+                folder.record_run(path, parts, request, "queued")
     if purpose == "lengthen" and place:
         folder.refuse_other_run(path, parts)
     run = parts.run

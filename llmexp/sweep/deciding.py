@@ -18,7 +18,7 @@ from llmexp.compare.evidence import Rival, Verdict
 from llmexp.compare.judging import Findings
 from llmexp.compare.records import Record
 from llmexp.compare.spending import following, level_of
-from llmexp.compose.app import typed
+from llmexp.compose.app import typed_config
 from llmexp.compose.overrides import key_of
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
@@ -77,10 +77,12 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
         raise refuse("sweep.max_seeds", settings.max_seeds, text, 2 * len(seeds))
     current.seeds = seeds
     found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
-    return found + (trained(ledger, rows, seeds) if ledger else [])
+    return found + (further_points(ledger, rows, seeds) if ledger else [])
 
 
-def trained(ledger: Ledger, rows: Sequence[Sequence[str]], seeds: Sequence[int]) -> list[list[str]]:
+def further_points(
+    ledger: Ledger, rows: Sequence[Sequence[str]], seeds: Sequence[int]
+) -> list[list[str]]:
     """Return the overrides of the points of a sweep that are not among the first seeds of rows."""
     swept = {key.lstrip("+") for key in ledger.swept}
     swept |= {key_of(o) for row in rows for o in row if any(o not in other for other in rows)}
@@ -248,8 +250,8 @@ class Deciding:
         assert point.composer is not None
         overrides = [*unseeded(point.overrides), f"{SEED}={seed}"]
         swept = list(dict.fromkeys([*point.swept, SEED]))
-        name = points.label(overrides, swept)
-        config = with_devices(typed(point.composer(overrides, name)), self.current.settings)
+        name = points.point_label(overrides, swept)
+        config = with_devices(typed_config(point.composer(overrides, name)), self.current.settings)
         return dataclasses.replace(
             point, overrides=overrides, swept=swept, label=name, config=config, checked=None
         )

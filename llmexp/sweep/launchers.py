@@ -50,11 +50,11 @@ def check_launcher(cfg: DictConfig) -> str:
         text = f"does not run here; it is one of {', '.join(NAMES.values())}"
         raise ConfigError(f"hydra/launcher: {target} {text}")
     if name in KNOBS:
-        knobs_of(name, cfg)
+        launcher_knobs(name, cfg)
     return name
 
 
-def knobs_of(name: str, cfg: DictConfig) -> Any:
+def launcher_knobs(name: str, cfg: DictConfig) -> Any:
     """Return the checked knobs of the launcher. Raises ConfigError."""
     launcher = cfg.hydra.launcher
     with user_errors():
@@ -77,9 +77,9 @@ def run_tasks(
         launcher = Local(current, tasks)
         display.slots(launcher.slots)
     elif current.launcher == "ray":
-        launcher = ray.Ray(current, knobs_of("ray", current.cfg), tasks)
+        launcher = ray.Ray(current, launcher_knobs("ray", current.cfg), tasks)
     else:
-        knobs = knobs_of("slurm", current.cfg)
+        knobs = launcher_knobs("slurm", current.cfg)
         launcher = slurm.Slurm(current, knobs, at_work, display.line)
     drive(launcher, list(tasks), current, display)
 

@@ -63,7 +63,7 @@ class Local:
     def _begin(self, task: Task, devices: list[str]) -> None:
         self._current.began(task.entry)
         try:
-            process = start(task, devices, self._most)
+            process = start_task(task, devices, self._most)
         except (ConfigError, OSError) as error:  # something is in the place of its files
             record_end(task.path, "failed", REFUSED, str(error))
             self._free += devices
@@ -79,7 +79,7 @@ class Local:
                 continue
             self._active.remove(one)
             self._free += one.devices
-            settle(one.task.path, code, one.cause, stopped=self._current.stopped)
+            record_left(one.task.path, code, one.cause, stopped=self._current.stopped)
             self._current.ended(one.task.entry)
         return bool(self._active)
 
@@ -99,7 +99,7 @@ def visible_devices(count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def start(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
+def start_task(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
     """Return the worker of a task, which starts its own ranks."""
     env = dict(os.environ)
     if devices:
@@ -126,7 +126,7 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
         kill_family(one.process.pid)  # a rank that hangs heeds nothing less
 
 
-def settle(path: Path, code: int, cause: str, *, stopped: bool) -> None:
+def record_left(path: Path, code: int, cause: str, *, stopped: bool) -> None:
     """Record how a run ended, if it could not itself."""
     left = how_it_left(code)
     if cause and left is not Left.WELL:

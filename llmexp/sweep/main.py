@@ -57,7 +57,7 @@ def sweep(
                 points = seeded(current, points)
             run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, settings, where))
         else:
-            search.run(hydra, current, overrides)
+            search.run_search(hydra, current, overrides)
     path = current.ledger.path
     again = f"to go on: llmexp resume {shlex.quote(str(path))}{kept_back(arguments)}"
     if current.ledger.state == "finished":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.compose.app import typed, visible
+from llmexp.compose.app import typed_config, visible
 from llmexp.run.budget import BUDGETS, keep_warmup
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
@@ -22,7 +22,7 @@ from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.current import Current
-from llmexp.sweep.points import Point, label, no_start, with_devices
+from llmexp.sweep.points import Point, no_start, point_label, with_devices
 from llmexp.sweep.settings import Sweep
 
 
@@ -151,11 +151,11 @@ def of_folders(checker: Checker, ledger: Ledger, entries: Sequence[LedgerEntry])
 def told_apart(point: Point, ledger: Ledger) -> Point:
     """Return a new point with a label by what sets it apart from all others of the sweep."""
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
-    text = label(point.overrides, swept)
+    text = point_label(point.overrides, swept)
     if other := next((e for e in ledger.points if e.label == text), None):
         new = [o for o in visible(point.overrides) if o not in other.overrides]
         swept = list(dict.fromkeys([*swept, *(o.partition("=")[0] for o in new)]))
-        text = label(point.overrides, swept)
+        text = point_label(point.overrides, swept)
     if any(e.label == text for e in ledger.points):  # of less than the other was given
         text = f"{text[:110]}-{ledger.next_number()}"
     if text == point.label:
@@ -175,7 +175,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     ledger = ledgers.read_ledger(current.where)
     known = entries_of(ledger, points)
     new = [point for point in points if point.identity not in known]
-    there = composed(ledger, new, current.settings)
+    there = composed_points(ledger, new, current.settings)
     found: dict[str, str] = {}
     asked: list[Point] = []
     for point in new:
@@ -198,7 +198,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     return found
 
 
-def composed(
+def composed_points(
     ledger: Ledger, new: Sequence[Point], settings: Sweep
 ) -> list[tuple[LedgerEntry, dict[str, Any]]]:
     """Return the points of the ledger that still compose, each with its flat config."""
@@ -207,7 +207,7 @@ def composed(
         for entry in ledger.points:
             if entry.state != "infeasible" and not entry.is_twin:
                 with contextlib.suppress(Exception):  # files that it needs may be gone
-                    config = typed(compose(entry.overrides, entry.label))
+                    config = typed_config(compose(entry.overrides, entry.label))
                     found.append((entry, flat_of(with_devices(config, settings))))
     return found
 

@@ -18,7 +18,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.settings import Sweep
-from llmexp.sweep.show import fitted, naming, warn, width_of
+from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
 
@@ -136,7 +136,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
             print(fitted(seeds_in_words(sweep.total["sweep.decide"], settings)), flush=True)
         spends = [p.spent(one.run.max_tokens, one.run.max_steps) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
-        warn(spends, settings, of_training)
+        warn_of_budgets(spends, settings, of_training)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0

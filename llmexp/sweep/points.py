@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
-from llmexp.compose.app import chosen_folder, typed, visible
+from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of
 from llmexp.run.batch import solve_batch
@@ -116,7 +116,7 @@ class Point:
         return dataclasses.replace(self, number=number, path=path)
 
 
-def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
+def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     """Return the swept keys with their values, in characters that need no quotes."""
     given = [o.partition("=") for o in overrides]
     values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
@@ -145,11 +145,11 @@ def load_points(
     refused: list[Refused] = []
     composer = Composer(loader, base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
-        name = label(overrides, swept)
+        name = point_label(overrides, swept)
         try:
             with user_errors(loader, overrides):
                 cfg = composer(overrides, name)
-            config = with_devices(typed(cfg), settings)
+            config = with_devices(typed_config(cfg), settings)
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)

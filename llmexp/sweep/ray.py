@@ -19,7 +19,7 @@ from typing import Any
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
-from llmexp.sweep.local import STDERR, settle
+from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.matching import Task
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 
@@ -55,7 +55,7 @@ def need(asked: str) -> None:
         raise ConfigError(f"{asked}: the package ray is not installed; pip install 'llmexp[ray]'")
 
 
-def train(path: str, environment: dict[str, str]) -> int:
+def train_task(path: str, environment: dict[str, str]) -> int:
     """Train in a run folder, or go on there, as a task; return the exit code.
 
     A task that is ended lets the run save.
@@ -102,7 +102,7 @@ class Ray:
             task = waiting.pop(0)
             cpus, gpus = needs(task, self._knobs)
             room = {"num_cpus": cpus, "num_gpus": gpus, "name": task.path.name}
-            remote = self._ray.remote(train).options(**room)
+            remote = self._ray.remote(train_task).options(**room)
             self._left[remote.remote(str(task.path.absolute()), self._environment)] = task
 
     def poll(self) -> bool:
@@ -185,7 +185,7 @@ def finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
         wait_until_free(path)  # it saves
     except ray.exceptions.RayError as error:
         cause, stopped = f"Ray: {' '.join(str(error).split())[:200]}", False
-    settle(path, code, cause, stopped=stopped)
+    record_left(path, code, cause, stopped=stopped)
 
 
 def wait_until_free(path: Path) -> None:

@@ -113,7 +113,7 @@ def score(path: Path, step: int) -> float:
     return math.inf
 
 
-def reached(task: Task, stops: Mapping[str, int]) -> bool:
+def at_its_stop(task: Task, stops: Mapping[str, int]) -> bool:
     """Return whether a run has been at the step where it has to stop, if there is one."""
     step = stops.get(task.entry.folder)
     return step is not None and score(task.path, step) < math.inf
@@ -130,7 +130,7 @@ def run_points(
     left = []
     for task in tasks:
         finished = ledger.look(task.entry) == "finished" and not is_longer(task.point)
-        if not finished and not reached(task, stops):
+        if not finished and not at_its_stop(task, stops):
             left.append(task)
     done = len(tasks) - len(left)
     if left and done:
@@ -150,7 +150,7 @@ def goes_again(task: Task, stops: Mapping[str, int]) -> bool:
     entry = task.entry
     if entry.state == "failed":
         return entry.exit_code != REFUSED
-    return entry.state == "preempted" and not reached(task, stops)
+    return entry.state == "preempted" and not at_its_stop(task, stops)
 
 
 def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> None:

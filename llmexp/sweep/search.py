@@ -22,7 +22,7 @@ from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.batch import open_ledger, run_batch
 from llmexp.sweep.current import Current
-from llmexp.sweep.launchers import knobs_of
+from llmexp.sweep.launchers import launcher_knobs
 from llmexp.sweep.matching import Task, of_folders
 from llmexp.sweep.points import asked_of, grid_of, load_points
 from llmexp.sweep.running import run_points, score, stop_in
@@ -43,11 +43,11 @@ class Trial:
     step: int = 0  # where a rung left it out
 
 
-def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
+def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     """Try points until there are enough, then train the best ones again. Raises ConfigError."""
     asked = asked_of(hydra, current.cfg, overrides)
     space = {o.get_key_element(): distribution(o) for o in asked if o.is_sweep_override()}
-    refuse_idle(current, space)
+    refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     if current.settings.resume is not None:
         open_ledger(current)
@@ -82,7 +82,7 @@ def refuse_other_seed(ledger: Ledger, given: Sequence[str]) -> None:
         raise refuse(SEED, own[0].partition("=")[2] if own else None, text)
 
 
-def refuse_idle(current: Current, space: Mapping[str, Any]) -> None:
+def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
     """Raise ConfigError for a search that cannot be. That needs no more than the command line."""
     search, sampler = current.settings.search, current.settings.search.sampler
     if current.settings.twins:
@@ -146,7 +146,7 @@ def written(value: Any, of: Any) -> str:
     return f"{min(max(float(f'{value:.{digits}g}'), of.low), of.high):.12g}"
 
 
-def read(text: str, of: Any) -> Any:
+def optuna_value(text: str, of: Any) -> Any:
     """Return the value of an override as Optuna has it."""
     return type(of.low)(float(text)) if hasattr(of, "low") else text
 
@@ -166,7 +166,7 @@ def suggest(
     study = optuna.create_study(sampler=sampler_of(sampler, 0 if replayed else len(trials)))
     for trial in trials:
         try:
-            params = {key: read(trial.params[key], of) for key, of in space.items()}
+            params = {key: optuna_value(trial.params[key], of) for key, of in space.items()}
             state = optuna.trial.TrialState[trial.state]
             known: dict[str, Any] = {"state": state, "value": trial.value}
             if trial.state == "PRUNED":
@@ -262,7 +262,7 @@ def batch_size(current: Current, facts: PointFacts | None) -> int:
     """
     settings, most = current.settings, current.settings.max_parallel or 1
     if settings.max_parallel is None and current.launcher == "slurm":
-        most = knobs_of("slurm", current.cfg).array_parallelism
+        most = launcher_knobs("slurm", current.cfg).array_parallelism
     elif settings.max_parallel is None and facts is not None:
         need = settings.devices_of(facts.ranks, facts.devices > 0)
         most = settings.at_once(facts.devices, [need])

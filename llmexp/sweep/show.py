@@ -243,7 +243,9 @@ def naming(
     return [("run",), *((name,) for name in names)]
 
 
-def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]) -> None:
+def warn_of_budgets(
+    spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]
+) -> None:
     """Warn on standard error of points whose losses will not compare."""
     if settings.report == "throughput":  # no losses are of interest there
         return

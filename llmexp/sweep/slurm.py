@@ -88,7 +88,7 @@ def check(knobs: Knobs) -> None:
         raise refuse("hydra.launcher.timeout_min", knobs.timeout_min, text, delay_s // 60 + 60)
 
 
-def options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]:
+def sbatch_options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]:
     """Return sbatch's options for runs with so many ranks on each node; None leaves one out."""
     gpus = ranks if device == "cuda" else None
     return {
@@ -114,7 +114,7 @@ def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -
     The jobs' output goes beside the script. Raises OSError with what sbatch printed.
     """
     run = rundir.read_run(paths[0])
-    asked = options(knobs, run["nnodes"], run["nproc_per_node"], run["device"])
+    asked = sbatch_options(knobs, run["nnodes"], run["nproc_per_node"], run["device"])
     text = SCRIPT.format(
         runs="\n".join(shlex.quote(str(path.absolute())) for path in paths),
         setup="\n".join(knobs.setup),

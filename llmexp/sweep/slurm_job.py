@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmexp.system.child import DONE, PREEMPTED, REFUSED, leave, start_worker
+from llmexp.system.child import DONE, PREEMPTED, REFUSED, end_process, start_worker
 
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
 # The variables that describe the job that this process is in, its GPUs and its ranks included.
@@ -66,7 +66,7 @@ def states() -> dict[str, tuple[str, str]]:
     return {job: (state, reason.strip("()")) for job, state, reason in rows}
 
 
-def run(path: Path) -> int:
+def run_job(path: Path) -> int:
     """Train the run on this node; return the exit code.
 
     A job that Slurm stopped goes back into the queue, once.
@@ -113,4 +113,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or "SLURM_JOB_ID" not in os.environ:
         usage = "python -m llmexp.sweep.slurm_job RUN_DIR"
         sys.exit(f"usage, inside a Slurm job (see launchers/slurm.sbatch): {usage}")
-    leave(run(Path(sys.argv[1])))
+    end_process(run_job(Path(sys.argv[1])))

@@ -247,7 +247,7 @@ def never_fail_to_print() -> None:
                 stream.reconfigure(errors="llmexp")
 
 
-def leave(code: int) -> None:
+def end_process(code: int) -> None:
     """Flush and end the process without the interpreter's finalisation.
 
     There threads of gloo and wandb abort.

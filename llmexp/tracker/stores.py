@@ -189,13 +189,13 @@ STORES: dict[str, type[Store]] = {"tensorboard": TensorBoard, "mlflow": MLflow, 
 
 def check_chosen(kind: str, also: Sequence[str]) -> None:
     """Raise ConfigError where a tracker of the config cannot be used."""
-    check([kind] if kind in STORES else [], "tracker")
-    check(also)
+    check_stores([kind] if kind in STORES else [], "tracker")
+    check_stores(also)
     if kind in also:
         raise ConfigError(f"tracker.also={kind}: is what tracker={kind} chooses already")
 
 
-def check(kinds: Sequence[str], key: str = "tracker.also") -> None:
+def check_stores(kinds: Sequence[str], key: str = "tracker.also") -> None:
     """Raise ConfigError for a tracker that there is not, or whose package is missing."""
     for kind in kinds:
         if kind not in STORES:

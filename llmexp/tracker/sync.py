@@ -27,13 +27,13 @@ from llmexp.tracker.fields import (
     upload_is_pending,
 )
 from llmexp.tracker.mirror import TrackerError, upload
-from llmexp.tracker.stores import STORES, End, check
+from llmexp.tracker.stores import STORES, End, check_stores
 from llmexp.tracker.wandb import check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 
 
-def sync(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Upload what the tracker's server does not have yet.
 
     Return exit code 1 when something stayed behind.
@@ -60,7 +60,7 @@ def sync(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     runs = find_runs(args.paths)
     if args.to != "wandb":
-        check([args.to], "--to")
+        check_stores([args.to], "--to")
         if args.anew or args.dry_run:
             raise ConfigError(f"--to {args.to}: has neither --anew nor --dry-run")
         return upload_all(runs, False, args.to)
@@ -148,7 +148,7 @@ def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
         check_idle(run)
         # so that no training starts in the folder meanwhile
         with contextlib.nullcontext() if dry else rundir.locked(run):
-            records = read_records(run, anew)
+            records = records_to_upload(run, anew)
             if to == "wandb" and (settled := records.settled()):
                 line, complete = f"nothing to send, {settled}", not records.lost
             else:
@@ -213,7 +213,7 @@ def check_idle(run: Path) -> None:
         raise LeftOut("it is in training; sync it when that has ended")
 
 
-def read_records(run: Path, anew: bool) -> Records:
+def records_to_upload(run: Path, anew: bool) -> Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     folder = RunFolder(run)
     rows, status = folder.rows, folder.status

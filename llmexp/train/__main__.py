@@ -19,4 +19,4 @@ if __name__ == "__main__":
 
     from llmexp.train import worker
 
-    child.leave(worker.main(sys.argv[1]))
+    child.end_process(worker.main(sys.argv[1]))

@@ -15,8 +15,8 @@ from llmexp import mesh
 from llmexp.system import fileio, hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
-from llmexp.train.evaluation import evaluate, score_tasks
-from llmexp.train.loop import Due, report, take_step
+from llmexp.train.evaluation import score_tasks, validate
+from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.step import Step
@@ -77,7 +77,7 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     finish_step(loop)
     row = Due(row=True, evaluation=False, tasks=False, checkpoint=False, sample=False)
     done: Step = step
-    return at, lambda: report(loop, done, window, row), stopped
+    return at, lambda: report_step(loop, done, window, row), stopped
 
 
 def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
@@ -85,7 +85,7 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     config = loop.config
     actions: dict[str, Callable[[], Any]] = {
         "row_s": write_row,
-        "evaluation_s": lambda: evaluate(loop.parts, loop.setup, loop.text_bytes),
+        "evaluation_s": lambda: validate(loop.parts, loop.setup, loop.text_bytes),
     }
     if loop.parts.tasks:
         actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)

@@ -18,7 +18,7 @@ from llmexp.train.step import Setup, TrainingFailed
 from llmexp.update import precision
 
 
-def evaluate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
+def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
     """Return the validation losses over all ranks, weighted by tokens and summed in float64.
 
     They are of the main set, of each named one, and of the average of the weights. The training RNG

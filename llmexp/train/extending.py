@@ -17,7 +17,7 @@ from llmexp.train.assembly.solving import rate_factor
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
 
-def check(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
+def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
     """Raise ConfigError unless training with the new budget would have made the same checkpoint.
 
     `old` is the flat config of the run in `path`, and `parts` have the new budget."""

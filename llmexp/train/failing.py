@@ -107,7 +107,7 @@ def meaning(
     return Failure(code, text, traceback.format_exc(), final=False)
 
 
-def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
+def record_failure(path: Path | None, failure: Failure, *, ours: bool) -> int:
     """Print and record how the run ended; return the exit code.
 
     In a folder that is not `ours` another process may be at work: it is not touched. A rank that a
@@ -117,7 +117,7 @@ def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
     rank = os.environ.get("RANK")
     if failure.state == "failed":
         if rank is not None and path is not None:
-            group.report(path, int(rank), code, text, trace, final=failure.final)
+            group.leave_account(path, int(rank), code, text, trace, final=failure.final)
         if STARTED not in os.environ:
             _print(path if ours else None, code, text, trace)
         elif os.environ["LOCAL_RANK"] != "0":  # into its log; that of local rank 0 is shown
@@ -141,7 +141,7 @@ def record_unbegun(path: Path | None, failure: Failure) -> int:
         ours = path is not None and (failure.exit_code == FAILED or rundir.is_run(path))
         if path is not None and ours and STARTED not in os.environ:
             ours = _taken(path, locks)
-        return record(path, failure, ours=ours)
+        return record_failure(path, failure, ours=ours)
 
 
 def _taken(path: Path, locks: contextlib.ExitStack) -> bool:

@@ -55,7 +55,7 @@ def parent_of(path: Path) -> Parent | None:
         raise ConfigError(f"{path / rundir.RUN}: is damaged at parent") from None
 
 
-def known(request: dict[str, Any]) -> dict[str, Any]:
+def known_of(request: dict[str, Any]) -> dict[str, Any]:
     """Return what `assemble` needs to know of the folder of a request.
 
     That is whether it holds a checkpoint to go on from, and the parent of a fork there. Raises
@@ -81,11 +81,11 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
         path = wanted
     else:
         path = rundir.claim(wanted, request["fixed"])
-    report(request, path=str(path))
+    answer_command(request, path=str(path))
     return path, not there
 
 
-def report(request: dict[str, Any], **found: Any) -> bool:
+def answer_command(request: dict[str, Any], **found: Any) -> bool:
     """Answer the command that waits, once; return whether there is one."""
     if "report_fd" not in request:
         return False
@@ -116,7 +116,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
             f"here: llmexp train {typed('fork.run', path)} ..."
         )
     if keys and loaded is not None:  # else nothing is trained yet
-        extending.check(path, old, parts, loaded)
+        extending.check_extension(path, old, parts, loaded)
     if not recorded:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     before, now = recorded.get("environment"), environment(parts)
@@ -155,7 +155,7 @@ def environment(parts: Parts) -> dict[str, str]:
     return marks(plain(parts.config), may_change)
 
 
-def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
+def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
     """Write config.yaml with every derived value, run.json, provenance/, and the status."""
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {

@@ -54,7 +54,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
             account.update(fileio.read_json(account_file(path, rank)))
         except ConfigError:  # it was killed, and left none
             text = how_it_died(code, False, f"rank {rank}") + ending.bus_error(path, code)
-            account.update(report(path, rank, max(code, FAILED), text))
+            account.update(leave_account(path, rank, max(code, FAILED), text))
         return bool(account["final"])
 
     code = ranks.run_ranks(plan, lost)
@@ -64,7 +64,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     return account["exit_code"], told(account)
 
 
-def join(path: Path, parts: Parts) -> mesh.Mesh:
+def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
     """Return this rank's place among the ranks.
 
     All must run the same code on the same config. Raises ConfigError.
@@ -196,7 +196,7 @@ def numbered(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-def report(
+def leave_account(
     path: Path, rank: int, code: int, text: str, trace: str = "", *, final: bool = False
 ) -> dict[str, Any]:
     """Leave a rank's account of its failure for its starter and for the other ranks; return it.

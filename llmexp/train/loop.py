@@ -22,7 +22,7 @@ from llmexp.settings.targets import place
 from llmexp.system import hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import go_on_saving, save
-from llmexp.train.evaluation import evaluate, score_tasks
+from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.profiling import start_profiler
 from llmexp.train.row import Measures, build_row
@@ -104,7 +104,7 @@ def train(loop: Loop) -> str:
         if step.layers is not None and layers is not None and layers.wanted(progress.step):
             report_layers(loop, layers.row(step.layers))
         if due.row:
-            report(loop, step, window, due)
+            report_step(loop, step, window, due)
         else:
             call_hooks(loop, "step_end", progress.step, window=window)
         slow = due.evaluation or due.tasks or due.checkpoint or due.sample
@@ -162,7 +162,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
     return window, step
 
 
-def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
+def report_step(loop: Loop, step: Step, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
     row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window, due))
@@ -172,7 +172,7 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     if due.tasks:
         row |= score_tasks(loop.parts, loop.setup)
     if due.evaluation:
-        row |= evaluate(loop.parts, loop.setup, loop.text_bytes)
+        row |= validate(loop.parts, loop.setup, loop.text_bytes)
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss
             progress.best_val_loss = min(row["val/loss"], best)

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
-from llmexp.metrics.norms import clip_table
+from llmexp.metrics.norms import clip_lines
 from llmexp.metrics.plot import plot_losses
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, Figures, walk_rows
@@ -97,7 +97,7 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     if "noise" in measured:
         sections.append(("noise scale", measured["noise"]["verdict"]))
     if "clip" in measured:
-        sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
+        sections.append(("clipping", clip_lines(measured["clip"], loop.measured.norms.limit)))
     return sections
 
 

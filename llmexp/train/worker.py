@@ -44,19 +44,19 @@ def main(argument: str) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        parts = assemble(build(request["config"]), **folder.known(request))
+        parts = assemble(build(request["config"]), **folder.known_of(request))
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):
                 return DONE
             if request.get("note"):
                 say(request["note"])
-        return start(path, parts, request, accept_first=not fresh)
+        return begin_run(path, parts, request, accept_first=not fresh)
     # a function of the user's, such as that of the data, may raise anything
     except BaseException as error:
         failure = failing.meaning(error)
         refused = failure.exit_code == REFUSED
-        if refused and folder.report(request, error=error_record(error)):
+        if refused and folder.answer_command(request, error=error_record(error)):
             return REFUSED
         return failing.record_unbegun(path, failure)
 
@@ -71,14 +71,16 @@ def go_on(path: Path) -> int:
     parts = assemble(rundir.built_config(path), tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
-    return start(path, parts, {key: recorded.get(key) for key in folder.RECORDED})
+    return begin_run(path, parts, {key: recorded.get(key) for key in folder.RECORDED})
 
 
-def start(path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bool = False) -> int:
+def begin_run(
+    path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bool = False
+) -> int:
     """Queue or train the run in the folder; return the exit code."""
     if request.get("queue"):
         with rundir.locked(path):
-            folder.record(path, parts, request, "queued")
+            folder.record_run(path, parts, request, "queued")
         return DONE
     if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         return supervised(path, parts, request)
@@ -91,17 +93,17 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(rundir.locked(path))
-            folder.record(path, parts, request)
+            folder.record_run(path, parts, request)
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
             end = replace(failing.meaning(stopped), text="stopped before it could save")
-            return failing.record(path, end, ours=alone)
+            return failing.record_failure(path, end, ours=alone)
         if code == FAILED:
             text = f"{text}; the logs of all ranks are in {path / 'logs'}"
         if text:  # on several hosts the run may be another start's
             ours = alone or not rundir.is_alive(path, rundir.read_status(path))
-            failing.record(path, Failure(code, text), ours=ours)
+            failing.record_failure(path, Failure(code, text), ours=ours)
         return code
 
 
@@ -117,19 +119,19 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     def accepted() -> None:
         nonlocal accept_first
         if accept_first:
-            folder.record(path, parts, request)
+            folder.record_run(path, parts, request)
         accept_first = False
 
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
-            joined = group.join(path, parts)
+            joined = group.join_ranks(path, parts)
             alone = locks.enter_context(group.held(path, joined))
             ours = True
             if joined.rank == 0 and not alone:  # again, after a restart
                 fresh = dict.fromkeys(("error", "exit_code", "ended"))
                 rundir.write_status(path, "running", **fresh)
             elif joined.rank == 0 and not accept_first:
-                folder.record(path, parts, request)
+                folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -139,7 +141,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
         except BaseException as error:
             failure = failing.meaning(error, path, parts, joined)
             untouched = accept_first and failure.exit_code == REFUSED
-            return failing.record(path, failure, ours=ours and not untouched)
+            return failing.record_failure(path, failure, ours=ours and not untouched)
 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:
@@ -153,7 +155,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
         state = (calibrate if ASKED in os.environ else train)(loop)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
-        summary = finish(loop, state, code)
+        summary = finish_run(loop, state, code)
     text = end_sample(loop) if state == "finished" else None
     if loop.out.main:
         say_the_end(loop, state, summary, text)
@@ -161,7 +163,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     return code
 
 
-def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
+def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
     """Save, record and upload what a run came to; return its figures.
 
     Also where it fails, with a device that is lost or a disk that is full."""

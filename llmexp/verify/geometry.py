@@ -35,7 +35,7 @@ from llmexp.verify.reference import (
     train_plainly,
     windows_in_order,
 )
-from llmexp.verify.runs import rows, shrunk, train, trial
+from llmexp.verify.runs import rows, shrunk, train_folder, trial
 from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, checks_of_run, derived, off_from
 
 STEPS = 4
@@ -87,7 +87,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             batch = {"micro_batch_size": cut.micro_batch_size, "gradient_accumulation_steps": None}
             run = in_precision(planned, kind, own.precision)
             run = with_knobs(run, batch=batch, parallelism=cut.parallelism)
-            train(run_folder(path, kind, cut), run)
+            train_folder(run_folder(path, kind, cut), run)
 
     start = read_parameters(parts, run_folder(path, "fp64", cuts[0]), 0)
 

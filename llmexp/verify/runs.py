@@ -103,7 +103,7 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
                 process.wait()
 
 
-def train(path: Path, config: Config, **env: str) -> None:
+def train_folder(path: Path, config: Config, **env: str) -> None:
     """Train the run in `path` to its end.
 
     Raises ConfigError with its last words when it does not get there.
@@ -123,7 +123,7 @@ def train(path: Path, config: Config, **env: str) -> None:
 
 def train_recorded(path: Path, config: Config) -> None:
     """Train a watched run, which records what its ranks compute."""
-    train(path, config, **record.recorder_environment(path))
+    train_folder(path, config, **record.recorder_environment(path))
 
 
 def last_words(path: Path) -> str:

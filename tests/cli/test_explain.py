@@ -27,7 +27,7 @@ def told(overrides: list[str], *keys: str, config_dir: str | None = None) -> lis
     """What is said of the keys, each composed with the same overrides."""
     with app.hydra_app(config_dir) as hydra:
         cfg, _ = app.compose(hydra, overrides)
-        config = app.typed(cfg)
+        config = app.typed_config(cfg)
         found = [explain.explained(hydra.config_loader, cfg, config, key) for key in keys]
     return json.loads(json.dumps(found, default=str))
 
@@ -131,7 +131,7 @@ def unsolved(monkeypatch):
 def test_every_knob_is_explained_on_one_screen(unsolved):
     with app.hydra_app(None) as hydra:
         cfg, _ = app.compose(hydra, SYNTHETIC)
-        config = app.typed(cfg)
+        config = app.typed_config(cfg)
         keys = [
             k
             for k in flatten(plain(config))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import answered, compare, findings
-from llmexp.compare.plot_training import others
+from llmexp.compare.plot_training import other_quantities
 from llmexp.compare.records import Comparison, Record
 from llmexp.compare.table import columns_in_full, show, to_json
 from llmexp.settings.values import ConfigError
@@ -78,7 +78,7 @@ def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
     for key in ("mine/odd", "weight_norm"):  # of which nobody says which way is better
         headline = compare([tmp_path], sort=key).headline
         assert headline == f"No ranking: neither a higher nor a lower figure of {key} is better."
-    plot = others(compare([tmp_path]))
+    plot = other_quantities(compare([tmp_path]))
     assert plot is not None
     assert "mine/norm" in repr(plot)
     with pytest.raises(ConfigError, match="Did you mean mine/norm"):

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import investigate
 from llmexp.compare.known import Step
-from llmexp.compare.next_step import RULES, compared, next_step
+from llmexp.compare.next_step import RULES, compared, propose
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
@@ -45,7 +45,7 @@ def planted(path: Path, losses: dict[object, float], seeds=(1, 2, 3), *, wobble=
 
 
 def step_of(*paths: Path) -> Step:
-    step = next_step(investigate(paths))
+    step = propose(investigate(paths))
     for word in shlex.split(step.command)[2:]:  # what is pasted is what Hydra reads
         if ("=" in word and step.words[0] == "train") or word.startswith("optimizer."):
             assert PARSER.parse_override(word)

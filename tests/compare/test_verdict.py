@@ -11,7 +11,7 @@ import pytest
 
 from llmexp.compare.comparing import answered, findings
 from llmexp.compare.page import look_table, page
-from llmexp.compare.plot_verdict import verdict
+from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.records import Comparison, Record
 from llmexp.runs.ledger import Look
 
@@ -45,7 +45,7 @@ def decided() -> Comparison:
 def test_the_picture_has_each_setting_its_seeds_and_its_interval():
     c = decided()
     assert [e.standing.mark for e in c.entries] == ["lowest", "undecided", "worse"]
-    plot = verdict(c)
+    plot = verdict_plot(c)
     assert plot is not None
     seeds, *marks = plot.figure.data
     best, undecided, worse = c.entries
@@ -71,7 +71,7 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
 
 def test_one_seed_each_has_no_verdict_to_draw():
     single = answered(findings([record(i, 1, 2.0 + i, []) for i in range(3)]))
-    assert verdict(single) is None
+    assert verdict_plot(single) is None
     assert look_table(single) is None
 
 

@@ -144,7 +144,7 @@ def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
     config = None
     with contextlib.suppress(ConfigError):
         command_line.check_overrides([f"{key}={value}"])
-        config = app.typed(app.compose(hydra, [*TINY, f"{key}={value}"])[0])
+        config = app.typed_config(app.compose(hydra, [*TINY, f"{key}={value}"])[0])
     assert config is None or build(plain(config)) == config
 
 
@@ -332,7 +332,7 @@ def test_ledgers(tmp_path, content):
 def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     """The files of a small sweep of one point, as they should be."""
     with app.hydra_app(None) as hydra:
-        config = plain(app.typed(app.compose(hydra, TINY)[0]))
+        config = plain(app.typed_config(app.compose(hydra, TINY)[0]))
     path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
     path.mkdir()
     facts = {

@@ -31,7 +31,7 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import slurm
-from llmexp.sweep.points import label
+from llmexp.sweep.points import point_label
 from llmexp.system import redact
 from tests.conftest import TINY, Result, llmexp
 
@@ -682,7 +682,7 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
 
 def composed(*overrides: str) -> Config:
     with app.hydra_app(None) as hydra:
-        return app.typed(app.compose(hydra, overrides)[0])
+        return app.typed_config(app.compose(hydra, overrides)[0])
 
 
 BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")
@@ -774,7 +774,7 @@ def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
 @given(st.text(max_size=200), st.text(max_size=200))
 @settings(max_examples=300, derandomize=True)
 def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
-    name = "7-" + label([f"{key}={value}"], [key.partition("=")[0]])
+    name = "7-" + point_label([f"{key}={value}"], [key.partition("=")[0]])
     assert Path("/root/sweep", name).resolve() == Path("/root/sweep") / name
     assert len(name.encode()) < 200
     assert not set(name) & set("/\\\0\n\"'$;&|<>*?~` ")
@@ -786,7 +786,7 @@ def test_a_name_stays_inside_the_output_root(name):
     tree = plain(BASE) | {"name": name.replace("${", "")}
     cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})
     try:
-        config = app.typed(cfg)
+        config = app.typed_config(cfg)
     except ConfigError:  # the tests of refusals say for which ones
         return
     assert (Path("/root/outputs") / config.name).resolve().parent == Path("/root/outputs")

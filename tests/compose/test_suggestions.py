@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.exchange.reading import WeightSource, check
+from llmexp.exchange.reading import WeightSource, check_weights
 from llmexp.settings.knobs import fields
 from llmexp.settings.values import NO_DEFAULT, refuse, typed
 
@@ -87,7 +87,7 @@ def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
     knobs = {"n_layers": 1, "rope_scaling": scaling}
     source = WeightSource("folder", tmp_path, target, knobs, [], {}, lambda name: None)
     with pytest.raises(ValueError, match="folder needs ") as refused:
-        check(source, {"_target_": target, "n_layers": 2}, None)
+        check_weights(source, {"_target_": target, "n_layers": 2}, None)
     layers, given_scaling = shlex.split(str(refused.value).partition("needs ")[2])
     assert layers == "model.n_layers=1"
     assert PARSER.parse_override(given_scaling).value() == scaling

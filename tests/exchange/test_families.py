@@ -17,7 +17,7 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.checkpoint.pieces import StoredPiece
 from llmexp.data.tokenizers import byte_level
 from llmexp.exchange import reading
-from llmexp.exchange.export import Stored, export
+from llmexp.exchange.export import Stored, export_model
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.settings.targets import bind
@@ -82,7 +82,7 @@ def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path
     (tmp_path / "config.yaml").write_text("a: 1\n")
     folder = tmp_path / "out"
     tokenizer = byte_level()
-    export(stored(model, tmp_path), section, tokenizer, folder, Stored(), tmp_path)
+    export_model(stored(model, tmp_path), section, tokenizer, folder, Stored(), tmp_path)
     return model, section, folder
 
 
@@ -184,7 +184,7 @@ def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Pa
     fresh = build(**knobs).double()
     for place in (folder, again):
         source = reading.open_source(str(place))
-        assert reading.check(source, section, fresh) == []
+        assert reading.check_weights(source, section, fresh) == []
         reading.begin_with(fresh, source)
         for name, parameter in fresh.named_parameters():
             assert torch.equal(parameter, dict(model.named_parameters())[name])
@@ -196,7 +196,7 @@ def test_weights_beyond_a_dtype_are_not_written(tmp_path: Path) -> None:
         next(model.parameters())[3, 3] = 1e5
     loaded, out = stored(model, tmp_path), tmp_path / "out"
     with pytest.raises(ValueError, match="has values that are not finite in F16"):
-        export(loaded, section, byte_level(), out, Stored(torch.float16), tmp_path)
+        export_model(loaded, section, byte_level(), out, Stored(torch.float16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -36,7 +36,7 @@ def parts_of(tokens: Path, *overrides: str) -> Parts:
             "data.val_ratio=0",
             f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
     with app.hydra_app(None) as hydra:
-        config = app.typed(app.compose(hydra, [*base, *overrides])[0])
+        config = app.typed_config(app.compose(hydra, [*base, *overrides])[0])
     return assemble(config)
 
 

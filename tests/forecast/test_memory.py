@@ -36,7 +36,7 @@ FULL = "parallelism.activation_checkpointing=full"
 
 def composed(*overrides: str) -> Config:
     with app.hydra_app(None) as hydra:
-        return app.typed(app.compose(hydra, list(overrides))[0])
+        return app.typed_config(app.compose(hydra, list(overrides))[0])
 
 
 def parts_of(*overrides: str) -> Parts:

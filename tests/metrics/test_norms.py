@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_table
+from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_lines
 
 NORMS = st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60)
 EDGES = st.integers(-19 * PER_OCTAVE, 19 * PER_OCTAVE).map(lambda k: 2.0 ** (k / PER_OCTAVE))
@@ -84,7 +84,7 @@ def test_the_runs_own_limit_is_its_own_count():
         {row["limit"] for row in summary["table"]}
     )
     json.dumps(summary, allow_nan=False)
-    (own,) = [line for line in clip_table(summary, 0.3).splitlines() if "this run" in line]
+    (own,) = [line for line in clip_lines(summary, 0.3).splitlines() if "this run" in line]
     assert own.split() == ["0.3", "80.0%", f"{found.at(0.3)[1]:.3f}", "this", "run"]
 
 

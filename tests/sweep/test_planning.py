@@ -95,7 +95,7 @@ def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
     """A run that is there already is assembled anew."""
     small = [*TINY, "data=synthetic", "train.max_steps=2", "checkpoint.resume=auto"]
     with app.hydra_app(None) as hydra:
-        config = plain(app.typed(app.compose(hydra, small)[0]))
+        config = plain(app.typed_config(app.compose(hydra, small)[0]))
     path, assemble, times, waiting = tmp_path / "0-a", check.assemble, [], {}
     request = {"config": config, "folder": str(path), "fixed": True}
     monkeypatch.setattr(check, "assemble", lambda *a, **k: times.append(1) or assemble(*a, **k))

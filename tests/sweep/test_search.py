@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.searching import importances, in_words
+from llmexp.compare.searching import importance_words, importances
 from llmexp.runs import ledger
 from tests.compare.made import record
 from tests.conftest import TINY, llmexp, start
@@ -240,7 +240,7 @@ def test_importance_is_told_where_there_is_one_and_seldom_where_there_is_none():
     rate = found["optimizer.lr"]
     assert rate.told
     assert 0.3 < rate.low < rate.share < rate.high < 1.0
-    words = in_words(list(found.values()), 40, {key: key for key in KEYS})
+    words = importance_words(list(found.values()), 40, {key: key for key in KEYS})
     assert re.fullmatch(r"Of the order of 40 trials the knobs explain: optimizer.lr \d+% "
                         r"\(\d+% to \d+%\); of clip.max_norm and model.tied it cannot be told.",
                         words)  # fmt: skip
@@ -249,4 +249,4 @@ def test_importance_is_told_where_there_is_one_and_seldom_where_there_is_none():
     assert sum(alarms) <= 13  # 5 % of 120, and three standard deviations
     few = importances(trials(7, 8.0, 0), KEYS, "loss")
     assert few == []
-    assert in_words(few, 7, {}) == "Which knob mattered cannot be told from 7 trials."
+    assert importance_words(few, 7, {}) == "Which knob mattered cannot be told from 7 trials."

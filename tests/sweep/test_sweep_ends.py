@@ -15,7 +15,7 @@ from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.batch import conclude
-from llmexp.sweep.local import settle
+from llmexp.sweep.local import record_left
 from llmexp.system.text import one_line
 from tests.conftest import TINY, llmexp
 from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
@@ -50,7 +50,7 @@ def test_a_point_that_ends_before_its_last_step_has_a_reason(
 ):
     (tmp_path / "config.yaml").write_text(f"train: {{stop_step: {json.dumps(stop_step)}}}")
     rundir.write_status(tmp_path, state, summary={"steps": 7})
-    settle(tmp_path, code, "", stopped=stopped)
+    record_left(tmp_path, code, "", stopped=stopped)
     status = rundir.read_status(tmp_path)
     assert status["state"] == after
     assert (reason or "") in status.get("error", "")
@@ -61,10 +61,10 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
     rundir.write_status(tmp_path, "running", host=socket.gethostname())
     before = rundir.read_status(tmp_path)
     with rundir.locked(tmp_path):
-        settle(tmp_path, 2, "", stopped=False)
+        record_left(tmp_path, 2, "", stopped=False)
     assert rundir.read_status(tmp_path) == before
     # nobody trains there: it was refused for a reason of its own
-    settle(tmp_path, 2, "", stopped=False)
+    record_left(tmp_path, 2, "", stopped=False)
     assert rundir.read_status(tmp_path)["state"] == "failed"
 
 

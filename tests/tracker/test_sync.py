@@ -17,7 +17,7 @@ from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
-from llmexp.tracker.sync import find_runs, summary_of_rows, sync, upload_command
+from llmexp.tracker.sync import find_runs, main, summary_of_rows, upload_command
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
@@ -79,7 +79,7 @@ def llmexp(
 
 
 def dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = sync(["--dry-run", str(run)])
+    code = main(["--dry-run", str(run)])
     (line,) = capsys.readouterr().out.splitlines()
     return code, line
 
@@ -279,7 +279,7 @@ def test_damaged_records_are_one_line(
 ) -> None:
     bad, good = make_run(tmp_path / "0-bad", 3), make_run(tmp_path / "1-good", 3)
     (bad / name).write_text(text)
-    assert sync(["--dry-run", str(bad), str(good)]) == 1
+    assert main(["--dry-run", str(bad), str(good)]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("0-bad: cannot be uploaded: ")
     assert expected in first

@@ -19,7 +19,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
 from llmexp.compare.reading import read
-from llmexp.compose.app import compose, hydra_app, typed
+from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import with_steps
 from llmexp.runs import rundir
@@ -207,7 +207,7 @@ def test_halving_over_forks_counts_their_own_steps(trunk):
 def composed(overrides: list[str]) -> Config:
     args = parse("train", overrides)
     with hydra_app(None, args.overrides) as hydra:
-        return typed(compose(hydra, args.overrides)[0])
+        return typed_config(compose(hydra, args.overrides)[0])
 
 
 def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, monkeypatch):

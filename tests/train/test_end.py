@@ -233,12 +233,12 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     loop.out = dataclasses.replace(loop.out, path=tmp_path, **parts)
     if broken != "disk":  # the run has failed: its own error is the one that counts
         loop.meter.tokens_seen = tokens_seen
-        found = worker.finish(loop, "failed", 3)
+        found = worker.finish_run(loop, "failed", 3)
         assert found["steps"] == 3
         assert "tokens_seen" not in found
     else:
         with pytest.raises(OSError, match="no room"):
-            worker.finish(loop, "finished", 0)
+            worker.finish_run(loop, "finished", 0)
     assert said == (
         ["WARNING: the rows may not all be on the disk: no room"] if broken == "both" else []
     )

@@ -270,7 +270,7 @@ def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "start_run", begin)
     try:
         with pytest.raises(KeyboardInterrupt):
-            runs.train(tmp_path, None)
+            runs.train_folder(tmp_path, None)
     finally:
         done.set()
         for thread in threads:

@@ -171,7 +171,7 @@ def test_mean_of_means_and_lost_rows_fail(tmp_path):
 def composed(*overrides: str, data: list[str] = DATA) -> Config:
     with app.hydra_app(None) as hydra:
         cfg, _ = app.compose(hydra, [*TINY, *data, *FAST, *overrides])
-        return app.typed(cfg)
+        return app.typed_config(cfg)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def in_process(monkeypatch):
         assert worker.main("-") == 0
 
     every = geometry.cuts_of
-    monkeypatch.setattr(geometry, "train", train)
+    monkeypatch.setattr(geometry, "train_folder", train)
     monkeypatch.setattr(geometry, "cuts_of", lambda own, real: (every(own, real)[0][:2], []))
 
 

@@ -344,7 +344,10 @@ def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
     for name, value in record.recorder_environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     assert locate("hooks", record.HOOK) is record.record
-    for key, dotted in (("hooks", "llmexp.verify.runs.train"), ("model._target_", record.HOOK)):
+    for key, dotted in (
+        ("hooks", "llmexp.verify.runs.train_folder"),
+        ("model._target_", record.HOOK),
+    ):
         with pytest.raises(ConfigError, match="is outside the allowed packages"):
             locate(key, dotted)
 

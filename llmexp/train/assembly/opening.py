@@ -11,7 +11,7 @@ from torch import nn
 
 from llmexp.checkpoint import loading
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.export import DTYPES, Exported, Stored, export
+from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import begin_with, open_checkpoint
 from llmexp.exchange.sizes import sizes_of
@@ -62,7 +62,7 @@ def open_run(path: Path, step: int | None, weights: str = "model") -> Opened:
     return Opened(path, loaded.step, config, tokenizer, model)
 
 
-def open_folder(folder: Path, config: Config) -> Opened:
+def open_weights(folder: Path, config: Config) -> Opened:
     """Open a Hugging Face folder, as step 0, with the model section that `folder_model` makes.
 
     Raises ConfigError.
@@ -105,7 +105,9 @@ def export_run(
         loaded = open_checkpoint(path, step, weights)
         vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
         form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
-        return export(loaded, section, tokenizer, folder, form, path, weights=weights, check=check)
+        return export_model(
+            loaded, section, tokenizer, folder, form, path, weights=weights, check=check
+        )
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import WeightSource, begin_with, check, check_values, open_source
+from llmexp.exchange.reading import (
+    WeightSource,
+    begin_with,
+    check_values,
+    check_weights,
+    open_source,
+)
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.runs import rundir
@@ -49,7 +55,7 @@ def initial_weights(
         return None
     try:
         source = open_source(given, hashed=whole)
-        grown = check(source, section, model)
+        grown = check_weights(source, section, model)
         if whole:
             check_values(source)
         return source, grown
