@@ -52,9 +52,8 @@ def planned(args: Any) -> Planned | PlannedSweep:
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:
-            config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
-            rundir.check_writable(wanted)
-            there = app.fixed_folder(args.overrides, "hydra.run.dir") and rundir.is_run(wanted)
+            config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)
+            there = fixed and rundir.is_run(wanted)
             if there:
                 rundir.check_plain(wanted)
             refuse_folder(wanted, there, config.checkpoint.resume)

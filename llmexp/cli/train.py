@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from llmexp.cli import hydra_flags
 from llmexp.cli.worker import Worker
 from llmexp.compose.app import (
-    chosen_folder,
     composed,
-    fixed_folder,
     refuse_hosts,
+    run_folder,
     typed_config,
     visible,
 )  # fmt: skip
@@ -25,7 +24,6 @@ from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import with_steps
 from llmexp.compose.origin import refuse_unused
-from llmexp.runs import rundir
 from llmexp.settings.config import plain
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import say
@@ -90,7 +88,7 @@ def start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path
                 given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
                 return sweep(hydra, cfg, given, words)
             config = typed_config(cfg)
-            wanted = chosen_folder(cfg, "hydra.run.dir")
+            wanted, fixed = run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")
         say_tracker(cfg)
         if not args.queue:
@@ -98,11 +96,10 @@ def start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path
         request = {
             "config": plain(config),
             "folder": str(wanted),
-            "fixed": fixed_folder(args.overrides, "hydra.run.dir"),
+            "fixed": fixed,
             "overrides": visible(args.overrides),
             "queue": args.queue,
         }
-        rundir.check_writable(wanted)
         assert worker is not None
         code, path = worker.run(request)
         if args.queue and code == 0 and path is not None:

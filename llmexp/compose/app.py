@@ -27,6 +27,8 @@ from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced, refuse_unused
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.run.budget import replace_budgets
+from llmexp.runs import rundir
+from llmexp.runs.ledger import is_sweep
 from llmexp.settings.config import FOLDER_NAME, Config, conf_dir
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError, refuse
@@ -186,6 +188,19 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
     """Return whether the user chose the folder by an override of `key`."""
     return any(key_of(o) == key and "=" in o for o in overrides)
+
+
+def run_folder(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Path, bool]:
+    """Return the folder of a run, and whether the user chose it.
+
+    Raises ConfigError where none can be made, and for a chosen one that holds a sweep.
+    """
+    wanted, fixed = chosen_folder(cfg, "hydra.run.dir"), fixed_folder(overrides, "hydra.run.dir")
+    rundir.check_writable(wanted)
+    if fixed and is_sweep(wanted):
+        text = "holds a sweep; a run needs a folder of its own"
+        raise refuse("hydra.run.dir", wanted, text, f"{wanted}-run")
+    return wanted, fixed
 
 
 def visible(overrides: Sequence[str]) -> list[str]:

@@ -490,6 +490,16 @@ def test_a_fork_into_a_used_folder_leaves_it(trunk, monkeypatch, capsys):
     assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before
 
 
+def test_a_run_does_not_go_into_the_folder_of_a_sweep(tmp_path, monkeypatch, capsys):
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for command in ("train", "plan"):
+        assert run([command, *SETTINGS, "data=synthetic", "hydra.run.dir=swept"]) == 2
+        assert "hydra.run.dir=swept: holds a sweep; a run needs" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "swept").iterdir()] == ["sweep.json"]
+
+
 def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
     made = copy(trunk, "short")
     config = made.folder / "config.yaml"

@@ -28,7 +28,7 @@ from llmexp.runs import provenance
 from llmexp.settings import variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
-from llmexp.settings.targets import hook
+from llmexp.settings.targets import bind, hook
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
@@ -38,7 +38,7 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parent import find_parent
+from llmexp.train.assembly.parent import find_trunk, parent_of
 from llmexp.train.assembly.parts import (
     build_model,
     build_on_meta,
@@ -103,11 +103,18 @@ class Cache:
 
         Plain values are the same where they are equal, other arguments only as the same object.
         """
-        key = json.dumps([make.__name__, arguments], sort_keys=True, default=id)
+        key = json.dumps([make.__name__, *map(_sorted, arguments)], default=id)
         if key not in self._made:
             self._made[key] = make(*arguments), arguments  # kept: no other object gets their ids
         found: T = self._made[key][0]
         return found
+
+
+def _sorted(value: Any) -> Any:
+    """Return plain values, each mapping as pairs in one order, whatever types its keys have."""
+    if isinstance(value, dict):
+        return [[repr(key), _sorted(value[key])] for key in sorted(value, key=repr)]
+    return [_sorted(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def assemble(
@@ -132,10 +139,7 @@ def assemble(
     # model: without memory, with its optimizers and its loss; a user's own model is tried
     section = solved.model, place.precision, document_end(tokenizer, batch.document_mask)
     model = once(build_on_meta, *section)
-    with torch.device("meta"):
-        # an optimizer of the user's may change the model that it is given
-        build_optimizers(optimizer, build_on_meta(*section) if is_own(optimizer) else model)
-        loss = WindowLoss(model)
+    loss = _loss_on_meta(model, optimizer, section)
     check_parallel(solved, place.layout, loss)
     train, length, mask = config.train, batch.sequence_length, batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
@@ -146,12 +150,15 @@ def assemble(
         at = str(place.device), place.deterministic
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
 
+    bind("schedule", config.schedule, {})  # refuses wrong knobs
+    trunk = None if parent else find_trunk(solved, model)
+
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
     tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
     corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
 
     # run: every derived number
-    parent = parent or find_parent(solved, model, corpus)
+    parent = parent or parent_of(solved, trunk, corpus)
     notes = {"parent": parent, "rates": rates, "warnings": tuple(warnings)}
     facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
     versions, commit = once(provenance.versions), once(provenance.source_commit)
@@ -170,6 +177,16 @@ def assemble(
         tasks=tasks,
         user=variables.fill(config.user, "user"),
     )
+
+
+def _loss_on_meta(
+    model: nn.Module, optimizer: dict[str, Any], section: tuple[Any, ...]
+) -> WindowLoss:
+    """Return the model with its loss, without memory, once its optimizers were built."""
+    with torch.device("meta"):
+        # an optimizer of the user's may change the model that it is given
+        build_optimizers(optimizer, build_on_meta(*section) if is_own(optimizer) else model)
+        return WindowLoss(model)
 
 
 def _solved(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ ORDER = ("batch.sequence_length", SEED)
 BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 
-def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | None:
-    """Return the parent of a fork with this solved config, None for a run that is no fork.
+@dataclass(frozen=True)
+class Trunk:
+    """Hold the run and the checkpoint that a fork goes on from, before its data are known."""
+
+    path: Path
+    tree: Config
+    recorded: dict[str, Any]
+    loaded: loading.Loaded
+
+
+def find_trunk(config: Config, model: nn.Module) -> Trunk | None:
+    """Return what a fork with this solved config goes on from, None for a run that is no fork.
 
     `model` may be without memory. Raises ConfigError for a run, a step or a checkpoint that the
     fork cannot go on from."""
@@ -53,7 +64,17 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)
-    before = recorded.get("parent") or {}
+    return Trunk(path, tree, recorded, loaded)
+
+
+def parent_of(config: Config, trunk: Trunk | None, corpus: Corpus) -> Parent | None:
+    """Return the parent of a fork, with where its data go on; None for a run that is no fork.
+
+    Raises ConfigError."""
+    if trunk is None:
+        return None
+    path, tree, recorded, loaded = trunk.path, trunk.tree, trunk.recorded, trunk.loaded
+    step, before = loaded.step, recorded.get("parent") or {}
     try:
         real, length = recorded["real_batch_size"], recorded["sequence_length"]
         first = before.get("sequences", 0)
