@@ -10,7 +10,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import conclude_run, how_it_left, what_is_left
-from llmexp.settings.values import AUTO, ConfigError, refusal
+from llmexp.settings.values import refusal
 from llmexp.system.child import (
     DONE,
     FAILED,
@@ -18,7 +18,6 @@ from llmexp.system.child import (
     hand_over,
     how_it_died,
     signals_passed_on,
-    start,
     start_worker,
 )
 from llmexp.system.redact import warn
@@ -55,9 +54,7 @@ class Worker:
         """Send the request and wait; return the exit code and the run folder, if one was made.
 
         Signals are passed on. Raises ConfigError for what the worker refuses before there is a
-        folder, and where batch.micro_batch_size=auto finds none."""
-        if request["config"]["batch"]["micro_batch_size"] == AUTO:
-            request["config"]["batch"]["micro_batch_size"] = fitting(request)
+        folder."""
         self._used = True
         with signals_passed_on([self._process]) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
@@ -68,27 +65,6 @@ class Worker:
             raise refusal(found["error"])
         path = Path(found["path"]) if found else None
         return concluded(code, path, bool(passed)), path
-
-
-def fitting(request: dict[str, Any]) -> int:
-    """Return the micro-batch size of a run with `auto`, which another process finds.
-
-    Raises ConfigError."""
-    pipe, folder = subprocess.PIPE, request["folder"] if request["fixed"] else ""
-    child = start("llmexp.forecast.fitting", stdin=pipe, stdout=pipe, text=True)
-    try:
-        text, _ = child.communicate(json.dumps({"config": request["config"], "folder": folder}))
-    except BaseException:
-        child.terminate()
-        child.wait()
-        raise
-    if child.returncode:
-        why = how_it_died(child.returncode, stopped=False)
-        raise ConfigError(f"batch.micro_batch_size=auto: no size was found: {why}")
-    found = json.loads(text)
-    if "error" in found:
-        raise refusal(found["error"])
-    return int(found["micro_batch_size"])
 
 
 def concluded(code: int, path: Path | None, stopped: bool) -> int:

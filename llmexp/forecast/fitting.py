@@ -1,8 +1,8 @@
 """Find the micro-batch size for batch.micro_batch_size=auto.
 
-It is the largest that fits, or a smaller one that is faster. Each is tried in a process of its own,
-with all ranks of the run. `python -m llmexp.forecast.fitting` reads a config (JSON) and answers
-with the size, or the refusal.
+It is the largest that fits, or a smaller one that is faster. Each is tried with all ranks of the
+run, in processes of their own. `python -m llmexp.forecast.fitting` reads a config (JSON) and
+answers with the size, or the refusal.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmexp.forecast import memory
-from llmexp.forecast.measuring import Died, measured
-from llmexp.runs import rundir
+from llmexp.forecast.measuring import AllRanks, Died, Lost, measured
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.knobs import deciding_work
@@ -28,30 +28,29 @@ from llmexp.system.redact import redacted
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.remembered import MEMORY, remember, remembered
+from llmexp.train.sizes import cut, is_open
 
 KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken
 # What a forecast may be wrong by: beyond it nothing is tried.
 UNSURE = 1.2
+Measure = Callable[[Config, str], dict[str, Any]]
 SIZES = "micro_batch_sizes"  # the folder of the cache
 
 
-def with_size(config: Config, folder: str = "") -> Config:
+def with_size(config: Config, ranks: AllRanks | None = None) -> Config:
     """Return the config with a number in the place of `auto`.
 
-    It is that of the run in the folder, else the one that was found for such a run before, else it
-    is found now. Raises ConfigError.
+    It was found for such a run before, or it is found now: by all ranks of the run where they are
+    there already, else on this host. Raises ConfigError.
     """
-    if config.batch.micro_batch_size != AUTO:
+    if not is_open(config):
         return config
-    if folder and (old := _written(folder)) is not None:
-        return cut(config, old)
-    _refuse_hosts(config)
     parts = assemble(config)
-    room, deciding = _deciding(config, parts)
+    room, deciding = _deciding(config, parts, ranks.least_memory() if ranks else None)
     found = remembered(SIZES, *deciding)
     if found is None:
-        found = _find(parts, room)
+        found = _find(parts, room, ranks.measured if ranks else measured)
         remember(SIZES, found, *deciding)
     return cut(config, found["micro_batch_size"])
 
@@ -61,7 +60,6 @@ def known(config: Config, parts: Parts) -> Config:
 
     Raises ConfigError where none was.
     """
-    _refuse_hosts(config)
     found = remembered(SIZES, *_deciding(config, parts)[1])
     if found is None:
         text = "the size is found when the run starts; for a forecast add plan.device"
@@ -69,40 +67,19 @@ def known(config: Config, parts: Parts) -> Config:
     return cut(config, found["micro_batch_size"])
 
 
-def _refuse_hosts(config: Config) -> None:
-    """Refuse a run on several hosts, and name a trial on one host with as many sequences a rank.
+def _deciding(
+    config: Config, parts: Parts, least: float | None = None
+) -> tuple[memory.Room, tuple[Any, ...]]:
+    """Return the memory of a rank, and what the size depends on.
 
-    Raises ConfigError.
+    `least`: the bytes of the rank that has least, if others than this host's are asked.
     """
-    hosts, real = config.parallelism.nnodes, config.batch.real_batch_size
-    if hosts > 1 and real is not None:
-        trial = (
-            f"parallelism.nnodes=1 batch.real_batch_size={max(1, real // hosts)} "
-            "train.stop_step=1 hydra.run.dir=outputs/trial"
-        )
-        text = f"sizes are tried on one host, and this run has {hosts}; for the number add once, on"
-        raise refuse(KEY, AUTO, f"{text} one of them: {trial}; then give what it finds", 8)
-
-
-def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, tuple[Any, ...]]:
-    """Return the memory of a rank, and what the size depends on."""
     room, run = _room(parts, config.batch.memory_gib), parts.run
+    if least is not None and config.batch.memory_gib is None:
+        room = dataclasses.replace(room, total=least, usable=memory.USABLE * least)
     usable = round(room.usable / memory.GIB, 2)
     kind = deciding_work(parts.config, run.device_name)
     return room, (kind, run.threads_per_rank, usable)
-
-
-def _written(folder: str) -> int | None:
-    """Return the size that the run in the folder has; None where there is no run."""
-    with contextlib.suppress(ConfigError, KeyError):
-        size = rundir.read_config(Path(folder))["batch"]["micro_batch_size"]
-        return size if isinstance(size, int) else None
-    return None
-
-
-def cut(config: Config, micro: int) -> Config:
-    """Return the config with this micro-batch, whose accumulation is solved."""
-    return with_knobs(config, batch={"micro_batch_size": micro})
 
 
 def _room(parts: Parts, limit: float | None) -> memory.Room:
@@ -123,7 +100,7 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
     return room
 
 
-def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
+def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
     """Try sizes, from the largest that should fit, and return the fastest of those that do.
 
     Raises ConfigError where none does.
@@ -220,10 +197,15 @@ def main() -> None:
     request, answers = json.load(sys.stdin), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            config = with_size(build(request["config"]), request["folder"])
-            found: dict[str, Any] = {"micro_batch_size": config.batch.micro_batch_size}
+            config, run, ranks = build(request["config"]), request.get("run"), None
+            if run is not None:
+                ranks = AllRanks(Path(run), config.parallelism.start_timeout_s)
+            size = with_size(config, ranks).batch.micro_batch_size
+            found: dict[str, Any] = {"micro_batch_size": size}
         except ConfigError as error:
             found = {"error": error_record(error)}
+        except Lost as error:
+            found = {"lost": str(error)}
     print(json.dumps(found), file=answers, flush=True)
 
 

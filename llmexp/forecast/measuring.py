@@ -1,9 +1,14 @@
-"""Train a few steps of a run in a process of its own, with all its ranks, in a folder that goes."""
+"""Train a few steps of a run in a process of its own, with all its ranks, in a folder that goes.
+
+Where the ranks of a run were started on their hosts already, each of them starts such a process.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import math
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -11,18 +16,44 @@ from typing import Any
 
 import yaml
 
+from llmexp import mesh
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.system import fileio
-from llmexp.system.child import DONE, how_it_died, kill_family, start_worker
+from llmexp.system.child import (
+    DONE,
+    first_to_go_without_memory,
+    how_it_died,
+    kill_family,
+    start_worker,
+)
 from llmexp.train.calibration import ASKED, FILE
+from llmexp.train.group import numbered
+from llmexp.train.sizes import POLL_S, STORE
 
 ERRORS = "stderr.log"
+LATE_S = 30.0  # for ranks to answer after another one has failed
 
 
 class Died(Exception):
     """The process did not reach its end; the text is what it printed last."""
+
+
+class Lost(Exception):
+    """Ranks of the run do not answer."""
+
+
+def describe(config: Config, path: Path) -> None:
+    """Make the folder of a run that tries the steps of a config."""
+    path.mkdir(parents=True)
+    quiet = with_knobs(
+        config,
+        tracker={"kind": "none", "also": []},
+        train={"stop_step": None, "profile_start": None},
+        parallelism={"max_restarts": 0},
+    )
+    fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
 
 
 def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, Any]:
@@ -34,19 +65,11 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
     prefix = "llmexp-steps-"
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
-        path.mkdir()
-        quiet = with_knobs(
-            config,
-            tracker={"kind": "none", "also": []},
-            train={"stop_step": None, "profile_start": None},
-            parallelism={"max_restarts": 0},
-        )
-        fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
+        describe(config, path)
         started = time.time()
         env = {**os.environ, ASKED: what}
         process = start_worker(str(path), log=path / ERRORS, env=env)
-        with contextlib.suppress(OSError):  # it goes first where memory runs out
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+        first_to_go_without_memory(process.pid)
         try:
             code = process.wait()
         except BaseException:
@@ -62,3 +85,51 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
     found["start_s"] = found.pop("began") - started
     found["end_s"] = ended - found.pop("ended")
     return found
+
+
+class AllRanks:
+    """Ask all ranks of the run in the folder, which wait for questions (llmexp.train.sizes)."""
+
+    def __init__(self, run: Path, timeout_s: float) -> None:
+        self._logs, self._world = run / "logs", int(os.environ["WORLD_SIZE"])
+        self._store, self._asked = mesh.visited_store(STORE, timeout_s), 0
+        for old in self._logs.glob("trial-*"):  # of a start that was killed
+            shutil.rmtree(old, ignore_errors=True)
+
+    def least_memory(self) -> float | None:
+        """Return the bytes that each rank has; None where one does not know."""
+        found = [json.loads(text) for text in self._answers("memory", math.inf)]
+        return None if None in found else min(found)
+
+    def measured(self, config: Config, what: str) -> dict[str, Any]:
+        """Return what the run's steps took on all ranks, as `measured` does.
+
+        Raises Died, and Lost.
+        """
+        assert what == "steps"
+        number, path = self._asked, self._logs / f"trial-{self._asked}"
+        self._asked += 1
+        describe(config, path)
+        try:
+            self._store.set(f"question/{number}", json.dumps({"trial": path.name}))
+            answers = self._answers(f"ended/{number}", LATE_S, f"failed/{number}")
+            if failed := [one for one in map(json.loads, answers) if one]:
+                raise Died(min(failed, key=lambda one: one["order"])["text"])
+            found: dict[str, Any] = fileio.read_json(path / FILE)
+            return found
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _answers(self, key: str, late_s: float, failed: str = "") -> list[bytes]:
+        """Return what each rank says; once one has `failed` the others have `late_s` to say it.
+
+        Raises Lost.
+        """
+        end, waiting = math.inf, list(range(self._world))
+        while waiting := [rank for rank in waiting if not self._store.check([f"{key}/{rank}"])]:
+            if failed and end == math.inf and self._store.check([failed]):
+                end = time.monotonic() + late_s
+            if time.monotonic() > end:
+                raise Lost(f"{numbered(waiting)} was lost while sizes were tried")
+            time.sleep(POLL_S)
+        return [self._store.get(f"{key}/{rank}") for rank in range(self._world)]

@@ -9,7 +9,7 @@ import torch
 
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
-from llmexp.forecast.fitting import cut, known
+from llmexp.forecast.fitting import known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.settings import PlanKnobs
@@ -28,6 +28,7 @@ from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.remembered import MEMORY, remember
 from llmexp.train.assembly.solving import kernel_of
 from llmexp.train.calibration import MOST
+from llmexp.train.sizes import cut
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 

@@ -1,6 +1,7 @@
 """Start ranks, arrange them, spread a model over them, sum over them.
 
 The only room that touches torch.distributed. In reading order:
+store   through which ranks meet, without a process group
 groups  the process group and device mesh of a rank; sums over all ranks
 wrap    DDP, FSDP, tensor parallelism and compilation, from outside
 ranks   start the ranks of a host, and again when one is lost
@@ -26,4 +27,5 @@ from llmexp.mesh.groups import (
     shorten_timeout,
     total,
 )
+from llmexp.mesh.store import TRIAL, meeting_store, visited_store
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap

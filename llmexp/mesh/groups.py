@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from llmexp.mesh.store import TRIAL, visited_store
 from llmexp.settings.values import ConfigError
 
 # names the file through which the ranks of one host meet
@@ -103,14 +104,15 @@ def join(
         if not dist.is_initialized():
             names = f"cpu:gloo,cuda:{backend or 'nccl'}" if device_type == "cuda" else "gloo"
             timeout, place = datetime.timedelta(seconds=timeout_s), os.environ.get(MEETING)
-            if place is None:
-                dist.init_process_group(names, timeout=timeout)
-            else:
+            store: dist.Store | None = None
+            if TRIAL in os.environ:
+                store = visited_store(os.environ[TRIAL], timeout_s)
+            elif place is not None:
                 store = dist.FileStore(place, world)
                 store.set_timeout(timeout)
-                dist.init_process_group(
-                    names, store=store, rank=rank, world_size=world, timeout=timeout
-                )
+            dist.init_process_group(
+                names, store=store, rank=rank, world_size=world, timeout=timeout
+            )
         if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
             named = zip(("replicate", "shard", "tp"), sizes, strict=True)
             dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}

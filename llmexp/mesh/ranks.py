@@ -186,7 +186,8 @@ def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:
     env = os.environ
     try:
         nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
-        job, address = int(env["SLURM_JOB_ID"]), env["SLURM_LAUNCH_NODE_IPADDR"]
+        job = int(env["SLURM_JOB_ID"])
+        address = env.get("MASTER_ADDR") or env["SLURM_LAUNCH_NODE_IPADDR"]
     except (KeyError, ValueError):
         text = (
             "torchrun or Slurm starts the ranks of several hosts; on each of them, for example "

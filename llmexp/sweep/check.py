@@ -19,7 +19,7 @@ from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
-from llmexp.train import folder
+from llmexp.train import folder, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 
 
@@ -36,8 +36,10 @@ def answer(
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
     parts = waiting.pop(key, None)
     if parts is None:
-        config = with_size(build(request["config"]), request["folder"])
-        parts = assemble(config, shared, **known)
+        config = sizes.recorded(build(request["config"]), request["folder"])
+        if config.parallelism.nnodes == 1:  # else its ranks find it, once they are there
+            config = with_size(config)
+        parts = sizes.kept_open(assemble(config, shared, **known), config)
     if purpose == "check":
         waiting[key] = parts
     if purpose == "queue":

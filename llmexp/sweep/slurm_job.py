@@ -7,6 +7,7 @@ limit, back into the queue.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -66,6 +67,19 @@ def states() -> dict[str, tuple[str, str]]:
     return {job: (state, reason.strip("()")) for job, state, reason in rows}
 
 
+def meeting_address() -> str:
+    """Return the address of the first node of this step, where its ranks meet.
+
+    Slurm's own variable has the host where srun was typed.
+    """
+    name = client("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
+    with contextlib.suppress(OSError):  # the controller may be away; the name is most often enough
+        facts = client("scontrol", "show", "node", "--oneliner", name)
+        if found := re.search(r"(?<!\S)NodeAddr=(\S+)", facts):
+            return found[1]
+    return name
+
+
 def run_job(path: Path) -> int:
     """Train the run on this node; return the exit code.
 
@@ -78,6 +92,9 @@ def run_job(path: Path) -> int:
         signal.signal(number, lambda number, frame: seen.append(number))
     # else traces of C++ stand before the report of a lost node
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    if os.environ.get("SLURM_NNODES", "1") != "1":
+        with contextlib.suppress(OSError):  # then the ranks meet where srun was typed
+            env["MASTER_ADDR"] = meeting_address()
     code: int = start_worker(str(path), env=env, process_group=None).wait()
     first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if seen and first_node and code not in (DONE, REFUSED):

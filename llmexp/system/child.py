@@ -210,6 +210,12 @@ def kill_family(pid: int) -> list[int]:
     return found
 
 
+def first_to_go_without_memory(pid: int) -> None:
+    """Have the kernel (Linux) end this process before others where the host has no memory left."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+
+
 def die_with_parent() -> None:
     """Ask the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
     parent = os.getppid()

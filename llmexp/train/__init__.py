@@ -24,6 +24,7 @@ beginning      what there is before the first step: console, checkpoint, rows, t
 calibration    a run's steps and what comes between them, timed before it is started
 failing        what an exception means for the run, and the places where that is written
 group          a run on several ranks: watch them, join them, collect their reports
+sizes          batch.micro_batch_size=auto, found where the run starts
 summary        figures of the end
 sampling       text from a model
 diagnose       find the first module that is not finite

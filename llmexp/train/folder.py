@@ -158,7 +158,10 @@ def environment(parts: Parts) -> dict[str, str]:
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
     """Write config.yaml with every derived value, run.json, provenance/, and the status."""
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
-    run = parts.run.as_dict() | {
+    derived = parts.run.as_dict()
+    if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
+        del derived["micro_batch_size"], derived["gradient_accumulation_steps"]
+    run = derived | {
         **{key: request.get(key) for key in RECORDED},
         "environment": environment(parts),
         "data_fingerprint": parts.corpus.fingerprint,

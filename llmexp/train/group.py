@@ -72,7 +72,7 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
     p, layout = parts.config.parallelism, parts.run.layout
     rank = int(os.environ.get("RANK", "0"))
     try:
-        with waiting(path, rank):
+        with absence_named(path, parts), waiting(path, rank):
             joined = mesh.join(
                 parts.device.type,
                 p.kind,
@@ -89,17 +89,12 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
             f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or "
             f"go on with other numbers: {rundir.how_to_resume(path)} parallelism.nproc_per_node=2"
         ) from None
-    except RuntimeError as error:
-        text = absent_ranks(path, rank, layout.world_size, str(error), p.start_timeout_s)
-        if not text:
-            raise
-        raise TrainingFailed(text) from None
     for what, value in (
         ("config", plain(parts.config)),
         ("llmexp source", provenance.source_digest()),
         ("Python or library version", provenance.versions()),
     ):
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
+        digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):
             raise ConfigError(
                 f"{path}: rank {', '.join(map(str, differing))} has another {what} than rank 0; "
@@ -132,6 +127,19 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
+def absence_named(path: Path, parts: Parts) -> Iterator[None]:
+    """Name the ranks that did not come when ranks meet; that is a TrainingFailed."""
+    rank, timeout_s = int(os.environ.get("RANK", "0")), parts.config.parallelism.start_timeout_s
+    try:
+        yield
+    except RuntimeError as error:
+        text = absent_ranks(path, rank, parts.run.world_size, str(error), timeout_s)
+        if not text:
+            raise
+        raise TrainingFailed(text) from None
+
+
+@contextlib.contextmanager
 def waiting(path: Path, rank: int) -> Iterator[None]:
     """Show the other ranks that this one waits for them; the file stays if they do not come."""
     if "RANK" not in os.environ:
@@ -148,13 +156,14 @@ def mark_waiting(path: Path, rank: int) -> None:
     """Leave a file that says on which host a rank waits; that needs no network."""
     with contextlib.suppress(OSError):
         waiting_file(path, rank).parent.mkdir(parents=True, exist_ok=True)
-        waiting_file(path, rank).write_text(socket.gethostname())
+        place = {"host": socket.gethostname(), "start": this_start()}
+        waiting_file(path, rank).write_text(json.dumps(place))
 
 
 def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: float) -> str:
     """Return why other ranks were not there, after a communication that failed; "" if they were."""
     late = re.search(r"time(d )?-?out", error, re.I)
-    lost = re.search(r"connection (closed|reset)|broken pipe", error, re.I)
+    lost = re.search(r"connection (closed|reset|was likely closed)|broken pipe", error, re.I)
     if world_size == 1 or not (late or lost):
         return ""
     mark_waiting(path, rank)
@@ -165,8 +174,10 @@ def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: 
         return told(known[0])
     waited: dict[int, str] = {}
     for file in waiting_file(path, rank).parent.glob("*"):
-        with contextlib.suppress(OSError):
-            waited[int(file.name)] = file.read_text()
+        with contextlib.suppress(OSError, ValueError):
+            place = json.loads(file.read_text())
+            if place["start"] == this_start():
+                waited[int(file.name)] = place["host"]
     absent = [r for r in range(world_size) if r not in waited]
     if absent and late:
         return (
@@ -204,7 +215,7 @@ def leave_account(
     `final`: a new start would only fail again.
     """
     account = {"rank": rank, "host": socket.gethostname(), "exit_code": code, "text": text}
-    account |= {"trace": trace, "final": final}
+    account |= {"trace": trace, "final": final, "start": this_start()}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
         fileio.write_json(account_file(path, rank), account)
@@ -217,9 +228,22 @@ def accounts(path: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
     for other in range(world_size):
         file = account_file(path, other)
         with contextlib.suppress(OSError, ConfigError):
-            if other != rank:
-                found.append((file.stat().st_mtime, other, fileio.read_json(file)))
+            account = fileio.read_json(file)
+            if other != rank and account["start"] == this_start():
+                found.append((file.stat().st_mtime, other, account))
     return [account for _, _, account in sorted(found, key=lambda one: one[:2])]
+
+
+def this_start() -> str:
+    """Return what the ranks of one start have in common, on all hosts.
+
+    A later start of the same run has something else, unless a launcher gives it the same port.
+    """
+    env = os.environ
+    names = ["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"]
+    # our own starter gives its ranks a port that it does not have itself
+    names += ["MASTER_PORT"] if "RANK" in env and ranks.STARTED not in env else []
+    return " ".join(env.get(name, "") for name in names)
 
 
 def told(account: dict[str, Any]) -> str:

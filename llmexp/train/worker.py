@@ -17,8 +17,8 @@ from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import error_record
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
-from llmexp.train import failing, folder, group
-from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.train import failing, folder, group, sizes
+from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import ASKED, calibrate
 from llmexp.train.checkpointing import leave_saving
@@ -44,7 +44,11 @@ def main(argument: str) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        parts = assemble(build(request["config"]), **folder.known_of(request))
+        fixed = request["folder"] if request["fixed"] else ""
+        config = sizes.recorded(build(request["config"]), fixed)
+        if not request.get("queue"):
+            config = sizes.found_alone(config)
+        parts = sizes.kept_open(assemble(config, **folder.known_of(request)), config)
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):
@@ -67,8 +71,13 @@ def go_on(path: Path) -> int:
         rundir.check_plain(path)
     if folder.is_finished(path):
         return DONE
-    parent = folder.parent_of(path)
-    parts = assemble(rundir.built_config(path), tried=True, parent=parent)
+    parent, config, once = folder.parent_of(path), rundir.built_config(path), Cache()
+    if "RANK" not in os.environ and config.parallelism.nnodes == 1:
+        config = sizes.found_alone(config)
+    parts = assemble(config, once, tried=True, parent=parent)
+    if "RANK" in os.environ and sizes.is_open(config):
+        config = sizes.found_together(path, config, parts)
+        parts = assemble(config, once, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     return begin_run(path, parts, {key: recorded.get(key) for key in folder.RECORDED})

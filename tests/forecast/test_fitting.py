@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
 from llmexp.train.assembly import remembered
+from llmexp.train.assembly.assemble import Cache
+from llmexp.train.sizes import recorded
 from tests.conftest import TINY, llmexp
 from tests.forecast.test_memory import composed
 
@@ -119,17 +122,16 @@ def test_what_auto_cannot_solve_is_refused(probed, more, said):
     assert probed.tried == []
 
 
-def test_several_hosts_are_refused_with_the_trial_on_one_of_them(probed):
-    """The trial gives a rank as many sequences; its overrides go behind those of the command."""
-    probed.takes = {8: (1, 1.0), 4: (1, 1.0)}
-    command = [*SMALL, *AUTO, "parallelism=ddp", "parallelism.nnodes=2", "batch.real_batch_size=16"]
-    with pytest.raises(
-        ConfigError, match="sizes are tried on one host, and this run has 2; "
-    ) as no:
-        with_size(composed(*command))
+def test_a_run_on_several_hosts_is_queued_without_a_size(probed, tmp_path):
+    """Its ranks find the size where they start; no figure in its folder claims one before."""
+    config = plain(composed(*SMALL, *AUTO, "parallelism=ddp", "parallelism.nnodes=2"))
+    request = {"config": config, "folder": str(tmp_path / "run"), "fixed": True}
+    answer("queue", request, Cache(), {})
+    batch = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["batch"]
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size")
+    assert [batch[key] for key in keys] == ["auto", None, 8]
+    assert not {*keys[:2]} & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
     assert probed.tried == []
-    trial = str(no.value).partition("on one of them: ")[2].partition(";")[0].split()
-    assert with_size(composed(*command, *trial)).batch.micro_batch_size == 8
 
 
 def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path):
@@ -143,7 +145,7 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     there = plain(with_size(build(config)))
     there["batch"]["micro_batch_size"] = 2
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
-    assert with_size(build(config), str(tmp_path / "1")).batch.micro_batch_size == 2
+    assert recorded(build(config), tmp_path / "1").batch.micro_batch_size == 2
 
 
 def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,11 @@ TWO_HOSTS = ["parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
 SLOW = """import os, time
 def wait(event, context):
     time.sleep(float(os.environ.get("SLOW", 0)) if event == "step_start" else 0)
+    if os.environ.get("FAILS") == os.environ.get("RANK") != None:
+        raise ValueError("on purpose")
+def no_room(event, context):  # for more than two sequences, on the host of rank 1
+    if os.environ["RANK"] == "1" and context.run.micro_batch_size > 2:
+        os.kill(os.getpid(), 9)
 """
 
 
@@ -192,7 +198,7 @@ def nodes(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """What Slurm starts on the nodes of a job, with its variables."""
     port = next(port for port in iter(free_port, None) if port >= 20_000)
-    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(port - 20_000)} | env
+    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(port - 20_000), "SLURM_STEP_ID": "0"} | env
     job["SLURM_LAUNCH_NODE_IPADDR"] = "127.0.0.1"
     command = [sys.executable, "-P", "-m", "llmexp.train", str(run.folder)]
     with contextlib.ExitStack() as stack:
@@ -368,6 +374,91 @@ def test_a_start_too_many_leaves_the_run_alone(run, work):
             status = run.json("status.json")
             assert (status["state"], status["error"]) == ("running", None)
             until_row(run, len(run.rows()) + 2, *both)
+
+
+@pytest.mark.parametrize("left", ["failure-1.json", "waiting/1"])
+def test_what_an_earlier_start_left_is_not_of_this_one(run, work, left):
+    """Rank 1 failed in the first start, or waited in vain for rank 0; then it does not come."""
+    change(run, start_timeout_s=60.0 if left == "failure-1.json" else 5.0)
+    which, fails = ((0, 1), "1") if left == "failure-1.json" else ((1,), "")
+    with nodes(run, work, *which, FAILS=fails) as first:
+        ended(first)
+    assert (run.folder / "logs" / left).exists()
+    change(run, start_timeout_s=5.0)
+    with nodes(run, work, 0) as one:
+        codes, (err,) = ended(one)
+    assert codes == [3]
+    assert "rank 1 did not arrive within 5 s" in err
+    assert "on purpose" not in err
+
+
+# rank 1's host has no room for more than two sequences; four are a rank's share of a step
+AUTO = {"micro_batch_size": "auto", "gradient_accumulation_steps": None, "memory_gib": 8.0}
+
+
+def with_auto(run: Result) -> None:
+    """Queue the run as `llmexp train --queue batch.micro_batch_size=auto hooks=[slow.no_room]`."""
+    tree = yaml.safe_load((run.folder / "config.yaml").read_text())
+    tree["batch"] |= AUTO
+    tree["hooks"].append("slow.no_room")
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
+def batch_of(run: Result) -> tuple[int, int, int]:
+    batch = yaml.safe_load((run.folder / "config.yaml").read_text())["batch"]
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size")
+    one, two, three = (batch[key] for key in keys)
+    return one, two, three
+
+
+def test_ranks_of_all_nodes_find_the_size_that_fits_on_each(run, work):
+    with_auto(run)
+    with nodes(run, work, 0, 1, SLOW="0.02") as both:
+        until_row(run, 7, *both)
+        for process in both:
+            process.send_signal(signal.SIGUSR2)
+        codes, said = ended(both)
+    assert codes == [75, 75], said
+    micro, accumulation, real = batch_of(run)
+    assert (micro in (1, 2), micro * accumulation, real) == (True, 4, 8)
+    assert "auto: 4 does not fit: rank 1 was ended by signal 9 (SIGKILL" in said[0]
+    assert "auto: 2 fits" in said[0]
+    assert "auto: 1 fits" in said[0]
+    assert "auto:" not in said[1]
+    assert not list(run.folder.glob("logs/trial-*"))
+    with nodes(run, work, 0, 1, SLOW="0") as both:
+        codes, said = ended(both)
+    assert codes == [0, 0], said
+    assert "auto:" not in "".join(said)
+    assert batch_of(run) == (micro, accumulation, real)
+    rows = [row["data_digest"] for row in run.rows()]
+    assert rows == [row["data_digest"] for row in Result(0, "", "", work / "whole").rows()]
+
+
+@pytest.mark.slow
+def test_torchrun_finds_the_size_that_fits_on_each_host(two_hosts, run, work):
+    with_auto(run)
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(torchrun(host, run, work, SLOW="0")) for host in two_hosts]
+        codes, said = ended(both, 120)
+    assert codes == [0, 0], said
+    assert "auto: 4 does not fit: rank 1 was ended by signal 9 (SIGKILL" in "".join(said)
+    assert batch_of(run)[0] in (1, 2)
+    assert run.rows()[-1]["step"] == 30
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_sizes_are_tried_is_named(run, work):
+    with_auto(run)
+    with nodes(run, work, 0, 1, SLOW="1") as both:
+        until(lambda: list(run.folder.glob("logs/trial-0/metrics.jsonl")), "the steps of a trial")
+        os.kill(ranks_of(run)[1], signal.SIGKILL)
+        codes, said = ended(both, 90)
+        assert alive(run.folder) == []
+    assert codes == [3, 3], said
+    assert "rank 1 was ended by signal 9 (SIGKILL" in said[1]
+    assert re.search("rank 1 was (lost|ended)", said[0])
+    assert batch_of(run)[0] == "auto"
 
 
 def test_a_node_that_waits_for_another_can_be_stopped(run, work):

@@ -1,0 +1,207 @@
+"""Have the size for batch.micro_batch_size=auto found where the run starts.
+
+Another process chooses what to try (`python -m llmexp.forecast.fitting`). It tries alone, or, where
+the ranks of the run were started already, with all of them, through the store where they meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmexp import mesh
+from llmexp.mesh.ranks import GRACE_S, STARTED, account_file, log_file
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, plain
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import AUTO, ConfigError, error_record, refusal
+from llmexp.system import fileio, hardware
+from llmexp.system.child import (
+    DONE,
+    first_to_go_without_memory,
+    hand_over,
+    how_it_died,
+    kill_family,
+    start,
+    start_worker,
+)
+from llmexp.train import group
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.calibration import ASKED
+from llmexp.train.step import TrainingFailed
+
+CHOOSER = "llmexp.forecast.fitting"
+STORE = "sizes"  # what the keys of a search begin with
+POLL_S = 0.05
+READ_S = 10.0  # for the other ranks to read the answer before rank 0 goes on
+
+
+def is_open(config: Config) -> bool:
+    """Return whether the size is still to be found."""
+    return config.batch.micro_batch_size == AUTO
+
+
+def cut(config: Config, micro: int) -> Config:
+    """Return the config with this micro-batch, whose accumulation is solved."""
+    return with_knobs(config, batch={"micro_batch_size": micro})
+
+
+def kept_open(parts: Parts, config: Config) -> Parts:
+    """Return the parts with `auto` in their config where the run's own config has it.
+
+    Such a run is only queued: it finds its size where it starts.
+    """
+    if not is_open(config):
+        return parts
+    batch = {"micro_batch_size": AUTO, "gradient_accumulation_steps": None}
+    return dataclasses.replace(parts, config=with_knobs(parts.config, batch=batch))
+
+
+def recorded(config: Config, folder: str | Path) -> Config:
+    """Return the config with the size that the run in the folder has, if it has one."""
+    if is_open(config):
+        with contextlib.suppress(ConfigError, KeyError):
+            size = rundir.read_config(Path(folder))["batch"]["micro_batch_size"]
+            return cut(config, size) if isinstance(size, int) else config
+    return config
+
+
+def found_alone(config: Config) -> Config:
+    """Return the config with the size that is found on this host.
+
+    Raises ConfigError where there is none.
+    """
+    if not is_open(config):
+        return config
+    with choosing({"config": plain(config)}) as chooser:
+        return cut(config, checked(answer_of(chooser)))
+
+
+def found_together(path: Path, config: Config, parts: Parts) -> Config:
+    """Return the config with the size that all ranks of the run, of which this is one, find.
+
+    Raises ConfigError where there is none, and TrainingFailed where a rank is lost.
+    """
+    rank, timeout_s = int(os.environ["RANK"]), config.parallelism.start_timeout_s
+    with group.absence_named(path, parts):
+        with group.waiting(path, rank):
+            store = mesh.meeting_store(STORE, timeout_s)
+        store.set(f"memory/{rank}", json.dumps(memory_of_rank(parts)))
+        with contextlib.ExitStack() as stack:
+            chooser = None
+            if rank == 0:
+                request = {"config": plain(config), "run": str(path.absolute())}
+                chooser = stack.enter_context(choosing(request))
+            for number in itertools.count():
+                asked = next_question(store, number, chooser)
+                if "trial" not in asked:
+                    break
+                ended = try_steps(store, path / "logs" / asked["trial"], number)
+                store.set(f"ended/{number}/{rank}", json.dumps(ended))
+        end = time.monotonic() + READ_S
+        read = store.add("read", 1)
+        while rank == 0 and read < parts.run.world_size and time.monotonic() < end:
+            time.sleep(POLL_S)
+            read = store.add("read", 0)
+    return cut(config, checked(asked))
+
+
+def memory_of_rank(parts: Parts) -> float | None:
+    """Return the bytes that this rank's device has; on a CPU, its share of the host's."""
+    if parts.device.type == "cuda":
+        return hardware.memory_bytes(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+    whole = hardware.memory_bytes(parts.device)
+    return None if whole is None else whole / parts.run.layout.nproc_per_node
+
+
+@contextlib.contextmanager
+def choosing(request: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Start the process that chooses what to try; end it if it is not through."""
+    pipe = subprocess.PIPE
+    chooser: subprocess.Popen[str] = start(CHOOSER, stdin=pipe, stdout=pipe, text=True)
+    try:
+        hand_over(chooser, request)
+        yield chooser
+    finally:
+        chooser.terminate()
+        chooser.wait()
+
+
+def answer_of(chooser: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what the process answers in the end: a size, or why there is none."""
+    assert chooser.stdout is not None
+    text = chooser.stdout.read()
+    if code := chooser.wait():
+        why = how_it_died(code, stopped=False)
+        text = f"batch.micro_batch_size=auto: no size was found: {why}"
+        return {"error": error_record(ConfigError(text))}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def checked(answer: dict[str, Any]) -> int:
+    """Return the size of an answer. Raises ConfigError, and TrainingFailed for a lost rank."""
+    if "lost" in answer:
+        raise TrainingFailed(answer["lost"])
+    if "error" in answer:
+        raise refusal(answer["error"])
+    return int(answer["micro_batch_size"])
+
+
+def next_question(store: Any, number: int, chooser: subprocess.Popen[str] | None) -> dict[str, Any]:
+    """Wait for what all ranks try next, or for the answer, and return it."""
+    key = f"question/{number}"
+    while True:
+        through = chooser is not None and chooser.poll() is not None
+        if store.check([key]):
+            found: dict[str, Any] = json.loads(store.get(key))
+            return found
+        if through:
+            assert chooser is not None
+            store.set(key, json.dumps(answer_of(chooser)))
+        time.sleep(POLL_S)
+
+
+def try_steps(store: Any, folder: Path, number: int) -> dict[str, Any]:
+    """Train a few steps of the run in the folder, as one of its ranks; return how that ended.
+
+    Once another rank has failed, this one has GRACE_S to end.
+    """
+    rank, failed = int(os.environ["RANK"]), f"failed/{number}"
+    env = {key: value for key, value in os.environ.items() if key != STARTED}
+    env |= {ASKED: "steps", mesh.TRIAL: f"trial/{number}"}
+    log_file(folder, rank).parent.mkdir(exist_ok=True)
+    child = start_worker(str(folder), log=log_file(folder, rank), env=env)
+    first_to_go_without_memory(child.pid)
+    deadline, late = math.inf, False
+    try:
+        while (code := child.poll()) is None:
+            if deadline == math.inf and store.check([failed]):
+                deadline = time.monotonic() + GRACE_S
+            if time.monotonic() > deadline and not late:
+                late = True
+                kill_family(child.pid)
+            time.sleep(POLL_S)
+    except BaseException:
+        kill_family(child.pid)
+        child.wait()
+        raise
+    if code == DONE:
+        return {}
+    order = store.add(failed, 1)
+    text = how_it_died(code, late, f"rank {rank}")
+    with contextlib.suppress(ConfigError, KeyError):
+        text = fileio.read_json(account_file(folder, rank))["text"]
+    killed = code < 0 and not late  # by the kernel, perhaps: the others only notice
+    return {"order": 0 if killed else order, "text": text}
