@@ -14,17 +14,14 @@ from typing import Annotated, Any
 from llmexp.data.cache import cache_folder
 from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
-from llmexp.data.prepared import Prepared, StaleCache, prepare_source
-from llmexp.data.records import Counts
+from llmexp.data.prepared import SourceShards, StaleCache, prepare_sources
 from llmexp.data.remote import RemoteCache, Unreachable
-from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
+from llmexp.data.sections import main_set, read_sources, read_stages, read_validation
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.data.work import TRAIN, Source, Work, refuse_shared_files, with_kinds, work_of
+from llmexp.data.work import TRAIN, Source, refuse_shared_files, works_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import ConfigError, knob
-
-Sources = tuple[dict[str, Source], dict[str, Source]]  # to train on; validation sets
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
@@ -63,7 +60,6 @@ def corpus(  # noqa: PLR0913 (its knobs)
     all sources. `stages`: [{from_tokens, weights}], each replaces the weights from there on.
     Buckets and the hub are asked where shards are missing, or with `ask_again`. Raises ConfigError.
     """
-    check_kinds(val, stages)
     data: dict[str, Any] = {"sources": sources, "val": val, "val_main": val_main}
     data |= {"stages": stages, "max_epochs": max_epochs, "on_bad_record": on_bad_record}
     cache = cache_folder(cache_dir)
@@ -86,45 +82,25 @@ def corpus(  # noqa: PLR0913 (its knobs)
 
 
 def corpus_sources(
-    remote: RemoteCache, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
-) -> Sources:
+    remote: RemoteCache, *, sources: Any, val: Any, on_bad_record: Any, **_: Any
+) -> list[Source]:
     """Return the sources that the knobs of data=corpus name. Raises ConfigError."""
-    check_kinds(val, stages)
     skip = on_bad_record == "skip"
     held_out, shares = read_validation(val, skip, remote)
-    return read_sources(sources, shares, skip, remote), held_out
-
-
-def works_of(some: Sources, tokenizer: Tokenizer, remote: RemoteCache) -> list[dict[str, Work]]:
-    """Return what there is to prepare for each source and validation set. Raises ConfigError."""
-    tokenizer.end_of_text()  # ends each document
-    return [
-        {name: work_of(source, tokenizer, remote) for name, source in each.items()} for each in some
-    ]
-
-
-def documents_to_train(some: Sources, remote: RemoteCache) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document, source by source. Raises ConfigError."""
-    for source in some[0].values():
-        for document in with_kinds(source, remote).read(Counts()):
-            if document.split == TRAIN:
-                yield document.pieces
+    return [*read_sources(sources, shares, skip, remote), *held_out]
 
 
 def _corpus(
     data: Mapping[str, Any], tokenizer: Tokenizer, length: int, remote: RemoteCache
 ) -> Corpus:
-    names = list(data["val"])
+    chosen = corpus_sources(remote, **data)
+    sources, names = [s for s in chosen if not s.held_out], list(data["val"])
     main = main_set(data["val_main"], names)
-    chosen, held_out = corpus_sources(remote, **data)
-    works, works_val = works_of((chosen, held_out), tokenizer, remote)
-    refuse_shared_files([*works.values(), *works_val.values()])
-    mixed = read_stages(data["stages"], list(works), length)
-    weights = {name: s.weight for name, s in chosen.items() if s.weight is not None}
-    ready, ready_val = (
-        {name: prepare_source(one, remote) for name, one in some.items()}
-        for some in (works, works_val)
-    )
+    mixed = read_stages(data["stages"], [source.name for source in sources], length)
+    works = works_of(chosen, tokenizer, remote)
+    refuse_shared_files(works)
+    weights = {source.name: source.weight for source in sources if source.weight is not None}
+    ready, ready_val = prepare_sources(works, remote)
     texts = {name: _texts(name, ready, ready_val) for name in names}
     stages = ([weights] if weights else []) + list(mixed.values())
     # A source without a weight anywhere is held out as a whole: its shares are validated.
@@ -174,7 +150,7 @@ def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
         raise ConfigError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
-def _description(ready: Mapping[str, Prepared], trained: list[str], remote: RemoteCache) -> str:
+def _description(ready: Mapping[str, SourceShards], trained: list[str], remote: RemoteCache) -> str:
     parts = [f"{name} {len(ready[name].streams[TRAIN]):,} tokens" for name in trained]
     bad = sum(one.counts.bad for one in ready.values())
     text = f"corpus of {', '.join(parts)}"
@@ -193,7 +169,7 @@ def _description(ready: Mapping[str, Prepared], trained: list[str], remote: Remo
 
 
 def _texts(
-    name: str, ready: Mapping[str, Prepared], ready_val: Mapping[str, Prepared]
+    name: str, ready: Mapping[str, SourceShards], ready_val: Mapping[str, SourceShards]
 ) -> dict[str, str]:
     """Return what identifies the text of a validation set."""
     if name in ready_val:
@@ -204,7 +180,7 @@ def _texts(
     return found | {"shares": str([share for _, share in shares[: at + 1]])}
 
 
-def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, Any]]:
+def _table(sources: Mapping[str, SourceShards], whole: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each split of each source, for the table of `llmexp prepare`.
 
     `whole`: the name of the split that is no share.

@@ -25,7 +25,7 @@ from llmexp.data.records import (
     BadRecord,
     Counts,
     Document,
-    Found,
+    Record,
     as_text,
     count_records,
     record_text,
@@ -37,7 +37,7 @@ from llmexp.settings.values import refuse
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
-BLOCK = 1 << 19  # bytes read at a time
+BLOCK_BYTES = 1 << 19  # bytes read at a time
 LONGEST_LINE = 1 << 30  # bytes of a record
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
@@ -58,7 +58,7 @@ class Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            packed = self._rest or self._file.read(BLOCK)
+            packed = self._rest or self._file.read(BLOCK_BYTES)
             self._rest = b""
             if not packed:
                 if self._frame is not None:
@@ -78,15 +78,15 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
     """Return the file, or the content of one that is compressed by gzip, zstd, xz or bzip2."""
     match sniffed(key, place, file.peek(HEAD)):
         case "gzip":
-            return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+            return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES)
         case "xz":
-            return io.BufferedReader(lzma.LZMAFile(file), BLOCK)
+            return io.BufferedReader(lzma.LZMAFile(file), BLOCK_BYTES)
         case "bzip2":
-            return io.BufferedReader(bz2.BZ2File(file), BLOCK)
+            return io.BufferedReader(bz2.BZ2File(file), BLOCK_BYTES)
         case "zstd":
             zstandard = need_package("zstandard", key, f"reading {place}")
             packed = zstandard.ZstdDecompressor(max_window_size=2**31)
-            return io.BufferedReader(Zstd(file, packed), BLOCK)
+            return io.BufferedReader(Zstd(file, packed), BLOCK_BYTES)
     return file
 
 
@@ -107,7 +107,7 @@ def kind_of_file(key: str, place: str) -> str:
 
 
 def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
-    line = file.readline(BLOCK)
+    line = file.readline(BLOCK_BYTES)
     if not line:
         return "empty"
     if _named(place, ".jsonl", ".ndjson", ".json"):
@@ -119,7 +119,7 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
         raise refuse(key, place, f"is no text: there are zero bytes in it{way}")
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
-        line = file.readline(BLOCK)
+        line = file.readline(BLOCK_BYTES)
     if not line.lstrip(BLANK).startswith(b"{"):  # so a text of one line is not read as a whole
         return "text"
     try:
@@ -163,11 +163,11 @@ def read_documents(
         yield from count_records(read(key, place, text_key, counts), skip_bad, counts)
 
 
-def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     yield None
 
 
-def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     """Yield a text file's one document. It is read twice: for its digest, and in pieces."""
     digest = hashlib.blake2b(digest_size=16)
     size = 0
@@ -198,7 +198,7 @@ def decoded(file: BinaryIO) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     while True:
-        raw = file.read(BLOCK)
+        raw = file.read(BLOCK_BYTES)
         before = at - len(decoder.getstate()[0])
         at += len(raw)
         try:
@@ -212,7 +212,7 @@ def decoded(file: BinaryIO) -> Iterator[str]:
         yield text
 
 
-def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     with open_file(key, place) as packed, unpacked(key, place, packed) as file:
         counts.file = packed
         for number, line in enumerate(file, 1):
@@ -232,7 +232,7 @@ def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator
                 yield BadRecord(f"{where}: no JSON object but {type(record).__name__}")
 
 
-def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     """Yield the records of an array, one after the other; each is in memory as a whole."""
     texts, number = _pieces(key, place, counts), 0
     held = next(texts, "")
@@ -248,7 +248,7 @@ def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator
         except (ValueError, RecursionError) as error:
             after, why = "", getattr(error, "msg", str(error))
         if after not in ("]", ","):
-            more = "".join(itertools.islice(texts, 1 + (len(held) - at) // BLOCK))
+            more = "".join(itertools.islice(texts, 1 + (len(held) - at) // BLOCK_BYTES))
             if after or not more:
                 raise refuse(key, place, f"item {number + 1:,} is no valid JSON ({why})")
             held, at = held[at:] + more, 0
@@ -265,7 +265,7 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def record_of(where: str, record: Any, text_key: str) -> Found:
+def record_of(where: str, record: Any, text_key: str) -> Record:
     """Return the document of an item: an object with the key, or a text itself."""
     if isinstance(record, dict):
         return record_text(where, record, text_key)

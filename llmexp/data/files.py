@@ -50,36 +50,43 @@ def match_files(key: str, patterns: Any) -> list[Path]:
     folder; `**` crosses folders. Raises ConfigError, naming `key`, for a glob without a match and
     for what is no readable file.
     """
-    wanted = [patterns] if isinstance(patterns, str) else patterns
+    found = (path for one in patterns_of(key, patterns) for path in _match_files(key, one))
+    return list(dict.fromkeys(found))
+
+
+def patterns_of(key: str, given: Any) -> list[str]:
+    """Return a glob, or the globs of a list. Raises ConfigError for what is neither."""
+    wanted = [given] if isinstance(given, str) else given
     several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
     if not wanted or not several:
-        raise refuse(key, patterns, "a glob or a list of globs is needed", "corpus/**/*.txt")
-    found: dict[Path, None] = {}
-    for pattern in wanted:
-        expanded = os.path.expanduser(pattern)
-        # A name that exists is meant as it stands, also with brackets in it.
-        there = os.path.lexists(expanded)
-        names = [expanded] if there else sorted(glob.glob(expanded, recursive=True))
-        if not names:
-            raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
-        if there and os.path.isdir(expanded):
-            names = _files_below(key, expanded)
-        paths = [Path(name) for name in names if not os.path.isdir(name)]
-        if not paths:
-            text = f"{names[0]} is a folder; for its files write {key}={names[0]}"
-            raise refuse(key, pattern, text)
-        for path in paths:
-            if path.exists() and not path.is_file():  # to read from it could wait for ever
-                text = f"{path} is a pipe or a device, and data files are read more than once"
-                way = "write what comes out of it to a plain file first"
-                raise refuse(key, pattern, f"{text}; {way}")
-            try:
-                with open(path, "rb") as file:
-                    file.read(1)
-            except OSError as error:
-                raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
-            found[path] = None
-    return list(found)
+        raise refuse(key, given, "a glob or a list of globs is needed", "corpus/**/*.txt")
+    return list(wanted)
+
+
+def _match_files(key: str, pattern: str) -> list[Path]:
+    expanded = os.path.expanduser(pattern)
+    # A name that exists is meant as it stands, also with brackets in it.
+    there = os.path.lexists(expanded)
+    names = [expanded] if there else sorted(glob.glob(expanded, recursive=True))
+    if not names:
+        raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
+    if there and os.path.isdir(expanded):
+        names = _files_below(key, expanded)
+    paths = [Path(name) for name in names if not os.path.isdir(name)]
+    if not paths:
+        text = f"{names[0]} is a folder; for its files write {key}={names[0]}"
+        raise refuse(key, pattern, text)
+    for path in paths:
+        if path.exists() and not path.is_file():  # to read from it could wait for ever
+            text = f"{path} is a pipe or a device, and data files are read more than once"
+            way = "write what comes out of it to a plain file first"
+            raise refuse(key, pattern, f"{text}; {way}")
+        try:
+            with open(path, "rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
+    return paths
 
 
 def stdlib_files() -> list[Path]:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.records import Found, record_text
+from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, need_package, reading
 from llmexp.settings.values import refuse
 
 
 def read_dataset(
     key: str, name: str, split: str, revision: str | None, text_key: str
-) -> Iterator[Found]:
+) -> Iterator[Record]:
     """Yield the records of one split. Raises ValueError."""
     datasets = need_package("datasets", key, f"reading {name}")
     if Path(name).is_dir():

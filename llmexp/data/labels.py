@@ -15,7 +15,7 @@ from llmexp.data.token_files import open_tokens
 from llmexp.settings.values import refuse
 
 NO_TARGET = -100
-BLOCK = 1 << 20  # labels that are compared at a time
+BLOCK_LABELS = 1 << 20  # labels that are compared at a time
 
 
 def add_labels(
@@ -75,8 +75,8 @@ def read_labels(
 
 def _check(key: str, path: Path, labels: np.ndarray, beside: Path, ids: np.ndarray) -> None:
     """Raise ValueError for a label that is neither the id at its place nor NO_TARGET."""
-    for start in range(0, len(labels), BLOCK):
-        some, there = labels[start : start + BLOCK], ids[start : start + BLOCK]
+    for start in range(0, len(labels), BLOCK_LABELS):
+        some, there = labels[start : start + BLOCK_LABELS], ids[start : start + BLOCK_LABELS]
         if len(wrong := np.flatnonzero((some != there) & (some != NO_TARGET))):
             at = int(wrong[0])
             text = f"label {int(some[at])} at position {start + at:,} is neither -100 nor the id "

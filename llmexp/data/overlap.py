@@ -1,7 +1,7 @@
 """Count the documents of a validation set that are trained on, by the digests beside the shards.
 
-No text is read. The digests of at most MOST training documents are, once for a set: the counts are
-kept in the cache.
+No text is read. The digests of at most LOOKED_AT training documents are, once for a set: the counts
+are kept in the cache.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import numpy as np
 
 from llmexp.data.beside import DIGEST, beside
 from llmexp.data.cache import cached
-from llmexp.data.prepared import Prepared
+from llmexp.data.prepared import SourceShards
 from llmexp.data.remote import RemoteCache
 from llmexp.data.work import TRAIN
 
-MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
+LOOKED_AT = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
 
 
 def warnings_of(
-    training: Mapping[str, Prepared], held_out: Mapping[str, Prepared], remote: RemoteCache
+    training: Mapping[str, SourceShards],
+    held_out: Mapping[str, SourceShards],
+    remote: RemoteCache,
 ) -> tuple[str, ...]:
     """Return a warning for each validation set that shares documents with training.
 
@@ -29,7 +31,11 @@ def warnings_of(
     """
     found = []
     for name, one in held_out.items():
-        known = [MOST, [[source, each.content] for source, each in training.items()], one.content]
+        known = [
+            LOOKED_AT,
+            [[source, each.content] for source, each in training.items()],
+            one.content,
+        ]
         try:
             counts = cached(remote.cache, "overlap", known, [], partial(shared, training, one))
         except OSError:  # a file of digests is gone: `verify data` names it
@@ -44,7 +50,7 @@ def warnings_of(
     return tuple(found)
 
 
-def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
+def shared(training: Mapping[str, SourceShards], val: SourceShards) -> dict[str, int]:
     """Return by source how many documents of the set `val` are trained on.
 
     One that is in several sources counts for the first. Raises OSError.
@@ -52,7 +58,7 @@ def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
     mine = np.concatenate([np.empty(0, DIGEST), *digests_of(val)])
     mine = mine[np.argsort(mine["first"])]
     left = np.ones(len(mine), np.bool_)
-    every = 1 + sum(one.documents[TRAIN] for one in training.values()) // MOST
+    every = 1 + sum(one.documents[TRAIN] for one in training.values()) // LOOKED_AT
     counts = {}
     for name, one in training.items():
         before = int(left.sum())
@@ -66,7 +72,7 @@ def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
     return counts
 
 
-def digests_of(one: Prepared, every: int = 1) -> Iterator[np.ndarray]:
+def digests_of(one: SourceShards, every: int = 1) -> Iterator[np.ndarray]:
     """Yield the digests of the training documents of a source, of one in `every` of its shards."""
     for shard in one.streams[TRAIN].shards[::every]:
         yield beside(shard, "digests")

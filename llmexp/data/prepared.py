@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,14 +23,14 @@ from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, is_remote
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.data.work import FORMAT, Part, Source, Work, work_of
+from llmexp.data.work import SHARD_FORMAT, Part, Source, Work, work_of
 from llmexp.settings.values import ConfigError
 
-MANIFEST = "manifest.json"
+SHARD_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class SourceShards:
     """The shards of a source."""
 
     work: Work
@@ -50,7 +50,21 @@ class StaleCache(Exception):
     """Report that remembered answers of a bucket or the hub describe shards that are missing."""
 
 
-def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
+def prepare_sources(
+    works: Iterable[Work], remote: RemoteCache
+) -> tuple[dict[str, SourceShards], dict[str, SourceShards]]:
+    """Return the shards of sources by name: of those to train on, and of validation sets.
+
+    Raises ConfigError, and StaleCache.
+    """
+    ready, held_out = dict[str, SourceShards](), dict[str, SourceShards]()
+    for work in works:
+        found = held_out if work.source.held_out else ready
+        found[work.source.name] = prepare_source(work, remote)
+    return ready, held_out
+
+
+def prepare_source(work: Work, remote: RemoteCache) -> SourceShards:
     """Return the shards of a source, from the cache where they are there.
 
     Raises ConfigError, and StaleCache.
@@ -62,8 +76,7 @@ def prepare_source(work: Work, remote: RemoteCache) -> Prepared:
         raise StaleCache
     with building(work.folder, cache):
         if (found := _open(work)) is None:  # else another process was faster
-            _begin(work)
-            for path in work.folder.glob(f"*{shards.UNFINISHED}"):  # of processes that were killed
+            for path in work.folder.glob(f"*{shards.TEMPORARY}"):  # of processes that were killed
                 path.unlink(missing_ok=True)
             try:
                 write_part(work, Part(), 0, sum(work.unit_bytes()))
@@ -92,26 +105,22 @@ def prepare_part(
     for work in works:
         if _open(work) is None:
             # shards that are damaged are begun anew, by one process alone
-            damaged = (work.folder / MANIFEST).exists()
+            damaged = (work.folder / SHARD_MANIFEST).exists()
             with building(work.folder, cache, alone=damaged):
                 if _open(work) is None:
-                    _begin(work)
                     write_part(work, part, start, total, threads)
         start += sum(work.unit_bytes())
-
-
-def _begin(work: Work) -> None:
-    """Make the folder of the shards, without those that were whole once and are damaged."""
-    if (work.folder / MANIFEST).exists():
-        shutil.rmtree(work.folder)
-    work.folder.mkdir(exist_ok=True)
 
 
 def write_part(work: Work, part: Part, start: int, total: int, threads: int | None = None) -> None:
     """Write what is missing of a part; the caller holds the lock.
 
-    The units of the source begin at `start` of `total` bytes of all sources.
+    The units of the source begin at `start` of `total` bytes of all sources. Shards that were whole
+    once and are damaged are begun anew.
     """
+    if (work.folder / SHARD_MANIFEST).exists():
+        shutil.rmtree(work.folder)
+    work.folder.mkdir(exist_ok=True)
     sizes = work.unit_bytes()
     starts = list(accumulate(sizes, initial=start))
     mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
@@ -166,7 +175,7 @@ def _finish(work: Work) -> None:
         total = total.plus(Counts(**there[-1]["counts"]))
     _refuse_empty(source, total)
     found = {
-        "format": FORMAT,
+        "format": SHARD_FORMAT,
         "dtype": id_type(work.tokenizer).str,
         "tokenizer": {"name": work.tokenizer.name, "sha256": work.tokenizer.identity},
         "counts": total.record(),
@@ -175,7 +184,7 @@ def _finish(work: Work) -> None:
     }
     streams = {split: _stream(folder, found, split) for split in source.splits}
     found["samples"] = {split: sample_digest(stream) for split, stream in streams.items()}
-    shards.commit_json(folder / MANIFEST, found)
+    shards.commit_json(folder / SHARD_MANIFEST, found)
 
 
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
@@ -204,11 +213,11 @@ def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
     return Shard(path, np.frombuffer(mapped, dtype), mapped, found.st_size, state)
 
 
-def _open(work: Work) -> Prepared | None:
+def _open(work: Work) -> SourceShards | None:
     """Return a source from its shards, or None where they are missing, torn or damaged."""
     source, folder = work.source, work.folder
     try:
-        found = json.loads((folder / MANIFEST).read_text())
+        found = json.loads((folder / SHARD_MANIFEST).read_text())
         allow_open_files(len(found["chunks"]) * len(source.splits))  # a map keeps its file open
         streams = {}
         for split in source.splits:
@@ -220,7 +229,7 @@ def _open(work: Work) -> Prepared | None:
             for what in ("documents", "text_bytes")
         )
         counts = Counts(**found["counts"])
-        return Prepared(work, streams, counts, documents, text_bytes)
+        return SourceShards(work, streams, counts, documents, text_bytes)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
@@ -228,7 +237,7 @@ def _open(work: Work) -> Prepared | None:
 def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise ValueError if the shards in a folder of the cache were made by another tokenizer."""
     try:
-        noted = json.loads((folder / MANIFEST).read_text())["tokenizer"]
+        noted = json.loads((folder / SHARD_MANIFEST).read_text())["tokenizer"]
         other = noted["sha256"] != tokenizer.identity
     except (OSError, ValueError, KeyError, TypeError):
         return

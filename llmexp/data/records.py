@@ -55,10 +55,10 @@ class Document:
     split: str = ""
 
 
-Found = Document | BadRecord | None  # None: an empty document
+Record = Document | BadRecord | None  # None: an empty document
 
 
-def count_records(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
+def count_records(records: Iterator[Record], skip_bad: bool, counts: Counts) -> Iterator[Document]:
     """Yield the documents among the records, and count all."""
     for found in records:
         if isinstance(found, BadRecord):
@@ -112,7 +112,7 @@ def value_at(record: Any, key: str) -> Any:
     return value_at(record[head], rest)
 
 
-def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
+def record_text(where: str, record: dict[str, Any], text_key: str) -> Record:
     try:
         return as_text(where, value_at(record, text_key), text_key)
     except KeyError:
@@ -120,7 +120,7 @@ def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
         return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
 
 
-def as_text(where: str, text: Any, text_key: str) -> Found:
+def as_text(where: str, text: Any, text_key: str) -> Record:
     """Return the document, of one piece, of a value: text, or bytes that are UTF-8."""
     try:
         text = text.decode() if isinstance(text, bytes) else text

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmexp.data.cache import cached, read_entry, write_entry
-from llmexp.data.files import match_files, sha256_of
+from llmexp.data.files import match_files, patterns_of, sha256_of
 from llmexp.settings.values import ConfigError, refuse
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ ANSWER_S = 10.0  # a web server that is silent for so long is given up
 AHEAD_BYTES = 1 << 21  # asked of a bucket at a time
 WEB = ("http://", "https://")
 BUFFER_BYTES = 1 << 19
-ASKED = 16  # files asked about at once
+ASKED_AT_ONCE = 16  # files asked about at once
 MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
@@ -134,13 +134,8 @@ class RemoteCache:
 
 def match_places(key: str, patterns: Any, remote: RemoteCache) -> list[str]:
     """Return the files that globs and addresses name, sorted per glob, each once."""
-    wanted = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(wanted, (list, tuple)) or not any(is_remote(str(p)) for p in wanted):
-        return [str(path) for path in match_files(key, patterns)]
     found: dict[str, None] = {}
-    for pattern in wanted:
-        if not isinstance(pattern, str):
-            raise refuse(key, wanted, "a list of paths, globs and addresses is needed")
+    for pattern in patterns_of(key, patterns):
         if not is_remote(pattern):
             names = [str(path) for path in match_files(key, pattern)]
         elif glob.has_magic(pattern):
@@ -188,5 +183,5 @@ def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]
         marks = {name: str(info[name]) for name in MARKS if info.get(name)}
         return json.dumps([address, size, marks], sort_keys=True), size
 
-    with ThreadPoolExecutor(min(ASKED, len(addresses))) as pool:
+    with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(addresses))) as pool:
         return list(pool.map(one, addresses))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import itertools
 import threading
@@ -46,21 +47,19 @@ class TargetMask:
 
         `hidden_nrs`: the ids that are no targets by their labels.
         """
-        found = None if hidden_nrs is None else hidden_nrs[..., 1:]
+        found = [] if hidden_nrs is None else [hidden_nrs[..., 1:]]
         if self.ignore_id is not None:
-            ignored = ids_nrs[..., 1:] == self.ignore_id
-            found = ignored if found is None else found | ignored
+            found.append(ids_nrs[..., 1:] == self.ignore_id)
         if self.document_end is not None:
-            after = ids_nrs[..., :-1] == self.document_end
-            found = after if found is None else found | after
-        return found
+            found.append(ids_nrs[..., :-1] == self.document_end)
+        return functools.reduce(np.logical_or, found) if found else None
 
 
 @dataclass(frozen=True)
 class Sampler:
     """The sequences of a run.
 
-    Step s takes the positions k in [skipped + s*R, skipped + (s+1)*R), R = real_batch_size, as far
+    Step s takes the positions k in [offset + s*R, offset + (s+1)*R), R = real_batch_size, as far
     as there are `total_sequences`. The order maps each k to a sequence i, the tokens
     [i*T, i*T + T], T = sequence_length.
     """
@@ -73,18 +72,7 @@ class Sampler:
     shuffle: bool = True
     mask: TargetMask = TargetMask()
     mixed: Mixture | None = None  # where the stream holds several sources
-    skipped: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
-
-    def read(self, starts_nr: np.ndarray) -> np.ndarray:
-        """Return the ids (n, r, s) of the sequences that begin at these tokens."""
-        width = self.sequence_length + 1
-        return self.stream.gather(starts_nr.ravel(), width).reshape(*starts_nr.shape, width)
-
-    def labels(self, starts_nr: np.ndarray) -> np.ndarray | None:
-        """Return bool (n, r, s): which ids are no targets by labels; None: all are."""
-        width = self.sequence_length + 1
-        found = self.stream.hidden(starts_nr.ravel(), width)
-        return None if found is None else found.reshape(*starts_nr.shape, width)
+    offset: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
 
     def starts(self, k_nr: np.ndarray) -> np.ndarray:
         """Return int64 (n, r): the first token of each of the sequences `k_nr` of the run."""
@@ -142,16 +130,17 @@ def _windows(
     block = max(1, _BLOCK_TOKENS // (per_rank * sampler.sequence_length))
     step, starts = steps.start, _starts(sampler, first_row, per_rank, steps)
     while step < steps.stop:
-        left = sampler.total_sequences - sampler.skipped - step * real
+        left = sampler.total_sequences - sampler.offset - step * real
         # The tail window comes alone; rank 0 has the most rows in it.
         count = min(block, max(1, left // real), steps.stop - step)
         rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
         starts_nr = np.stack(list(itertools.islice(starts, count)))[:, :rows]
-        tokens_nrs = sampler.read(starts_nr)
+        tokens_nrs, masked_nrt = _read(
+            sampler.stream, starts_nr, sampler.sequence_length, sampler.mask
+        )
         micro_steps = max(1, -(-most // part.micro_batch_size))
-        masked = sampler.mask.at(tokens_nrs, sampler.labels(starts_nr))
         batches, target_counts = _micro_batches(
-            tokens_nrs, micro_steps, part.micro_batch_size, masked, pin_memory
+            tokens_nrs, micro_steps, part.micro_batch_size, masked_nrt, pin_memory
         )
         for i in range(count):
             digested = _digest(tokens_nrs[i], first_row) if digest else 0
@@ -159,12 +148,24 @@ def _windows(
         step += count
 
 
+def _read(
+    stream: TokenStream, starts_nr: np.ndarray, length: int, mask: TargetMask
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the ids (n, r, s) of the sequences that begin there, and what `mask` gives of them."""
+    starts, shape = starts_nr.ravel(), (*starts_nr.shape, length + 1)
+    ids_nrs, hidden = (
+        stream.gather(starts, length + 1).reshape(shape),
+        stream.hidden(starts, length + 1),
+    )
+    return ids_nrs, mask.at(ids_nrs, None if hidden is None else hidden.reshape(shape))
+
+
 def _starts(sampler: Sampler, first_row: int, per_rank: int, steps: range) -> Iterator[np.ndarray]:
     """Yield for each step int64 [per_rank]: where the sequences of its rows begin."""
     many = max(1, _STARTS // per_rank)
     for first in range(steps.start, steps.stop, many):
         step_n = np.arange(first, min(first + many, steps.stop))
-        row_r = sampler.skipped + first_row + np.arange(per_rank)
+        row_r = sampler.offset + first_row + np.arange(per_rank)
         yield from sampler.starts(step_n[:, None] * sampler.real_batch_size + row_r)
 
 
@@ -187,10 +188,8 @@ def eval_batches(
     stop = min(total, (part.rank + 1) * per_rank)
     for first in range(part.rank * per_rank, (part.rank + 1) * per_rank, micro):
         starts = all_starts[first : max(first, min(first + micro, stop))]
-        tokens_rs = stream.gather(starts, sequence_length + 1)
-        masked = mask.at(tokens_rs, stream.hidden(starts, sequence_length + 1))
-        masked = None if masked is None else masked[None]
-        ((tokens_bt, targets_bt),) = _micro_batches(tokens_rs[None], 1, micro, masked, False)[0][0]
+        found = _read(stream, starts[None], sequence_length, mask)
+        ((tokens_bt, targets_bt),) = _micro_batches(found[0], 1, micro, found[1], False)[0][0]
         yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
 
 

@@ -42,52 +42,47 @@ class StageKnobs:
     weights: dict[str, Any] = knob("a weight for each source")
 
 
-def check_kinds(val: Any, stages: Any) -> None:
-    if not isinstance(val, Mapping):
-        raise refuse("data.val", val, "named sets are needed", "{}")
-    if not isinstance(stages, Sequence) or isinstance(stages, str):
-        raise refuse("data.stages", stages, "a list is needed", "[]")
-
-
 def read_sources(
     sections: Mapping[str, Any],
     shares: Sequence[tuple[str, float]],
     skip: bool,
     remote: RemoteCache,
-) -> dict[str, Source]:
+) -> list[Source]:
     """Return the sources, each with its weight, or all without. Raises ConfigError."""
     if not isinstance(sections, Mapping) or not sections:
         example = "data.sources.web.files=corpus/*.jsonl"
         raise ConfigError(f"data.sources: name one source at least; for example {example}")
-    found: dict[str, Source] = {}
+    found = []
     for name, value in sections.items():
         key = _key("data.sources", name, value)
         given = convert_section(SourceKnobs, value, f"{key}.")
-        source = _source(key, given, remote)
-        found[name] = replace(source, shares=tuple(shares), weight=given.weight, skip_bad=skip)
-    weights = {name: source.weight for name, source in found.items()}
+        source = _source(name, key, given, skip, remote)
+        found.append(replace(source, shares=tuple(shares), weight=given.weight))
+    weights = {source.name: source.weight for source in found}
     missing = [name for name, weight in weights.items() if weight is None]
     if missing and len(missing) < len(found):
         way = "give all sources a weight, or none (then each counts by its tokens)"
         text = f"the other sources have weights, this one has none; {way}"
         raise ConfigError(f"data.sources.{missing[0]}.weight: {text}")
     if not missing and not any(weights.values()):
-        raise refuse(f"data.sources.{next(iter(found))}.weight", 0, "all weights are 0", 1)
+        raise refuse(f"data.sources.{found[0].name}.weight", 0, "all weights are 0", 1)
     return found
 
 
 def read_validation(
     sections: Mapping[str, Any], skip: bool, remote: RemoteCache
-) -> tuple[dict[str, Source], list[tuple[str, float]]]:
+) -> tuple[list[Source], list[tuple[str, float]]]:
     """Return the validation sets with files of their own, and the shares of the others."""
-    held_out, shares = {}, []
+    if not isinstance(sections, Mapping):
+        raise refuse("data.val", sections, "named sets are needed", "{}")
+    held_out, shares = [], []
     for name, value in sections.items():
         key = _key("data.val", name, value)
         given = convert_section(ValidationKnobs, value, f"{key}.")
         if name in TAKEN:
             raise ConfigError(f"{key}: is the name of {TAKEN[name]}; choose another one")
         if given.share is None:
-            held_out[name] = replace(_source(key, given, remote), skip_bad=skip)
+            held_out.append(replace(_source(name, key, given, skip, remote), held_out=True))
             continue
         if other := next((k for k, v in vars(given).items() if k != "share" and v is not None), ""):
             text = "a validation set is a share of the sources, or has files of its own"
@@ -109,17 +104,17 @@ def _key(parent: str, name: Any, value: Any) -> str:
     return key
 
 
-def _source(key: str, given: PlaceKnobs, remote: RemoteCache) -> Source:
-    text_key = given.text_key or "text"
+def _source(name: str, key: str, given: PlaceKnobs, skip: bool, remote: RemoteCache) -> Source:
+    source = Source(name, key, given.text_key or "text", skip_bad=skip)
     if (given.files is None) == (given.hf is None):
         example = f"{key}.files=corpus/*.jsonl"
         raise ConfigError(f"{key}: either files or hf is needed; for example {example}")
     if given.hf is not None:
-        return Source(f"{key}.hf", text_key, hf=given.hf, split=given.split or TRAIN)
+        return replace(source, key=f"{key}.hf", hf=given.hf, split=given.split or TRAIN)
     if given.split is not None:
         raise refuse(f"{key}.split", given.split, "belongs to hf, and the source has files")
     places = match_places(f"{key}.files", given.files, remote)
-    return Source(f"{key}.files", text_key, tuple(places))
+    return replace(source, key=f"{key}.files", files=tuple(places))
 
 
 def main_set(given: str | None, names: list[str]) -> str | None:
@@ -136,6 +131,8 @@ def read_stages(
     stages: Sequence[Mapping[str, Any]], names: list[str], sequence_length: int
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        raise refuse("data.stages", stages, "a list is needed", "[]")
     found: dict[int, dict[str, float]] = {}
     like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
     example = f"for example {typed('data.stages', like)}"

@@ -33,7 +33,7 @@ from llmexp.system.fileio import flush_to_disk, write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
-UNFINISHED = ".tmp"  # what files end in that nobody has finished
+TEMPORARY = ".tmp"  # what files end in that nobody has finished
 
 
 def chunk_name(unit: int, chunk: int) -> str:
@@ -222,7 +222,7 @@ class _Shard:
 
     def __init__(self, stem: str, dtype: np.dtype) -> None:
         self._stem, self._dtype = stem, dtype
-        self._temporary = Path(f"{stem}.bin.{uuid.uuid4().hex}{UNFINISHED}")
+        self._temporary = Path(f"{stem}.bin.{uuid.uuid4().hex}{TEMPORARY}")
         self._file = open(self._temporary, "wb")  # noqa: SIM115
         self._sha = hashlib.sha256()
         self._ends, self._sizes = array("Q"), array("Q")

@@ -9,14 +9,13 @@ here. A source NAME of documents has a function NAME_sources beside it, from the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
 from llmexp.data.cache import cache_folder, cached
-from llmexp.data.corpus import Sources, works_of
 from llmexp.data.files import (
     allow_open_files,
     files_fingerprint,
@@ -26,30 +25,22 @@ from llmexp.data.files import (
 from llmexp.data.labels import add_labels
 from llmexp.data.order import sequence_index
 from llmexp.data.overlap import warnings_of
-from llmexp.data.prepared import prepare_source, refuse_tokenizer
+from llmexp.data.prepared import prepare_sources, refuse_tokenizer
 from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.data.work import TRAIN, Source
+from llmexp.data.work import TRAIN, Source, works_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 
 
-@dataclass(frozen=True)
-class Amount:
-    """The amount of data to use, and the share of it for validation."""
-
-    val_ratio: float
-    max_tokens: int | None
-    seed: int = 0
-
-    def shares(self) -> tuple[int | None, int | None]:
-        """Return how many tokens to train on and to validate on; None: all there are."""
-        if self.max_tokens is None:
-            return None, None
-        train = round(self.max_tokens * (1 - self.val_ratio))
-        return train, self.max_tokens - train
+def shared_tokens(max_tokens: int | None, val_ratio: float) -> tuple[int | None, int | None]:
+    """Return how many tokens to train on and to validate on; None: all there are."""
+    if max_tokens is None:
+        return None, None
+    train = round(max_tokens * (1 - val_ratio))
+    return train, max_tokens - train
 
 
 def stdlib(
@@ -64,14 +55,15 @@ def stdlib(
 
     That is real text on every machine.
     """
-    amount, remote = Amount(val_ratio, max_tokens, seed), RemoteCache(cache_folder(cache_dir))
-    found = _text_corpus(stdlib_sources(remote, **vars(amount)), amount, tokenizer, remote)
+    remote = RemoteCache(cache_folder(cache_dir))
+    sources = stdlib_sources(remote, val_ratio=val_ratio, seed=seed)
+    found = _text_corpus(sources, val_ratio, max_tokens, seed, tokenizer, remote)
     return replace(found, description=f"Python's standard library, {found.description}")
 
 
-def stdlib_sources(remote: RemoteCache, *, val_ratio: float, seed: int, **_: Any) -> Sources:
+def stdlib_sources(remote: RemoteCache, *, val_ratio: float, seed: int, **_: Any) -> list[Source]:
     """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
-    return {"text": _source("data", stdlib_files(), val_ratio, seed)}, {}
+    return [_source("data", stdlib_files(), val_ratio, seed)]
 
 
 def text(
@@ -90,21 +82,20 @@ def text(
     chosen by their content, of fewer the last part of each. They are read in an order by `seed`
     then. A byte order mark at the start of a file is left out; everything else stays as it is.
     """
-    amount, remote = Amount(val_ratio, max_tokens, seed), RemoteCache(cache_folder(cache_dir))
-    knobs = {"train_files": train_files, "val_files": val_files, **vars(amount)}
-    return _text_corpus(text_sources(remote, **knobs), amount, tokenizer, remote)
+    remote = RemoteCache(cache_folder(cache_dir))
+    knobs = {"train_files": train_files, "val_files": val_files, "val_ratio": val_ratio}
+    sources = text_sources(remote, seed=seed, **knobs)
+    return _text_corpus(sources, val_ratio, max_tokens, seed, tokenizer, remote)
 
 
 def text_sources(
     remote: RemoteCache, *, train_files: Any, val_files: Any, val_ratio: float, seed: int, **_: Any
-) -> Sources:
+) -> list[Source]:
     """Return the sources that the knobs of data=text name. Raises ValueError."""
-    paths = _match_both(train_files, val_files)
-    train = paths["data.train_files"]
-    if "data.val_files" in paths:
-        val = {"val": _source("data.val_files", paths["data.val_files"])}
-        return {"text": _source("data.train_files", train)}, val
-    return {"text": _source("data.train_files", train, val_ratio, seed)}, {}
+    train, *val = _match_both(train_files, val_files).items()
+    if val:
+        return [_source(*train), replace(_source(*val[0]), name="val", held_out=True)]
+    return [_source(*train, val_ratio, seed)]
 
 
 def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | None = None) -> Source:
@@ -113,7 +104,7 @@ def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | Non
         order = sequence_index(seed, np.arange(len(paths)), len(paths), True)
         paths = [paths[i] for i in order]
     shares = (("val", val_ratio),) if val_ratio else ()
-    return Source(key, files=tuple(map(str, paths)), shares=shares)
+    return Source("text", key, files=tuple(map(str, paths)), shares=shares)
 
 
 def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
@@ -125,53 +116,59 @@ def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
 
 
 def _text_corpus(
-    some: Sources, amount: Amount, tokenizer: Tokenizer, remote: RemoteCache
+    sources: list[Source],
+    val_ratio: float,
+    max_tokens: int | None,
+    seed: int,
+    tokenizer: Tokenizer,
+    remote: RemoteCache,
 ) -> Corpus:
     """Return the corpus of one source, with its share or another source for validation."""
-    works, works_val = works_of(some, tokenizer, remote)
-    ready = [prepare_source(work, remote) for work in (*works.values(), *works_val.values())]
-    if works_val:
-        most: tuple[int | None, int | None] = (amount.max_tokens, None)
-        val = ready[1].streams[TRAIN]
+    works = works_of(sources, tokenizer, remote)
+    trained, held_out = prepare_sources(works, remote)
+    ready = trained["text"]
+    most: tuple[int | None, int | None] = max_tokens, None
+    if held_out:
+        val = held_out["val"].streams[TRAIN]
     else:
-        most = amount.shares()
-        val = ready[0].streams.get("val", TokenStream([]))
+        most = shared_tokens(max_tokens, val_ratio)
+        val = ready.streams.get("val", TokenStream([]))
     train, val = (
         # without the last end-of-text token: it stands between two documents
         stream.part(0, max(0, min(len(stream) - 1, len(stream) if left is None else left)))
-        for stream, left in zip((ready[0].streams[TRAIN], val), most, strict=True)
+        for stream, left in zip((ready.streams[TRAIN], val), most, strict=True)
     )
-    size = sum(sum(one.text_bytes.values()) for one in ready)
-    count = sum(one.counts.documents for one in ready)
+    both = [ready, *held_out.values()]
+    size = sum(sum(one.text_bytes.values()) for one in both)
+    count = sum(one.counts.documents for one in both)
     description = f"{_counted(count, 'document')}, {size_text(size)} of text"
-    if empty := sum(one.counts.empty for one in ready):
+    if empty := sum(one.counts.empty for one in both):
         description += f", {_counted(empty, 'empty one')} left out"
     marks = [
         files_fingerprint(list(map(Path, work.contents)), list(work.contents.values()))
-        for work in (*works.values(), *works_val.values())
+        for work in works
     ]
     fingerprint: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.identity,
         "train_files": marks[0],
-        "val_files": marks[1] if works_val else {},
-        "max_tokens": amount.max_tokens,
+        "val_files": marks[1] if held_out else {},
+        "max_tokens": max_tokens,
     }
-    if not works_val:
-        source = ready[0].work.source
+    if not held_out:
+        source = works[0].source
         fingerprint |= {
-            "val_ratio": amount.val_ratio,
+            "val_ratio": val_ratio,
             "val_is": "the last part of each file" if source.cuts_texts else "whole documents",
-            "seed": amount.seed if len(source.files) > 1 else None,
+            "seed": seed if len(source.files) > 1 else None,
         }
-    held_out = {"val": ready[1]} if works_val else {}
     return Corpus(
         train=train,
         val=val or None,
         description=description,
         fingerprint=fingerprint,
         is_text=True,
-        warnings=warnings_of({"text": ready[0]}, held_out, remote),
+        warnings=warnings_of(trained, held_out, remote),
     )
 
 
@@ -207,7 +204,7 @@ def tokens(
     against `vocab_size`, once per state of the files. Without `val_files` the last `val_ratio` of
     the tokens is for validation.
     """
-    amount, cache = Amount(val_ratio, max_tokens), cache_folder(cache_dir)
+    cache = cache_folder(cache_dir)
     paths = _match_both(train_files, val_files)
     allow_open_files(sum(map(len, paths.values())))  # a map keeps its file open
     arrays: dict[Path, np.ndarray] = {}
@@ -227,7 +224,7 @@ def tokens(
     if len(streams) > 1:
         train, val = streams[0].part(0, max_tokens or len(streams[0])), streams[1]
     else:
-        train, val = _split_stream(streams[0], amount)
+        train, val = _split(streams[0], val_ratio, max_tokens)
     train_paths, val_paths = paths["data.train_files"], paths.get("data.val_files", [])
     if len(train) < sequence_length + 1:
         text = f"{len(train):,} training tokens in {len(train_paths)} files do not fill a sequence"
@@ -269,11 +266,13 @@ def _check_all_ids(
     cached(cache, "ids", settings, list(arrays), scan)
 
 
-def _split_stream(stream: TokenStream, amount: Amount) -> list[TokenStream]:
+def _split(
+    stream: TokenStream, val_ratio: float, max_tokens: int | None
+) -> tuple[TokenStream, TokenStream]:
     """Return the first tokens for training, and those after the share of them for validation."""
-    end = int(len(stream) * (1 - amount.val_ratio))
-    train, val = (len(stream) if share is None else share for share in amount.shares())
-    return [stream.part(0, min(end, train)), stream.part(end, min(len(stream), end + val))]
+    end, most = int(len(stream) * (1 - val_ratio)), shared_tokens(max_tokens, val_ratio)
+    train, val = (len(stream) if share is None else share for share in most)
+    return stream.part(0, min(end, train)), stream.part(end, min(len(stream), end + val))
 
 
 def synthetic(

@@ -81,25 +81,24 @@ class TokenStream:
     reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray | Shard]) -> None:
+    def __init__(
+        self, arrays: Sequence[np.ndarray | Shard], cuts: Sequence[np.ndarray] | None = None
+    ) -> None:
+        """Hold the arrays, or the `cuts` of them that are given."""
         shards = [a if isinstance(a, Shard) else _opened(a) for a in arrays]
-        self._set([np.asarray(s.array) for s in shards], shards)  # a memmap slices slowly
-
-    def _set(self, arrays: Sequence[np.ndarray], shards: Sequence[Shard]) -> None:
-        kept = [(a, s) for a, s in zip(arrays, shards, strict=True) if len(a)]
-        self._arrays = [a for a, _ in kept]
-        self.shards = [s for _, s in kept]
-        self._ends = np.cumsum([0, *(len(a) for a in self._arrays)], dtype=np.int64)
+        if cuts is None:
+            cuts = [np.asarray(s.array) for s in shards]  # a memmap slices slowly
+        kept = [(cut, s) for cut, s in zip(cuts, shards, strict=True) if len(cut)]
+        self._arrays, self.shards = [cut for cut, _ in kept], [s for _, s in kept]
+        self._ends = np.cumsum([0, *map(len, self._arrays)], dtype=np.int64)
         # Of the same length: below 0 where an id is no target; None: all are.
         self.labels: TokenStream | None = None
 
     @classmethod
     def joined(cls, streams: Sequence[TokenStream]) -> TokenStream:
         """Return the tokens of several streams, one after the other; shares their files."""
-        found = cls([])
-        arrays = [array for stream in streams for array in stream._arrays]
-        found._set(arrays, [shard for stream in streams for shard in stream.shards])
-        return found
+        shards = [shard for stream in streams for shard in stream.shards]
+        return cls(shards, [array for stream in streams for array in stream._arrays])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -117,8 +116,7 @@ class TokenStream:
             array[max(0, start - first) : max(0, stop - first)]
             for array, first in zip(self._arrays, self._ends[:-1].tolist(), strict=True)
         ]
-        stream = TokenStream([])
-        stream._set(cuts, self.shards)
+        stream = TokenStream(self.shards, cuts)
         stream.labels = None if self.labels is None else self.labels.part(start, stop)
         return stream
 
@@ -216,19 +214,12 @@ class Corpus:
             return sum(self.mixed.sequences(sequence_length).values())
         return self.train.n_sequences(sequence_length)
 
-    def shards(self) -> list[Shard]:
-        """Return the arrays of all streams, each once."""
-        val = [self.val] if self.val is not None else []
-        streams = [self.train, *val, *self.val_sets.values()]
-        both = [shard for stream in streams for shard in stream.shards]
-        return list({id(s.array): s for s in both}.values())
-
-    def _files(self) -> list[Shard]:
-        """Return the shards, and those of labels."""
-        streams = [self.train] + ([self.val] if self.val is not None else [])
-        labels = [stream.labels for stream in streams if stream.labels is not None]
-        beside = {id(s.array): s for stream in labels for s in stream.shards}
-        return [*self.shards(), *beside.values()]
+    def shards(self, labels: bool = False) -> list[Shard]:
+        """Return the arrays of all streams, each once; with `labels` those of labels too."""
+        streams = [s for s in (self.train, self.val, *self.val_sets.values()) if s is not None]
+        if labels:
+            streams += [stream.labels for stream in streams if stream.labels is not None]
+        return list({id(s.array): s for stream in streams for s in stream.shards}.values())
 
     def differences(self, harmful: bool) -> Iterator[str]:
         """Yield what happened to the files since they were opened, in microseconds per file.
@@ -236,12 +227,12 @@ class Corpus:
         `harmful`: files written to or cut, so that other ids may be read now; else files replaced
         or deleted, whose old ids are still read.
         """
-        found = (shard.difference() for shard in self._files())
+        found = (shard.difference() for shard in self.shards(labels=True))
         return (one[0] for one in found if one is not None and one[1] == harmful)
 
     def states(self) -> dict[str, int]:
         """Path -> bytes of the files when they were opened, for `cut_files`."""
-        return {s.name: s.state[1] for s in self._files() if s.state is not None}
+        return {s.name: s.state[1] for s in self.shards(labels=True) if s.state is not None}
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:

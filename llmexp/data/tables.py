@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.data.records import BadRecord, Counts, Found, as_text
+from llmexp.data.records import BadRecord, Counts, Record, as_text
 from llmexp.data.remote import need_package, open_file
 from llmexp.settings.values import refuse
 
-ROWS = 1024  # read at a time
-TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+ROWS_AT_ONCE = 1024  # read at a time
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     library = need_package("pyarrow.parquet", key, f"reading {place}")
     with open_file(key, place, seeks=True) as file:
         counts.file = file
         table = library.ParquetFile(file)
         path = _path(key, place, table.schema_arrow, text_key)
-        batches = table.iter_batches(batch_size=ROWS, columns=[".".join(path)])
+        batches = table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[".".join(path)])
         yield from _rows(f"{key}={place}", batches, path, text_key)
 
 
-def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
     library = need_package("pyarrow", key, f"reading {place}")
     with open_file(key, place, seeks=True) as file:
         counts.file = file
@@ -53,19 +53,19 @@ def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
         if left and not hasattr(kind, "names"):
             left = ""
     kind = getattr(kind, "value_type", kind) if hasattr(kind, "index_type") else kind
-    if ".".join(path) != text_key or str(kind) not in TEXTS:
+    if ".".join(path) != text_key or str(kind) not in TEXT_TYPES:
         raise refuse(key, place, f"the column {'.'.join(path)!r} is no text but {kind}")
     return path
 
 
-def _rows(where: str, batches: Any, path: list[str], text_key: str) -> Iterator[Found]:
+def _rows(where: str, batches: Any, path: list[str], text_key: str) -> Iterator[Record]:
     number = 0
     for batch in batches:
         column = batch.column(batch.schema.get_field_index(path[0]))
         for name in path[1:]:
             column = column.flatten()[column.type.get_field_index(name)]
-        for start in range(0, len(column), ROWS):
-            for text in _texts_of(column.slice(start, ROWS)):
+        for start in range(0, len(column), ROWS_AT_ONCE):
+            for text in _texts_of(column.slice(start, ROWS_AT_ONCE)):
                 number += 1
                 row = f"{where}, row {number:,}"
                 if text is None:

@@ -15,7 +15,7 @@ from llmexp.data.beside import beside, noted
 from llmexp.data.stream import Shard, TokenStream
 from llmexp.data.tokenizers import Tokenizer
 
-Documents = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Documents = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class TextBytes:
@@ -27,7 +27,7 @@ class TextBytes:
         self._is_text = is_text
         self._by_id = tokenizer.counts_bytes
         self._exact = getattr(tokenizer, "exact_bytes", True)
-        self._known: dict[int, tuple[TokenStream, Documents | None]] = {}
+        self._known: dict[int, tuple[TokenStream, _Documents | None]] = {}
 
     def at(self, stream: TokenStream, starts_b: np.ndarray, targets_bt: np.ndarray) -> np.ndarray:
         """Return float64 [b, t]: the bytes of each target, 0 for those below 0.
@@ -49,12 +49,12 @@ class TextBytes:
         found: np.ndarray = found_bt * scale[number_bt] + valid_bt * even[number_bt]
         return found
 
-    def _documents(self, stream: TokenStream) -> Documents | None:
+    def _documents(self, stream: TokenStream) -> _Documents | None:
         if id(stream) not in self._known:
             self._known[id(stream)] = stream, self._read(stream)
         return self._known[id(stream)][1]
 
-    def _read(self, stream: TokenStream) -> Documents | None:
+    def _read(self, stream: TokenStream) -> _Documents | None:
         """Return the ends of the documents in the stream, and how ids share out their bytes.
 
         These are the bytes of text per byte of the pieces of a document's ids, and the bytes of

@@ -27,7 +27,7 @@ MEGATRON = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents + 1
 # megatron/core/datasets/indexed_dataset.py, `DType`; 6 and 7 are floats.
-TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SEQUENCES = 1 << 20  # sequences that are looked at together
 
 
@@ -166,8 +166,8 @@ def read_index(path: Path) -> Index:
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != VERSION:
         raise ValueError(f"{path.name} has version {version}; known is version {VERSION}")
-    if code not in TYPES:
-        known = ", ".join(f"{code} ({np.dtype(kind).name})" for code, kind in TYPES.items())
+    if code not in ID_TYPES:
+        known = ", ".join(f"{code} ({np.dtype(kind).name})" for code, kind in ID_TYPES.items())
         raise ValueError(f"{path.name} has type code {code}; codes of whole numbers are {known}")
     expected = HEADER.size + 12 * sequences + 8 * marks
     if size not in (expected, expected + sequences):  # a byte of mode a sequence, in some
@@ -175,7 +175,7 @@ def read_index(path: Path) -> Index:
         raise ValueError(f"{path.name} says {text}, the file has {size:,}; get the file again")
     if not sequences or not marks:
         raise ValueError(f"{path.name} says {sequences:,} sequences, {marks:,} document marks")
-    dtype = np.dtype(TYPES[code])
+    dtype = np.dtype(ID_TYPES[code])
     lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
     starts = np.memmap(path, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
     ends = np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences, (marks,))

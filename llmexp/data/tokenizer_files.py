@@ -1,6 +1,6 @@
 """tokenizer=file: tokenizers that lie in files, of Hugging Face, tiktoken and sentencepiece.
 
-Each is read by the library that made it and offers what `tokenizers.PARTS` lists.
+Each is read by the library that made it and offers what `tokenizers.NEEDED` lists.
 """
 
 from __future__ import annotations

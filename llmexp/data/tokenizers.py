@@ -1,6 +1,6 @@
 """Make text into ids: tiktoken's encodings, bytes, and tokenizers of the user's own.
 
-A function of conf/tokenizer returns a `tiktoken.Encoding`, or an object with the parts in `PARTS`;
+A function of conf/tokenizer returns a `tiktoken.Encoding`, or an object with the parts in `NEEDED`;
 `as_tokenizer` makes a `Tokenizer` of either.
 """
 
@@ -33,7 +33,7 @@ PATTERNS = {
     ),
 }
 # A tokenizer of the user's own needs these.
-PARTS = {
+NEEDED = {
     "n_vocab": "the number of ids",
     "encode_batch": "a function: a list of texts to a list of ids for each",
     "decode": "a function: a list of ids to a text",
@@ -169,15 +169,15 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class CustomTokenizer(Tokenizer):
-    """A tokenizer of the user's own, or of another library: an object with the parts in `PARTS`.
+    """A tokenizer of the user's own, or of another library: an object with the parts in `NEEDED`.
 
     Raises ConfigError, naming the part, for an object that lacks one.
     """
 
     def __init__(self, given: Any) -> None:
-        missing = [part for part in PARTS if not hasattr(given, part)]
+        missing = [part for part in NEEDED if not hasattr(given, part)]
         if missing:
-            needs = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
+            needs = "; ".join(f"{part}: {what}" for part, what in NEEDED.items())
             lacks = f"{type(given).__name__} lacks {', '.join(missing)}"
             raise ConfigError(f"{lacks}; a tokenizer has {needs}")
         self.given = given
@@ -192,7 +192,7 @@ class CustomTokenizer(Tokenizer):
             raise self._wrong("eot_token", f" is {end!r}; it")
         lengths = np.asarray(given.byte_lengths)
         if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
-            text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
+            text = f"must hold {self.n_vocab:,} whole numbers: {NEEDED['byte_lengths']}"
             raise ConfigError(f"{self.name}.byte_lengths {text}")
         self.byte_lengths = lengths.astype(np.int64)
         self.special_ids = [] if end is None else [end]
@@ -201,7 +201,7 @@ class CustomTokenizer(Tokenizer):
         self._one_by_one = self._depends_on_others()
 
     def _wrong(self, part: str, how: str, more: str = "") -> ConfigError:
-        return ConfigError(f"{self.name}.{part}{how} must be {PARTS[part]}{more}")
+        return ConfigError(f"{self.name}.{part}{how} must be {NEEDED[part]}{more}")
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, all in one call where that changes no ids.

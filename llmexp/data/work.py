@@ -23,7 +23,7 @@ from llmexp.system.fileio import file_state
 
 TRAIN = "train"
 FEW_FILES = 100  # plain text files: too few for whole ones to make up a share
-FORMAT = 1  # of the shards; part of their key
+SHARD_FORMAT = 1  # of the shards; part of their key
 UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio
 
@@ -35,6 +35,7 @@ class Source:
     It is a list of files, or a dataset of Hugging Face.
     """
 
+    name: str
     key: str  # the knob that names it: data.train_files, data.sources.NAME.hf
     text_key: str = "text"
     files: tuple[str, ...] = ()  # paths or addresses, in order
@@ -45,6 +46,7 @@ class Source:
     weight: float | None = None
     skip_bad: bool = False  # leave out records that cannot be read, instead of refusing them
     cuts_texts: bool = False  # a plain text file gives its last part to the shares
+    held_out: bool = False  # it is a validation set
 
     @property
     def splits(self) -> list[str]:
@@ -144,13 +146,29 @@ def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
         contents, source = [content], replace(source, revision=commit)
     places = source.files or (f"{source.hf}, split {source.split}",)
     text_digest = _digest([contents, source.text_key, source.split if source.hf else None])
-    recipe = [FORMAT, tokenizer.identity, text_digest, source.shares]
+    recipe = [SHARD_FORMAT, tokenizer.identity, text_digest, source.shares]
     digest = _digest([*recipe, "cut"] if source.cuts_texts else recipe)
     folder = remote.cache / "corpus" / (f"{digest}-skipped" if source.skip_bad else digest)
     of_files = dict(zip(source.files, sizes, strict=True))
     known = dict(zip(places, contents, strict=True))
     units = _units(of_files) if source.hf is None else ((),)
     return Work(source, folder, text_digest, digest, known, units, of_files, states, tokenizer)
+
+
+def works_of(sources: Iterable[Source], tokenizer: Tokenizer, remote: RemoteCache) -> list[Work]:
+    """Return what there is to prepare for each source. Raises ConfigError."""
+    tokenizer.end_of_text()  # ends each document
+    return [work_of(source, tokenizer, remote) for source in sources]
+
+
+def documents_to_train(sources: Iterable[Source], remote: RemoteCache) -> Iterator[Iterator[str]]:
+    """Yield the pieces of each training document, source by source. Raises ConfigError."""
+    for source in sources:
+        if source.held_out:
+            continue
+        for document in with_kinds(source, remote).read(Counts()):
+            if document.split == TRAIN:
+                yield document.pieces
 
 
 def with_kinds(source: Source, remote: RemoteCache) -> Source:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.data.sections import NAME
 from llmexp.settings.values import ConfigError
 
-FOLDER = "LLMEXP_TASKS"  # the variable that names the folder
 SHIPPED = Path(__file__).parent / "sets"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def read_task(name: str, folder: str | None) -> list[Item]:
 
     Raises ConfigError naming what is there, or file and line.
     """
-    folder = folder or os.environ.get(FOLDER) or None
+    folder = folder or os.environ.get("LLMEXP_TASKS") or None
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")
     places = [SHIPPED] if folder is None else [Path(folder), SHIPPED]

@@ -18,7 +18,7 @@ from llmexp.data.remote import need_package
 from llmexp.settings.values import Parser
 from llmexp.system.text import one_line
 
-Row = Mapping[str, Any]
+HubRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class HubSet:
     path: str
     name: str | None
     split: str
-    item: Callable[[Row], tuple[str | list[str], list[str], int]]
+    item: Callable[[HubRow], tuple[str | list[str], list[str], int]]
 
 
-def _hellaswag(row: Row) -> tuple[str, list[str], int]:
+def _hellaswag(row: HubRow) -> tuple[str, list[str], int]:
     def plain(text: str) -> str:
         text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
         return text.replace("  ", " ")
@@ -40,38 +40,38 @@ def _hellaswag(row: Row) -> tuple[str, list[str], int]:
     return plain(context), [plain(ending) for ending in row["endings"]], int(row["label"])
 
 
-def _arc(row: Row) -> tuple[str, list[str], int]:
+def _arc(row: HubRow) -> tuple[str, list[str], int]:
     answer = row["choices"]["label"].index(row["answerKey"])
     return f"Question: {row['question']}\nAnswer:", row["choices"]["text"], answer
 
 
-def _openbookqa(row: Row) -> tuple[str, list[str], int]:
+def _openbookqa(row: HubRow) -> tuple[str, list[str], int]:
     answer = row["choices"]["label"].index(row["answerKey"].lstrip())
     return row["question_stem"], row["choices"]["text"], answer
 
 
-def _piqa(row: Row) -> tuple[str, list[str], int]:
+def _piqa(row: HubRow) -> tuple[str, list[str], int]:
     return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
 
 
-def _boolq(row: Row) -> tuple[str, list[str], int]:
+def _boolq(row: HubRow) -> tuple[str, list[str], int]:
     context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
     return context, ["no", "yes"], int(row["label"])
 
 
-def _sciq(row: Row) -> tuple[str, list[str], int]:
+def _sciq(row: HubRow) -> tuple[str, list[str], int]:
     context = f"{row['support'].lstrip()}\nQuestion: {row['question']}\nAnswer:"
     wrong = [row[f"distractor{number}"] for number in (1, 2, 3)]
     return context, [*wrong, row["correct_answer"]], 3
 
 
-def _winogrande(row: Row) -> tuple[list[str], list[str], int]:
+def _winogrande(row: HubRow) -> tuple[list[str], list[str], int]:
     before, _, after = row["sentence"].partition("_")
     contexts = [before + row["option1"], before + row["option2"]]
     return contexts, [after.strip()] * 2, int(row["answer"]) - 1
 
 
-def _lambada(row: Row) -> tuple[str, list[str], int]:
+def _lambada(row: HubRow) -> tuple[str, list[str], int]:
     context, _, word = row["text"].rpartition(" ")
     return context, [word], 0
 
@@ -89,7 +89,7 @@ SOURCES = {
 }
 
 
-def request_file(source: HubSet, rows: Iterable[Row]) -> str:
+def request_file(source: HubSet, rows: Iterable[HubRow]) -> str:
     """Return a request file."""
     found = []
     for number, row in enumerate(rows):

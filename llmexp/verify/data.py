@@ -260,7 +260,7 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     for row, start in enumerate(starts):
         ids = order.stream.read(start, length + 1)
         wanted = ids[1:]
-        labels = order.labels(np.array([start]))
+        labels = order.stream.hidden(np.array([start]), order.sequence_length + 1)
         if (hidden := order.mask.at(ids, None if labels is None else labels[0])) is not None:
             wanted = np.where(hidden, IGNORE_INDEX, wanted)
         if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):

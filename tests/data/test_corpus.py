@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from llmexp.cli.prepare import _cells
 from llmexp.data import encode, shards, sources, work
-from llmexp.data.corpus import corpus, corpus_sources, works_of
+from llmexp.data.corpus import corpus, corpus_sources
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
 from llmexp.data.remote import RemoteCache
@@ -120,7 +120,7 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, te
             ids = other.encode(record["text"], add_special_tokens=False).ids
             expected += [*ids, other.token_to_id("<|endoftext|>")]
     tokenizer = from_file(str(folder), None, None)
-    source = Source("data.sources.web.files", files=(str(path),))
+    source = Source("web", "data.sources.web.files", files=(str(path),))
     whole = work.work_of(source, tokenizer, RemoteCache(folder / "out"))
     whole.folder.mkdir(parents=True)
     shards.write_unit(whole, 0, lambda chunk: True, lambda done, counts: None)
@@ -200,9 +200,8 @@ def test_parts_joined_are_the_whole(files, monkeypatch, of):
 
     monkeypatch.setattr(shards, "commit_json", noted)
     remote = RemoteCache(files / "parts")
-    some = corpus_sources(remote, sources=sources, val=val, stages=[], on_bad_record="refuse")
-    works = [one for each in works_of(some, byte_level(), remote) for one in each.values()]
-    works = pickle.loads(pickle.dumps(works))
+    some = corpus_sources(remote, sources=sources, val=val, on_bad_record="refuse")
+    works = pickle.loads(pickle.dumps(work.works_of(some, byte_level(), remote)))
     for number in (*range(1, of + 1), 1):
         before = len(written)
         prepare_part(works, work.Part(number, of), remote.cache)
@@ -267,7 +266,7 @@ def test_a_full_disk_leaves_whole_chunks_and_there_it_goes_on(files, monkeypatch
         with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left.*with room"):
             made(files, sources=web, cache_dir=str(disk))
         assert 1 <= len([*cut.rglob("*.json")]) < 8
-        assert not [*cut.rglob(f"*{shards.UNFINISHED}")]
+        assert not [*cut.rglob(f"*{shards.TEMPORARY}")]
         subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
         made(files, sources=web, cache_dir=str(disk))
         assert tree(cut) == tree(files / "whole" / "corpus")
@@ -314,7 +313,7 @@ def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):
     assert made(files, val={"far": val["far"]}).warnings == kept.warnings
     shutil.rmtree(files / "cache")
     split = made(files, val=val)
-    source = Source("", shares=(("near", 0.2),))
+    source = Source("", "", shares=(("near", 0.2),))
     trained = [source.split_of(digest(text)) == "train" for text in [*both, both[0]]]
     assert f"{sum(trained)} of its 14 are trained on" in split.warnings[0]
     json_lines(files / "val.jsonl", texts_of("val", 10))
@@ -472,7 +471,7 @@ shards.commit_json = slow
 """
 PREPARE = """
 import sys
-from llmexp.data.corpus import corpus, corpus_sources, works_of
+from llmexp.data.corpus import corpus
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
 found = corpus(

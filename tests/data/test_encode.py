@@ -102,11 +102,11 @@ def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: in
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK", piece)
+        patch.setattr(documents, "BLOCK_BYTES", piece)
         patch.setattr(encode, "PIECE_CHARACTERS", piece)
         patch.setattr(shards, "JOB_BYTES", piece)
         counts = Counts()
-        read = Source("data.train_files", files=tuple(map(str, paths))).read(counts)
+        read = Source("text", "data.train_files", files=tuple(map(str, paths))).read(counts)
         jobs = shards.encoded(read, counts, tokenizer)
         return [i for _, (ids, _) in jobs for i in ids.tolist()]
 

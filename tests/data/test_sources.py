@@ -108,7 +108,9 @@ def test_few_texts_give_their_last_part(
         (folder / f"{i}.txt").write_bytes(BOM * bom + f"{i}{part}".encode())
     files = tuple(str(folder / f"{i}.txt") for i in range(len(parts)))
     names = tuple((f"v{n}", share) for n, share in enumerate(shares))
-    source = with_kinds(Source("data.train_files", files=files, shares=names), RemoteCache(folder))
+    source = with_kinds(
+        Source("text", "data.train_files", files=files, shares=names), RemoteCache(folder)
+    )
     assert source.cuts_texts
     read = [(d.where[-5:], d.split, "".join(d.pieces), d.digest) for d in source.read(Counts())]
     assert len({digest for *_, digest in read}) == len(read)
@@ -321,15 +323,12 @@ def _llm_c(magic: int, version: int, told: int, n: int) -> bytes:
         (
             "a.bin",
             _llm_c(20240520, 1, 50, 49),
-            r"says 50 uint16 tokens = 1,124 bytes, the file has 1,122",
+            r"says 50 uint16 tokens = 1,124 bytes, .* has 1,122",
         ),
         ("a.bin", _llm_c(20240520, 2, 50, 50), r"20240520 version 2 is unknown"),
         ("a.npy", b"\x93NUMPY\x01\x00", r"no readable \.npy file of 8 bytes"),
-        (
-            "a.npy",
-            np.zeros((3, 3), int),
-            r"a 1-d array of integers is needed, the file holds 2-d int64",
-        ),
+        ("a.npy", np.zeros((3, 3), int), r"a 1-d array of integers is needed, .* holds 2-d int64"),
+        ("a.npy", bytes(101), r"a\.npy: 101 bytes are no whole number of uint16"),
         ("a.npy", np.zeros(0, int), r"the array is empty"),
         ("a.txt", b"text", r"a token file ends in \.npy or \.bin"),
     ],
@@ -376,21 +375,13 @@ def test_pairs_of_megatron(code: int, kind: str) -> None:
 
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "magic": (lambda index: b"TNTIDX" + index[6:], "is no index of Megatron: it begins with b'TNT"),
-    "version": (
-        lambda index: index[:9] + bytes([2]) + index[10:],
-        "has version 2; known is version 1",
-    ),
-    "floats": (
-        lambda index: index[:17] + bytes([6]) + index[18:],
-        "type code 6; codes of whole numb",
-    ),
+    "version": (lambda index: index[:9] + bytes([2]) + index[10:], "has version 2; known is"),
+    "floats": (lambda index: index[:17] + bytes([6]) + index[18:], "type code 6; codes of whole"),
     "type": (lambda index: index[:17] + bytes([4]) + index[18:], "sequence 1 does not begin where"),
-    "short": (
-        lambda index: index[:-1],
-        r"4 sequences and 5 document marks = 122 bytes, the file has 121",
-    ),
+    "short": (lambda index: index[:-1], "4 sequences and 5 document .* 122 bytes, .* has 121"),
     "header": (lambda index: index[:20], "is cut short: 20 bytes"),
     "length": (lambda index: index[:34] + b"\x03" + index[35:], "sequence 1 does not begin where"),
+    "ids": (bytes, "says 25 uint16 tokens = 50 bytes, the file has 8"),
     "documents": (lambda index: index[:-1] + b"\x01", "its documents do not begin at 0, rise"),
 }
 
@@ -400,14 +391,9 @@ def test_pairs_that_do_not_fit_together_are_refused(name: str) -> None:
     change, message = DAMAGED[name]
     index = megatron("a", [[7, 8, 9, 100], [5], [], [3] * 20], 8, "<u2")
     Path("a.idx").write_bytes(change(index))
+    if name == "ids":
+        os.truncate("a.bin", 8)
     with pytest.raises(ValueError, match=rf"data\.train_files=a\.bin: a\.idx.* {message}"):
-        _tokens("a.bin", val_ratio=0.0)
-
-
-def test_ids_of_another_index_are_refused() -> None:
-    megatron("a", [[7, 8, 9, 100], [5]], 8, "<u2")
-    os.truncate("a.bin", 8)
-    with pytest.raises(ValueError, match=r"a\.idx says 5 uint16 tokens = 10 bytes, the file has 8"):
         _tokens("a.bin", val_ratio=0.0)
 
 
@@ -419,9 +405,6 @@ def test_flat_files_of_olmo() -> None:
     assert _all(_tokens("b.npy", val_ratio=0.0, dtype="uint32").train) == ids.tolist()
     with pytest.raises(ValueError, match=r"b\.npy: data\.dtype=uint16, .* uint32"):
         _tokens("b.npy")
-    Path("c.npy").write_bytes(bytes(101))
-    with pytest.raises(ValueError, match=r"c\.npy: 101 bytes are no whole number of uint16"):
-        _tokens("c.npy")
 
 
 @pytest.mark.parametrize(("position", "bad"), [(0, 257), (50, -1), (99, 60_000)])
@@ -500,17 +483,8 @@ def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(
     assert 0 <= min(ids) <= max(ids) < (n_ids or 257)
     assert _all(again.train) == _all(first.train) != _all(other.train)
     assert first.fingerprint == again.fingerprint != other.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"n_ids": 3}, r"data\.n_ids=3"),
-    ],
-)
-def test_bad_synthetic_knobs_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _synthetic(**changed)
+    with pytest.raises(ValueError, match=r"data\.n_ids=3"):
+        _synthetic(n_ids=3)
 
 
 # stdlib

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from llmexp.__main__ import run
 from llmexp.data import sources
-from llmexp.data.corpus import documents_to_train
 from llmexp.data.encode import split_text
 from llmexp.data.remote import RemoteCache
 from llmexp.data.tokenizer_files import from_file, keeps_bytes
 from llmexp.data.tokenizers import PATTERNS, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import SMALLEST, train_bpe
+from llmexp.data.work import documents_to_train
 
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")

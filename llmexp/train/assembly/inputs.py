@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.cache import cache_folder
-from llmexp.data.corpus import Sources, documents_to_train, works_of
 from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
-from llmexp.data.work import Work
+from llmexp.data.work import Source, Work, documents_to_train, works_of
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.targets import bind, described, locate, place, resolve
 from llmexp.settings.values import ConfigError, refuse
@@ -84,7 +83,7 @@ def uses_tokenizer(data: dict[str, Any]) -> bool:
     return found is not None and found.default is inspect.Parameter.empty
 
 
-def sources_of(data: dict[str, Any]) -> tuple[Sources, RemoteCache]:
+def sources_of(data: dict[str, Any]) -> tuple[list[Source], RemoteCache]:
     """Return the sources of documents that a section names, and what is known of remote files.
 
     Buckets and the hub are asked anew. Raises ConfigError.
@@ -103,9 +102,8 @@ def works_to_prepare(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[W
 
     Raises ConfigError.
     """
-    some, remote = sources_of(data)
-    found = works_of(some, tokenizer, remote)
-    return [work for works in found for work in works.values()], remote.cache
+    sources, remote = sources_of(data)
+    return works_of(sources, tokenizer, remote), remote.cache
 
 
 def training_documents(data: dict[str, Any]) -> Iterator[Iterator[str]]:
