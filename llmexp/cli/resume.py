@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
     if ledger.is_sweep(path):
         arguments = recordable(ledger.read_ledger(path).arguments)
         here = f"sweep.resume={quoted(str(path))}"
+        arguments = [argument for argument in arguments if argument != "-m"]
         return train.main(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")

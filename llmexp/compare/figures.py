@@ -90,7 +90,9 @@ def difference(entry: Entry) -> str:
     s = entry.standing
     if s.difference is None:
         return ""
-    size = f"{s.difference:+,.0f}" if abs(s.difference) >= 100 else f"{s.difference:+.2g}"
+    if abs(s.difference) >= 100:
+        return "-+"[s.difference > 0] + with_interval(abs(s.difference), s.half, 3)
+    size = f"{s.difference:+.2g}"
     return size + (f" ± {s.half:.2g}" if s.half is not None else "")
 
 

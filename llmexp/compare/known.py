@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llmexp.compare.judging import Findings
@@ -51,6 +52,11 @@ class Step:
         time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
         cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
         return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
+
+
+def before(r: Record) -> float:
+    """Return the tokens that the parents of a fork trained on; 0 for a run that is none."""
+    return number(r.parent.get("tokens")) or 0.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ class Known:
 
     @cached_property
     def tokens(self) -> int:
-        """Return the mean budget of the runs in tokens."""
-        known = [n for r in self.runs if (n := number(r.facts.get("max_tokens")))]
+        """Return the mean budget of the runs in tokens, of a fork without its parent's."""
+        known = [n - before(r) for r in self.runs if (n := number(r.facts.get("max_tokens")))]
         return round(sum(known) / max(1, len(known)))
 
     def step(
@@ -122,7 +128,9 @@ class Known:
         """
         grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
         words = ("train", "-m", *self.base(changes), *grid)
-        each, there = int(changes.get("train.max_tokens", [self.tokens])[0]), set()
+        each, there = self.tokens, set()
+        if "train.max_tokens" in changes:
+            each = int(changes["train.max_tokens"][0]) - round(fmean(map(before, self.runs)))
         if self.sweep and not anew:
             words = ("resume", str(self.sweep.path), *grid)
             for e, own in self.settings.items():

@@ -14,11 +14,12 @@ from llmexp.compare.answer import headline, needed
 from llmexp.compare.budgets import Spent, common
 from llmexp.compare.evidence import FEW, Rival, Verdict
 from llmexp.compare.judging import Findings
-from llmexp.compare.known import Known, Step
+from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, listed
 from llmexp.compare.settings import FORK
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
+from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import SEED, fields
 from llmexp.settings.labels import plural
@@ -44,29 +45,39 @@ def propose(f: Findings) -> Step:
 
 def rest(k: Known) -> Step | None:
     """Train what the sweep, or a run, has still to train; what failed is tried once more."""
-    records = {r.path.name: r for r in k.runs}
+    records = {r.path.resolve(): r for r in k.runs}
     if going := [r for r in k.runs if r.state == "running"]:
         return Step("wait", f"{plural(len(going), 'run')} did not come to the end yet.")
+    unchosen = 0
     if k.sweep:
         points = k.sweep.points
-        left = [p.folder for p in points if p.state in ledger.TO_TRAIN and p.rung is None]
-        left += [p.folder for p in points if p.state == "failed" and p.attempts < 2]
+        at = [p for p in points if p.state in ledger.TO_TRAIN and p.rung is None]
+        at += [p for p in points if p.state == "failed" and p.attempts < 2 and not _again(p)]
+        left = [(k.sweep.path / p.folder).resolve() for p in at]
+        if not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:
+            unchosen = max((k.sweep.planned or 0) - len(points), int(not left))
     else:
         stopped = (r for r in k.runs if r.state in ("preempted", "cut") and r.rung is None)
-        left = [r.path.name for r in stopped][:1]
-    if not left and k.sweep and not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:
-        return _searched(k, "rest", "the search was stopped before its end.", "", 1)
-    if not left:
+        left = [r.path.resolve() for r in stopped][:1]
+    if not left and not unchosen:
         return None
     where = k.sweep.path if k.sweep else records[left[0]].path
     tokens = round(sum(_left(records[p]) if p in records else k.tokens for p in left))
+    tokens += unchosen * k.tokens
     why = f"{plural(len(left), 'run')} did not come to the end."
-    return Step("rest", why, ("resume", str(where)), len(left), tokens, k.hours(tokens))
+    if unchosen:
+        why = "the search was stopped before its end."
+    return Step("rest", why, ("resume", str(where)), len(left) + unchosen, tokens, k.hours(tokens))
+
+
+def _again(point: ledger.LedgerEntry) -> bool:
+    """Return whether a point that failed would fail in the same way once more."""
+    return COMES_AGAIN in (point.error or "")
 
 
 def _left(r: Record) -> float:
     """Return the tokens that a run has still to train on."""
-    seen = [0.0, *r.columns.get("tokens_seen", ())][-1]
+    seen = [before(r), *r.columns.get("tokens_seen", ())][-1]
     return max(0.0, (number(r.facts.get("max_tokens")) or 0.0) - seen)
 
 
@@ -110,7 +121,7 @@ def confirm_search(k: Known) -> Step | None:
 
 
 def confirm_screen(k: Known) -> Step | None:
-    """Confirm what a screen has found, by all combinations of these keys over seeds."""
+    """Confirm the largest effects of a screen, by all combinations of these keys over seeds."""
     s = k.f.c.screen
     if s is None:
         left = Step("nothing", "a screen is judged once all of its runs are there.")
@@ -118,15 +129,17 @@ def confirm_screen(k: Known) -> Step | None:
     short = {key.lstrip("+"): key for key in k.keys}
     if not s.found or not set(s.knobs) <= short.keys():
         return Step("nothing", headline(k.f))
-    changes = {}
+    changes, asked = {}, s.found[: MOST_SETTINGS.bit_length() - 1]
     for key in s.knobs:
         better = s.better(key, k.f.metric.sign)
         two = sorted(s.levels[key], key=lambda level: level != better)
-        changes[short[key]] = [override_value(level) for level in two][: 1 + (key in s.found)]
+        changes[short[key]] = [override_value(level) for level in two][: 1 + (key in asked)]
     grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
-    runs = FIRST_SEEDS * 2 ** len(s.found)
+    runs = FIRST_SEEDS * 2 ** len(asked)
     words = ("train", "-m", *k.base(changes), *grid, "sweep.decide=true")
     why = f"{listed([k.name(key) for key in s.found])} matter by the screen; "
+    if len(asked) < len(s.found):
+        why += f"the {len(asked)} largest effects are asked for, "
     why += "the others stand where they look better."
     return k.costed("screen", why, words, runs)
 

@@ -15,6 +15,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from llmexp.compare.plot_screen import screen_plots
+from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
@@ -62,12 +63,8 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     not do anything if it were not escaped.
     """
     c = comparison
-    curves, rest, settings = (
-        losses(c),
-        other_quantities(c),
-        screen_plots(c) or [*over_keys(c), *maps(c)],
-    )
-    stand = verdict_plot(c)
+    curves, rest, stand = losses(c), other_quantities(c), verdict_plot(c)
+    settings = screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)]
     plots = [plot for plot in (stand, curves, *settings, rest) if plot]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'

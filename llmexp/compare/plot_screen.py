@@ -46,14 +46,14 @@ def _half_normal(c: Comparison) -> Plot:
     trace = go.Scatter(
         x=places.tolist(), y=[size for size, _, _ in points], mode="markers+text",
         text=[text(name, 30) if name in knobs else "" for _, name, _ in points],
-        textposition="top left",
+        textposition="top center", cliponaxis=False,
         customdata=[text(name) for _, name, _ in points],
         marker={"size": 9, "color": [FEW[0] if found else GREY for *_, found in points],
                 "symbol": ["circle" if n in knobs else "circle-open" for _, n, _ in points]},
         hovertemplate="%{customdata}<br>%{y:.3g}<extra></extra>",
     )  # fmt: skip
     layout = {
-        "height": 340, "xaxis.title.text": "half-normal quantile",
+        "height": 340, "xaxis.title.text": "half-normal quantile", "xaxis.range": [-0.25, 2.6],
         "yaxis.title.text": "size of the contrast",
     }  # fmt: skip
     caption = "Noise alone lies on a line through the origin, what matters above it. Open: pairs."

@@ -66,8 +66,9 @@ def losses(c: Comparison) -> Plot | None:
     axis = c.align if c.align in axes else axes[0]
     smoothed = [i for i, line in enumerate(lines) if len(line.y) > 1]
     every, later = list(range(len(lines))), _later(lines)
+    target = c.target.value if c.target and c.target.key in ("val/loss", "train/loss") else None
     over = [
-        (a.capitalize(), [{"x": [line.along(a) for line in lines]}, _axis(c, a), every])
+        (a.capitalize(), [{"x": [line.along(a) for line in lines]}, _axis(c, a, target), every])
         for a in axes
     ]
     levels = []
@@ -84,11 +85,15 @@ def losses(c: Comparison) -> Plot | None:
     several = any(len(e.runs) > 1 for e in c.entries)
     forks = any(r.parent for r in c.runs)
     caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.entries) > 1)
-    layout = _layout(c, axis, "Loss (nats per token)") | {
-        "yaxis.range": later,
-        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
-        "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
-    }
+    layout = (
+        _layout(c, axis, "Loss (nats per token)")
+        | _axis(c, axis, target)
+        | {
+            "yaxis.range": later,
+            "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
+            "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
+        }
+    )
     traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
     return plot("losses", "Losses over training", traces, layout, caption)
 
@@ -177,11 +182,14 @@ def _layout(c: Comparison, axis: str, title: str) -> dict[str, Any]:
     }
 
 
-def _axis(c: Comparison, axis: str) -> dict[str, Any]:
-    """Return an axis, with a line where the runs are compared."""
+def _axis(c: Comparison, axis: str, target: float | None = None) -> dict[str, Any]:
+    """Return an axis, with a line where the runs are compared, and one at the target."""
     here: list[dict[str, Any]] = []
-    if axis == c.align and c.align_at is not None and len(c.entries) > 1:
-        stroke = {"dash": "dot", "color": GREY, "width": 1}
+    stroke = {"dash": "dot", "color": GREY, "width": 1}
+    if target is not None:
+        place: dict[str, Any] = dict(x0=0, x1=1, xref="paper", y0=target, y1=target)
+        here = [dict(type="line", line=stroke, **place)]
+    elif axis == c.align and c.align_at is not None and len(c.entries) > 1:
         place = dict(x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper")
         here = [dict(type="line", line=stroke, **place)]
     return {

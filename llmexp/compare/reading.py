@@ -40,7 +40,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     lost, facts = folder.lost(), folder.facts
     if lost:
         folder.problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
-    point, ledger = sweep.points.get(path.name), sweep.ledger
+    point, ledger = sweep.point_of(path), sweep.ledger
     planned = sweep.to_train[setting_of(point)] if point is not None and point.overrides else 0
     return Record(
         path=path,

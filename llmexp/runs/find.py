@@ -33,6 +33,12 @@ class SweepFolder:
         """Return the points by the names of their folders."""
         return {point.folder: point for point in self.ledger.points} if self.ledger else {}
 
+    def point_of(self, run: Path) -> LedgerEntry | None:
+        """Return the point of a run below the sweep's folder, if its ledger has one."""
+        if not self.points or self.path is None:
+            return None
+        return self.points.get(str(run.absolute().relative_to(self.path.absolute())))
+
     @cached_property
     def to_train(self) -> Counter[frozenset[str]]:
         """Return how many points of each setting are still to be trained."""
@@ -59,10 +65,13 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], l
         except ConfigError as error:
             problems.append(f"{clean(error)}; this run is left out")
             continue
-        parent = run.resolve().parent
-        if parent not in sweeps:
-            sweeps[parent] = _sweep(run.parent, problems)
-        found.append((run, sweeps[parent]))
+        home = run.parent
+        if not ledger.is_sweep(home):  # hydra.sweep.subdir may be several folders deep
+            above = run.absolute().parents[1:DEPTH]
+            home = next(filter(ledger.is_sweep, above), home)
+        if home.resolve() not in sweeps:
+            sweeps[home.resolve()] = _sweep(home, problems)
+        found.append((run, sweeps[home.resolve()]))
     return found, problems
 
 

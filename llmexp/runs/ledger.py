@@ -96,6 +96,7 @@ class PointFacts:
     solved: str  # identity of the config as solved; also what was null
     max_steps: int
     max_tokens: int
+    own_tokens: int  # of these, without a parent's
     ranks: int
     devices: int  # CUDA devices of this machine; 0 for a run on the CPU
 
@@ -118,6 +119,7 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     grid: bool = True  # false where a search chose the points by their results
+    planned: int | None = None  # runs of a search in all, those that confirm it included
     screen: bool = False  # the points are a fraction of all combinations, to tell which keys matter
     looks: list[Look] = field(default_factory=list)  # with sweep.decide
     points: list[LedgerEntry] = field(default_factory=list)

@@ -173,6 +173,8 @@ def open_ledger(current: Current) -> None:
     if given or ledger.negligible is None:  # else a sweep keeps what it began with
         ledger.negligible = current.settings.negligible
     ledger.grid, ledger.screen = current.grid, current.settings.screen is not None
+    if (trials := current.settings.search.trials) is not None:
+        ledger.planned = trials + current.settings.search.confirm * current.settings.search.seeds
     current.opened = ledger
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held

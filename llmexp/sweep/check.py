@@ -51,8 +51,11 @@ def answer(
         folder.refuse_other_run(path, parts)
     run = parts.run
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
-    solved, ranks = config_identity(plain(parts.config)), run.layout.nproc_per_node
-    return dataclasses.asdict(PointFacts(solved, run.max_steps, run.max_tokens, ranks, devices))
+    facts = PointFacts(
+        config_identity(plain(parts.config)), run.max_steps, run.max_tokens, run.own_tokens,
+        run.layout.nproc_per_node, devices,
+    )  # fmt: skip
+    return dataclasses.asdict(facts)
 
 
 def serve() -> None:

@@ -71,7 +71,11 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
         seeds = list(range(first, first + settings.first_seeds))
     ledger = ledgers.read_ledger(current.where) if ledgers.is_sweep(current.where) else None
     if ledger and ledger.looks:
-        seeds = list(map(int, ledger.looks[0].seeds))
+        own = list(map(int, ledger.looks[0].seeds))
+        if texts and seeds != own and texts != list(map(str, own[:1])):
+            text = f"the first look of this sweep was over {own[0]} to {own[-1]}; leave the key out"
+            raise refuse(SEED, ",".join(texts), text, own[0])
+        seeds = own
     if len(seeds) > settings.max_seeds:
         text = f"is less than the {len(seeds)} seeds that the first look is over"
         raise refuse("sweep.max_seeds", settings.max_seeds, text, 2 * len(seeds))
@@ -116,7 +120,7 @@ def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
     if not budgets.equal(one.tokens for one in spent):
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
-    wanted = count * len(current.seeds) * max(one.tokens for one in spent)
+    wanted = count * len(current.seeds) * max(p.facts.own_tokens for p in able)
     if settings.max_tokens is not None and settings.max_tokens < wanted:
         text = f"is less than {plural(len(current.seeds), 'seed')} of {count} settings take"
         raise refuse("sweep.max_tokens", settings.max_tokens, text, wanted)
@@ -163,16 +167,19 @@ class Deciding:
             self.train(going, count)
             if self.current.over:
                 return
-            known, later, *_ = *before[len(looks) :], None, None
+            known = next((b for b in before if len(b.seeds) == count), None)
+            later = [b for b in before if len(b.seeds) > count]
             level = known.level if known else level_of(count, most, looks)
             seeds = list(map(str, self.seeds(count)))
             look = Look(seeds, level, known.most if known else most, [], [], "")
             f = self.findings([*looks, look])
             going, worse = self.standing(f)
-            wanted, why = self.following(f, going, runs, len(later.seeds) if later else None)
+            wanted, why = self.following(f, going, runs, len(later[0].seeds) if later else 0)
             left, out = ([self.name(s) for s in some] for some in (going, worse))
             looks.append(Look(seeds, level, look.most, left, out, why))
-            ledger.looks = [*looks, *before[len(looks) :]] if wanted else looks
+            if later and not wanted:  # their error is spent
+                later[-1] = dataclasses.replace(later[-1], why=why)
+            ledger.looks = [*looks, *later]
             ledger.save()
             say(f"look {len(looks)}, at {count} seeds: {why}")
             if not wanted:
@@ -180,11 +187,11 @@ class Deciding:
             count, last = wanted, count
 
     def following(
-        self, f: Findings, going: Sequence[frozenset[str]], runs: int, known: int | None
+        self, f: Findings, going: Sequence[frozenset[str]], runs: int, known: int
     ) -> tuple[int, str]:
         """Return the seeds a setting of the next look, 0 for none, and why.
 
-        `runs`: trained so far; `known`: the seeds of the look that an earlier command had next.
+        `runs`: trained so far; `known`: the seeds of the next look of an earlier command, if any.
         """
         most, count = self.current.settings.max_seeds, len(f.looks[-1].seeds)
         if not f.comparable or (f.mixed and not f.ranked):
@@ -195,10 +202,10 @@ class Deciding:
             return 0, "decided" if not f.those(*OPEN) else "nothing is left but what failed"
         if count >= most:
             return 0, f"all {plural(most, 'seed')} are trained (sweep.max_seeds)"
-        wanted = known if known and known > count else following(count, most)
-        while not level_of(wanted, most, f.looks):
+        wanted = known or following(count, most)
+        while not (known or level_of(wanted, most, f.looks)):
             wanted += 1
-        for more in range(wanted, count, -1):
+        for more in [known] if known else range(wanted, count, -1):
             if (limit := self.beyond(len(going) * (more - count), runs, count)) is None:
                 still = f"{len(going)} of {plural(len(self.settings), 'setting')} can be best"
                 return more, f"{still}, and get {more} seeds"
@@ -210,7 +217,7 @@ class Deciding:
         tasks = [t for s in self.settings.values() for seed, t in s.items() if seed in seeds]
         runs += more
         tokens = settings.max_tokens
-        if tokens is not None and runs * max(t.facts.max_tokens for t in tasks) > tokens:
+        if tokens is not None and runs * max(t.facts.own_tokens for t in tasks) > tokens:
             return f"sweep.max_tokens={tokens}"
         if (hours := settings.max_hours) is not None:
             times = [number(RunFolder(task.path).summary.get("train_time")) for task in tasks]
@@ -278,9 +285,9 @@ class Deciding:
 
     def setting_of(self, r: Rival) -> frozenset[str] | None:
         """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
-        runs = {run.path.name for run in r.entry.runs}
+        runs = {run.path for run in r.entry.runs}
         its = (s for s, tasks in self.settings.items()
-               if any(t.path.name in runs for t in tasks.values()))  # fmt: skip
+               if any(t.path in runs for t in tasks.values()))  # fmt: skip
         return next(its, None)
 
     def failed(self, setting: frozenset[str]) -> bool:

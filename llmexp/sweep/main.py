@@ -114,11 +114,11 @@ def refuse_idle(settings: Sweep) -> None:
     if settings.decide and settings.report == "throughput":
         text = "compares rates, which sweep.decide does not decide by"
         raise refuse("sweep.report", settings.report, text, "runs")
-    idle = not settings.decide and settings.resume is None
-    for name in DECIDING if idle else ():
-        if (value := getattr(settings, name)) != getattr(Sweep, name):  # its default
+    for name in DECIDING if not settings.decide else ():
+        value, default = getattr(settings, name), getattr(Sweep, name)
+        if value != default:
             text = "does nothing without sweep.decide=true; add that, or leave it out"
-            raise refuse(f"sweep.{name}", value, text)
+            raise refuse(f"sweep.{name}", value, text, "null" if default is None else default)
     if settings.twins and settings.report == "throughput":
         text = "measures losses, which sweep.report=throughput does not compare"
         raise refuse("sweep.twins", settings.twins, text, 0)

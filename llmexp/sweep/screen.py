@@ -39,16 +39,16 @@ def screened(
 
 
 def size_of(keys: int, runs: int | str) -> int:
-    """Return the fewest runs that confound no key with a pair; 32 where that is impossible.
+    """Return 16 runs for up to 8 keys, 32 for more: none is confounded with a pair up to 16 keys.
 
-    A number that is given is only checked. Raises ConfigError.
+    Three keys have 8 combinations. A number that is given is only checked. Raises ConfigError.
     """
     if keys < 3:
         text = f"needs three keys or more with two values each, and has {keys}; "
         text += "train all combinations"
         raise refuse("sweep.screen", runs, text, "null")
     if runs == "auto":
-        runs = next((n for n in SIZES if keys <= n // 2), 32)
+        runs = 8 if keys == 3 else 16 if keys <= 8 else 32
     if runs not in SIZES:
         raise refuse("sweep.screen", runs, "must be 8, 16, 32 or auto", 16)
     if not int(runs).bit_length() - 1 <= keys < int(runs):
@@ -61,8 +61,8 @@ def size_of(keys: int, runs: int | str) -> int:
 
 def refuse_beside(settings: Sweep) -> None:
     """Raise ConfigError for knobs that a screen does not go with."""
-    for name, off in {"decide": False, "halving": None, "twins": 0}.items():
-        if (value := getattr(settings, name)) != off:
+    for name in ("decide", "halving", "twins"):
+        if value := getattr(settings, name):
             text = "does not go with a screen, which trains each of its runs once; leave it out"
             raise refuse(f"sweep.{name}", value, text)
     if settings.search.trials is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
@@ -50,8 +51,10 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     if current.settings.resume is not None:
+        if ledgers.is_sweep(current.where):
+            refuse_other(ledgers.read_ledger(current.where), given, space)
         open_ledger(current)
-        refuse_other_seed(current.ledger, given)
+        say_what_is_there(current, space)
     batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
     while not current.over:
@@ -74,12 +77,30 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     confirm(current)
 
 
-def refuse_other_seed(ledger: Ledger, given: Sequence[str]) -> None:
-    """Raise ConfigError for a search that goes on with another seed than its trials have."""
+def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a search that goes on with another seed, or with other keys."""
+    if ledger.grid or not ledger.points:
+        return
     own = list(filter(is_seed, given))
-    if ledger.points and own != list(filter(is_seed, ledger.points[0].overrides)):
+    if own != list(filter(is_seed, ledger.points[0].overrides)):
         text = "all trials of a search have one seed; go on without this key"
         raise refuse(SEED, own[0].partition("=")[2] if own else None, text)
+    there = {key.lstrip("+") for key in ledger.swept} - {SEED}
+    for key in sorted(there ^ {key.lstrip("+") for key in space}):
+        text = f"all trials of a search choose values of the same keys, here {', '.join(there)}"
+        raise ConfigError(f"{key}: {text}; search anew, without sweep.resume", key)
+
+
+def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
+    """Print how many trials there are where no more are wanted, or where some do not count."""
+    trials, wanted = history(current, space), current.settings.search.trials
+    assert wanted is not None
+    if outside := sum(frozen(trial, space) is None for trial in trials):
+        text = f"{outside} of {plural(len(trials), 'trial')} lie outside of what is searched now"
+        say(f"{text}; nothing is learnt from them")
+    if len(trials) >= wanted:
+        more = f"sweep.search.trials={len(trials) + 10}"
+        say(f"{plural(len(trials), 'trial')} of {wanted} are there; for more: {more}")
 
 
 def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
@@ -164,23 +185,14 @@ def suggest(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     replayed = sampler in ("cmaes", "qmc")  # whose state follows from what they were asked
     study = optuna.create_study(sampler=sampler_of(sampler, 0 if replayed else len(trials)))
-    for trial in trials:
-        try:
-            params = {key: optuna_value(trial.params[key], of) for key, of in space.items()}
-            state = optuna.trial.TrialState[trial.state]
-            known: dict[str, Any] = {"state": state, "value": trial.value}
-            if trial.state == "PRUNED":
-                known["intermediate_values"] = {trial.step: trial.value}
-            frozen = optuna.trial.create_trial(params=params, distributions=dict(space), **known)
-        except (KeyError, ValueError):  # it was of another space
-            continue
+    for known in filter(None, (frozen(trial, space) for trial in trials)):
         if not replayed:
-            study.add_trial(frozen)
+            study.add_trial(known)
         else:
-            study.enqueue_trial(params)
+            study.enqueue_trial(known.params)
             asked = study.ask(dict(space))
             assert asked.relative_params is not None  # which asks the sampler
-            study.tell(asked, trial.value, state=state)
+            study.tell(asked, known.value, state=known.state)
     tried = {tuple(trial.params.get(key) for key in space) for trial in trials}
     found: list[dict[str, str]] = []
     for _ in range(count * TRIES):
@@ -192,6 +204,20 @@ def suggest(
         if len(found) == count:
             break
     return found
+
+
+def frozen(trial: Trial, space: Mapping[str, Any]) -> Any:
+    """Return a trial as Optuna has it; None for one that lies outside of the space."""
+    import optuna
+
+    known: dict[str, Any] = {"state": optuna.trial.TrialState[trial.state], "value": trial.value}
+    if trial.state == "PRUNED":
+        known["intermediate_values"] = {trial.step: trial.value}
+    try:
+        params = {key: optuna_value(trial.params[key], of) for key, of in space.items()}
+        return optuna.trial.create_trial(params=params, distributions=dict(space), **known)
+    except (KeyError, ValueError):
+        return None
 
 
 def sampler_of(name: str, seed: int) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 
+from llmexp.compare import reading
+from llmexp.compare.comparing import findings
 from llmexp.runs import rundir
-from llmexp.runs.find import setting_of
-from llmexp.runs.folder import RunFolder
+from llmexp.runs.find import find
 from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
@@ -17,26 +17,14 @@ from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.show import name_of
 from llmexp.system.child import say
-from llmexp.system.text import number
-
-# Per byte the order is that of the loss, also where points have other tokenizers.
-LOSSES = ("final val/bits_per_byte", "final val/loss", "final train/loss")
 
 
 def leading(ledger: Ledger) -> LedgerEntry | None:
-    """Return the finished point with the lowest final loss, by the mean over seeds."""
-    finished = [e for e in ledger.points if e.state == "finished"]
-    finished = [e for e in finished if not e.is_twin] or finished
-    for key in LOSSES:
-        groups: dict[frozenset[str], list[tuple[float, LedgerEntry]]] = {}
-        for entry in finished:
-            loss = number(RunFolder(ledger.path / entry.folder).summary.get(key))
-            if loss is not None:
-                groups.setdefault(setting_of(entry), []).append((loss, entry))
-        if groups:
-            first = min(groups.values(), key=lambda group: fmean(loss for loss, _ in group))
-            return first[0][1]
-    return None
+    """Return a finished point of the leading setting, as the answer at the end names it."""
+    found = findings(reading.read(find([ledger.path])[0]), negligible=ledger.negligible)
+    own = {ledger.path / e.folder: e for e in ledger.points if not e.is_twin}
+    runs = (run.path for rival in found.ranked for run in rival.entry.taking_part)
+    return next((own[path] for path in runs if path in own), None)
 
 
 def run_twins(current: Current) -> None:

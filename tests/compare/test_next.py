@@ -14,6 +14,8 @@ from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import investigate
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import RULES, compared, propose
+from llmexp.compare.screening import design
+from llmexp.runs.ending import COMES_AGAIN
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
@@ -144,10 +146,37 @@ def test_what_is_left_or_failed_once_goes_first(tmp_path):
     status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "failed"}))
     step = step_of(path)
     assert (step.rule, step.words, step.runs) == ("rest", ("resume", str(path)), 1)
+    again = {"error": f"the loss is not finite; {COMES_AGAIN}"}
+    status.write_text(json.dumps(json.loads(status.read_text()) | again))
+    assert step_of(path).rule != "rest"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "preempted"}))
     assert step_of(path).words == ("resume", str(path))
     alone = make_run(tmp_path / "alone", state="preempted")
     assert step_of(alone).words == ("resume", str(alone))
+
+
+def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
+    sizes = {"optimizer.lr": 0.4, "clip.max_norm": 0.3, "model.dropout": 0.2,
+             "optimizer.beta2": 0.1, "schedule.warmup_steps": 0.0}  # fmt: skip
+    points = {}
+    for number, row in enumerate(design(5, 16)):
+        own = dict(zip(sizes, row, strict=True))
+        overrides = [f"{key}={0.1 + level}" for key, level in own.items()]
+        points[f"p{number}"] = dict(
+            offset=sum(sizes[key] * level for key, level in own.items()), wobble=1e-4,
+            facts={"overrides": overrides}, point={"overrides": overrides},
+            **{key.replace(".", "__"): 0.1 + level for key, level in own.items()},
+        )  # fmt: skip
+    path = make_sweep(tmp_path / "s", points, list(sizes))
+    tree = json.loads((path / "sweep.json").read_text())
+    (path / "sweep.json").write_text(json.dumps(tree | {"screen": True}))
+    step = step_of(path)
+    assert (step.rule, step.runs) == ("screen", 2 * 2**3)
+    assert [w for w in step.words if "," in w] == [
+        "optimizer.lr=0.1,1.1", "clip.max_norm=0.1,1.1", "model.dropout=0.1,1.1"
+    ]  # fmt: skip
+    assert "optimizer.beta2=0.1" in step.words
+    assert "the 3 largest effects are asked for" in step.why
 
 
 def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):

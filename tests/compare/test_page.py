@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmexp.compare.comparing import compare
 from llmexp.compare.curves import AXES, scale
 from llmexp.compare.page import LIBRARY, page, write_beside
+from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
 from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
 from tests.compare.made import comparison, entry, grid
+from tests.compare.synthetic import make_sweep
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"
 FOUR_BY_THREE = {ACCUMULATION: [1, 2, 4, 8], CLIP: [0.5, 1.0, 2.0]}
@@ -358,6 +361,30 @@ def test_of_two_in_a_cell_the_better_stays_and_what_broke_off_is_in_the_map_but_
 def test_each_pair_of_three_keys_has_its_map():
     drawn = figures(page(comparison(grid(n=20, **FOUR_BY_THREE, **{RATE: [1e-4, 1e-3]}))))
     assert sum(name.startswith("map") for name in drawn) == 3
+
+
+def test_a_search_has_its_history_and_the_fresh_seeds_apart(tmp_path):
+    points = {}
+    for i, offsets in enumerate(([0.3], [0.0, 0.1, 0.2], [0.2], [0.1])):
+        for seed, offset in enumerate(offsets, 1):
+            rate = 1e-3 * (1 + i)
+            points[f"{i}s{seed}"] = dict(
+                offset=offset, seed=seed, optimizer__lr=rate, wobble=0,
+                point={"overrides": [f"optimizer.lr={rate}", f"train.seed={seed}"]},
+            )  # fmt: skip
+    path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
+    tree = json.loads((path / "sweep.json").read_text())
+    (path / "sweep.json").write_text(json.dumps(tree | {"grid": False}))
+    c = compare([path])
+    best, trials, fresh = search_plots(c)[0].figure.data
+    values = {r.name: r.figures["val/loss"] for r in c.runs}
+    order = ["0-0s1", "1-1s1", "4-2s1", "5-3s1"]
+    assert (trials.x, trials.y) == ((1, 2, 3, 4), tuple(values[name] for name in order))
+    assert best.y == (trials.y[0], *[trials.y[1]] * 3)
+    seeds = (values["2-1s2"], values["3-1s3"])
+    assert fresh.x == (5, 5, 5)
+    assert fresh.y == (pytest.approx(sum(seeds) / 2), *seeds)
+    assert 'data-plot="search"' in page(c)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def new_task(
     path.mkdir(exist_ok=True)
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
-    facts = PointFacts(name, 80, 0, ranks, devices)
+    facts = PointFacts(name, 80, 0, 0, ranks, devices)
     config = SimpleNamespace(fork=SimpleNamespace(step=None))
     return Task(SimpleNamespace(path=path, facts=facts, config=config), entry)
 

@@ -193,6 +193,24 @@ def test_a_sweep_whose_other_settings_all_failed_is_not_told_that_losses_do_not_
     assert shown == {"fork.run": "tr 2@5"}  # as typed on the command line, without its escapes
 
 
+def test_error_that_was_spent_stays_spent_under_a_lower_limit_of_seeds(tmp_path, monkeypatch):
+    """Of 8 seeds, cut short at 5, then of 3, then of 8: no look is forgotten or paid for twice."""
+    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
+    losses = draw(np.random.default_rng(0), [0.0] * 3)
+    found: list[list[Look]] = [[]]
+    for most, runs_allowed in ((8, 15), (3, 24), (8, 24)):
+        sweep = Simulated(tmp_path, losses, max_seeds=most)
+        sweep.beyond = lambda more, runs, count, n=runs_allowed: "n" if runs + more > n else None
+        sweep.current.ledger.looks = found[-1]
+        sweep.run()
+        found.append(sweep.current.ledger.looks)
+    first, lower, last = ([(len(x.seeds), x.level) for x in looks] for looks in found[1:])
+    assert [count for count, _ in first] == [2, 3, 5]
+    assert lower == first == last[:3]
+    assert [x.why for x in found[2]][-1] == "all 3 seeds are trained (sweep.max_seeds)"
+    assert math.fsum(level for _, level in last) == pytest.approx(ALPHA)
+
+
 RUN = [
     *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null",
     "train.eval_tokens=500", "checkpoint.every=2", "train.log_every=1",
@@ -256,12 +274,41 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     assert wider.code == 0, wider.err + wider.out
     assert after.items() <= losses_of(tmp_path / "s").items()
     assert "all 3 settings are 9 runs" in " ".join(wider.out.split())
+    for given, says in (
+        (["train.seed=7"], "train.seed=7: the first look of this sweep was over 1234 to 1235"),
+        (["sweep.decide=false", "sweep.max_tokens=99"], "does nothing without sweep.decide=true"),
+    ):
+        refused = llmexp("resume", "s", *given, cwd=tmp_path)
+        assert (refused.code, says in refused.err) == (2, True), refused.err
+    assert json.loads((tmp_path / "s/sweep.json").read_text())["arguments"].count("-m") == 1
     # The last command names two of the three settings; a longer budget is for all.
     longer = llmexp("resume", "s", "train.max_steps=6", cwd=tmp_path)
     assert longer.code == 0, longer.err + longer.out
     assert {p.state for p in ledgers.read_ledger(tmp_path / "s").points} == {"finished"}
     steps = {json.loads(p.read_text())["max_steps"] for p in (tmp_path / "s").glob("*/run.json")}
     assert steps == {6}
+
+
+def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
+    """The last parts of their folders are equal; a limit is that of what they train themselves."""
+    trunk = ["train.max_steps=4", "hydra.run.dir=trunk", "schedule=constant"]
+    assert llmexp("train", *RUN, *trunk, cwd=tmp_path).code == 0
+    grid = ["fork.run=trunk", "train.max_steps=8", "optimizer.lr=1e-4,2e-2", "hydra.sweep.dir=s"]
+    each = 4 * 8 * 12  # steps, sequences, tokens
+    limits = ["sweep.decide=true", "sweep.max_seeds=3", f"sweep.max_tokens={4 * each}"]
+    nested = "hydra.sweep.subdir=${hydra.job.num}/x"
+    words = ["tracker=none", *grid, *limits, nested]
+    done = llmexp("train", "-m", *words, cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    (look,) = looks_of(tmp_path / "s")
+    assert len(look["going"]) + len(look["worse"]) == 2
+    assert look["why"] in ("decided", f"further seeds would go beyond {limits[2]}")
+    assert len(list((tmp_path / "s").glob("*/x/status.json"))) == 4
+    less = llmexp("train", "-m", *words, f"sweep.max_tokens={4 * each - 1}",
+                  "hydra.sweep.dir=t", cwd=tmp_path)  # fmt: skip
+    assert f"take; for example sweep.max_tokens={4 * each}" in less.err
+    step = json.loads(llmexp("next", "s", "--json", cwd=tmp_path).out)
+    assert step["cost"]["tokens"] == step["cost"]["runs"] * each
 
 
 @pytest.mark.parametrize(

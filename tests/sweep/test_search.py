@@ -99,6 +99,8 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     process.communicate(timeout=60)
     proposed = json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)
     assert (proposed["rule"], proposed["words"]) == ("rest", ["resume", "cut"])
+    there = sum(p.state == "finished" for p in points(runs))  # of three trials and two fresh seeds
+    assert proposed["cost"]["runs"] == 3 + 2 - there
     done = llmexp("resume", "cut", cwd=tmp_path)
     assert done.code == 0, done.err + done.out
     assert [p.overrides for p in points(runs)] == [p.overrides for p in points(tmp_path / "whole")]
@@ -121,8 +123,15 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     assert f"had {trial.figures['val/loss']:.5}" in note
     assert json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)["rule"] != "confirm"
 
+    # Of another space nothing is tried in silence.
+    whole = llmexp("resume", "cut", "optimizer.lr=tag(log,interval(1e-5,1e-4))", cwd=tmp_path)
+    assert "3 trials of 3 are there; for more: sweep.search.trials=13" in whole.out
+    assert "3 of 3 trials lie outside of what is searched now" in whole.out
+    other = llmexp("resume", "cut", "clip.max_norm=0.5,1.0", cwd=tmp_path)
+    assert other.code == 2
+    assert "clip.max_norm: all trials of a search choose values of the same keys" in other.err
     # More trials and seeds are added to what is there.
-    more = ["sweep.search.trials=4", "sweep.max_parallel=2"]
+    more = ["sweep.search.trials=4", "sweep.max_parallel=2", SEARCH[-4]]
     wider = llmexp("resume", "cut", *more, cwd=tmp_path)
     assert wider.code == 0, wider.err
     after = points(runs)

@@ -10,7 +10,9 @@ import torch
 import yaml
 
 from llmexp.runs import ledger
+from llmexp.sweep.twins import leading
 from llmexp.update.twin import perturb
+from tests.compare.synthetic import make_sweep
 from tests.conftest import TINY, llmexp, start, train
 from tests.tools import wait_for, weights
 
@@ -117,6 +119,22 @@ def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):
     after = ledger_of(tmp_path / "s")
     assert list(after)[4:] == ["lr_0.02", "lr_0.02+twin_1"]
     assert {label: after[label] for label in before} == before
+
+
+def test_the_setting_leads_that_the_answer_names_also_where_each_seed_has_a_trunk(tmp_path):
+    """One run of the second setting has the lowest loss, but the first one has the lower mean."""
+    points = {}
+    for i, losses in enumerate(([0.1, 0.1], [0.0, 0.5])):
+        for seed, offset in enumerate(losses, 1):
+            rate, trunk = 1e-3 * (1 + i), f"trunk{seed}"
+            parent = {"folder": trunk, "setting": "same", "step": 10, "tokens": 10, "run_id": trunk}
+            points[f"{i}{seed}"] = dict(
+                offset=offset, seed=seed, optimizer__lr=rate, fork__run=trunk,
+                facts={"parent": parent}, wobble=1e-4,
+                point={"overrides": [f"optimizer.lr={rate}", f"fork.run={trunk}"]},
+            )  # fmt: skip
+    path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "fork.run"])
+    assert leading(ledger.read_ledger(path)).label == "01"
 
 
 @pytest.mark.slow
