@@ -111,8 +111,7 @@ def dispatch(arguments: list[str]) -> int:
 
         print_help(command, rest)
         return 0
-    module = "llmexp.tracker.sync" if command == "sync" else f"llmexp.cli.{command}"
-    code: int = importlib.import_module(module).main(rest)
+    code: int = importlib.import_module(f"llmexp.cli.{command}").main(rest)
     return code
 
 

@@ -14,6 +14,7 @@ tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
 compare      arguments of the comparison
 next         the one command that would tell most
+sync         uploads runs, and the answers of sweeps
 runs         list runs and sweeps, remove checkpoints
 sample       text from a checkpoint
 evaluate     losses of a checkpoint, with standard errors

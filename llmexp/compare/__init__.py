@@ -19,6 +19,7 @@ comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_verdict, plot_training,
                plot_settings, plot_screen and plot_search make its figures
+mirrored       the answer as a tracker gets it
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts

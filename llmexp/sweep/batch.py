@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
+from llmexp.compare.mirrored import mirrored
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
@@ -26,6 +27,7 @@ from llmexp.sweep.show import warn_of_budgets
 from llmexp.sweep.twins import run_twins
 from llmexp.system.child import say
 from llmexp.system.text import aligned, columns, one_line
+from llmexp.tracker.answer import deliver
 from llmexp.tracker.sync import upload_command
 
 LOCK = ".lock-sweep"
@@ -216,7 +218,7 @@ def report_sweep(current: Current) -> list[str]:
     ran = [state for state in states.values() if state not in ("queued", "infeasible")]
     if len(ran) < 2 or "finished" not in ran:
         return []
-    from llmexp.compare.page import write_beside
+    from llmexp.compare.page import page, write_beside
 
     if current.settings.report == "throughput":
         cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
@@ -224,4 +226,6 @@ def report_sweep(current: Current) -> list[str]:
     comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]
-    return [*table.lines(comparison, columns()), *damage, f"page   {written}"]
+    lines = [*table.lines(comparison, columns()), *damage, f"page   {written}"]
+    sent = deliver(ledger.path, lambda: mirrored(comparison, page), lambda: current.stopped)
+    return [*lines, sent] if sent else lines

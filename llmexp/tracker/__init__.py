@@ -7,5 +7,6 @@ stores   four calls for any tracker; TensorBoard, MLflow and Trackio
 wandb    the same four calls; no other file imports wandb
 mirror   rows on their way, live and afterwards
 opening  the trackers of a run
+answer   the answer of a sweep, and the verdicts in its runs' summaries
 sync     the command
 """

@@ -95,6 +95,7 @@ class Fields:
     notes: str | None
     config: dict[str, Any]
     run_id: str
+    job_type: str | None = None  # of the answer of a sweep; of a run: train
 
 
 def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) -> Fields:

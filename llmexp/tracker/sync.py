@@ -6,17 +6,19 @@ import contextlib
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
-from llmexp.runs import rundir
+from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
+from llmexp.system.text import one_line
+from llmexp.tracker.answer import Answer, send
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
     Fields,
@@ -28,15 +30,15 @@ from llmexp.tracker.fields import (
 )
 from llmexp.tracker.mirror import TrackerError, upload
 from llmexp.tracker.stores import STORES, End, check_stores
-from llmexp.tracker.wandb import check_login
+from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 
 
-def main(arguments: list[str]) -> int:
+def sync(arguments: list[str], answer_of: Callable[[Path], Answer]) -> int:
     """Upload what the tracker's server does not have yet.
 
-    Return exit code 1 when something stayed behind.
+    `answer_of` finds the answer of a sweep. Return exit code 1 when something stayed behind.
     """
     parser = Parser(
         prog="llmexp sync",
@@ -55,22 +57,43 @@ def main(arguments: list[str]) -> int:
         help="upload to new runs: the old ones were deleted, or differ from the records",
     )
     parser.add_argument(
+        "--answer",
+        action="store_true",
+        help="then also the answer of each sweep, in the place of an earlier one",
+    )
+    parser.add_argument(
         "--to", default="wandb", metavar="TRACKER", help=f"wandb (default), {', '.join(STORES)}"
     )
     args = parser.parse_args(arguments)
     runs = find_runs(args.paths)
     if args.to != "wandb":
         check_stores([args.to], "--to")
-        if args.anew or args.dry_run:
-            raise ConfigError(f"--to {args.to}: has neither --anew nor --dry-run")
+        if args.anew or args.dry_run or args.answer:
+            raise ConfigError(f"--to {args.to}: has neither --anew nor --dry-run nor --answer")
         return upload_all(runs, False, args.to)
+    sweeps = [s for s in dict.fromkeys(run.parent for run in runs) if ledger.is_sweep(s)]
+    if args.answer and not sweeps:
+        example = "llmexp sync --answer outputs/default/2030-01-01_12-00-00"
+        raise ConfigError(f"--answer {args.paths[0]}: is no sweep; for example {example}")
+    sweeps = [s for s in sweeps if args.answer or upload_is_pending(s)]
     if args.dry_run:
-        return max([take(run, args.anew, dry=True) for run in runs])
+        code = max([take(run, args.anew, dry=True) for run in runs])
+        for sweep in sweeps:
+            print(clean(f"{sweep.name}: its answer"))
+        return code
     if unused := [name for name in OF_ONE_RUN if os.environ.pop(name, None)]:
         names = ", ".join(unused)
         print(f"{names}: not used here; names and ids are those of the runs' own records")
     check_login()
-    return upload_all(runs, args.anew)
+    code = upload_all(runs, args.anew)
+    for sweep in sweeps:
+        try:
+            line = f"answer: {send(Wandb(None, print), answer_of(sweep), sweep, args.anew)}"
+        except Exception as error:  # the runs are there, whatever became of their comparison
+            why = error if isinstance(error, TrackerError) else one_line(error)
+            line, code = f"answer not uploaded: {why}", INCOMPLETE
+        print(clean(f"{sweep.name}: {line}"), flush=True)
+    return code
 
 
 def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
@@ -92,7 +115,7 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
 
 def upload_command(path: Path) -> str | None:
     """Return the command that uploads a run or a sweep; None where nothing is left to upload."""
-    if not any(upload_is_pending(run) for run in runs_under(path)):
+    if not any(upload_is_pending(folder) for folder in [path, *runs_under(path)]):
         return None
     return f"llmexp sync {shlex.quote(str(path))}"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +24,9 @@ from llmexp.system.text import one_line
 from llmexp.tracker.fields import SWEEP_ID, Fields, owe, write_position
 from llmexp.tracker.stores import End, Store
 
+JOB_TYPE, PAGE, TABLE = "compare", "compare/page", "compare/table"  # of the answer of a sweep
 ARRIVAL_S = 5.0  # for the server to count what it was sent
+AT_A_TIME = 8  # runs whose summaries are changed
 UPLOAD_START_S, UPLOAD_FINISH_S = 30.0, 120.0  # of a run that is over
 
 
@@ -44,8 +48,9 @@ class Wandb(Store):
         self._temporary = temporary = run_dir / ".wandb-temporary"
         position = owe(run_dir, fields.run_id)
         self._run = run = self._open(import_wandb(temporary), temporary)
-        run.define_metric("tokens_seen")
-        run.define_metric("*", step_metric="tokens_seen")
+        if fields.job_type != JOB_TYPE:  # an answer has no curves
+            run.define_metric("tokens_seen")
+            run.define_metric("*", step_metric="tokens_seen")
         # Online the server knows best: what was handed to a process that died may never have
         # arrived.
         self._after = run.starting_step - 1 if self._online else position.step
@@ -111,7 +116,7 @@ class Wandb(Store):
             entity=fields.entity,
             name=fields.name,
             group=fields.group,
-            job_type=os.environ.get("WANDB_JOB_TYPE") or "train",
+            job_type=fields.job_type or os.environ.get("WANDB_JOB_TYPE") or "train",
             tags=fields.tags,
             notes=fields.notes,
             config=fields.config,
@@ -135,6 +140,22 @@ class Wandb(Store):
         step, tokens_seen = rows[-1]["step"], int(rows[-1].get("tokens_seen", -1))
         self._position = replace(self._position, tokens_seen=tokens_seen, step=step)
         write_position(self._run_dir, self._position)
+
+    def has_page(self, page: str) -> bool:
+        """Return whether the newest answer has this page."""
+        known = dict(self._run.summary.get(PAGE) or {})
+        return known.get("sha256") == hashlib.sha256(page.encode()).hexdigest()
+
+    def answer(self, step: int, page: str, table: dict[str, list[Any]]) -> None:
+        """Keep a row with a page in HTML, and a table with a list a column."""
+        import wandb
+
+        assert self._temporary is not None
+        os.environ["WANDB_DATA_DIR"] = str(self._temporary.resolve())  # for a copy of the table
+        lines = list(map(list, zip(*table.values(), strict=True)))
+        shown = wandb.Table(columns=list(table), data=lines, allow_mixed_types=True)
+        html = wandb.Html(page, inject=False, data_is_not_path=True)
+        self.rows([{"step": step, PAGE: html, TABLE: shown}])
 
     def finish(self, end: End) -> int | None:
         """Return how many rows the server has: wandb is silent about those that it has refused.
@@ -218,6 +239,45 @@ def rows_there(path: str, wanted: int, wait_s: float) -> int:
         api.flush()
 
 
+def mark_runs(marks: dict[str, dict[str, Any]]) -> None:
+    """Put values into the summaries of runs that are over, several at a time.
+
+    None removes an earlier value.
+    """
+    import wandb
+
+    api, paths, errors = wandb.Api(timeout=10), list(marks), list[Exception]()
+
+    def work(some: list[str]) -> None:
+        try:
+            for path in some:
+                mark_run(api, path, marks[path])
+        except Exception as error:
+            errors.append(error)
+
+    parts = [paths[first::AT_A_TIME] for first in range(AT_A_TIME)]
+    # not of an executor: Python would wait for them at its end, whatever hangs
+    threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def mark_run(api: Any, path: str, marks: dict[str, Any]) -> None:
+    """Put values into the summary of a run, where it does not have them yet."""
+    run = api.run(path)
+    there = dict(run.summary_metrics)
+    known = {key: value for key, value in marks.items() if value is not None}
+    stale = [key for key in marks if key not in known and key in there]
+    for key in stale:
+        del run.summary[key]
+    if stale or known != {key: there.get(key) for key in known}:
+        run.summary.update(known)
+
+
 def has_login(settings: Any) -> bool:
     """Return whether wandb would find credentials for its server without asking for them."""
     variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -254,5 +314,6 @@ def forget_wandb(*, kill: bool) -> None:
         if connection.owns_service:
             os.environ.pop("WANDB_SERVICE", None)
             if kill:
+                connection._finalizer.close()  # else it would print a traceback when it finds out
                 connection._proc._process.kill()
                 connection._proc.join()

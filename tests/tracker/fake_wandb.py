@@ -11,11 +11,13 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import unquote
 
 Behaviour = Literal[
     "ok",
     "rate limited",  # 429 to everything
     "rate limited at first",  # 429 to the first rows
+    "hangs",
     "hangs after start",
     "dies in the middle",  # takes the first rows, and no connection after them
     "refuses rows",  # says no for good
@@ -44,6 +46,7 @@ class FakeWandb:
         self.sweep = sweep  # a sweep file, whose grid its agent gets
         self.asked = 0  # points that the agent got
         self.runs: dict[str, FakeRun] = {}
+        self.files: dict[str, bytes] = {}  # besides rows, by name
         self.requests = 0
         self.deleted: set[str] = set()  # run ids that cannot be used again
         self._refusals = 2
@@ -98,6 +101,8 @@ class FakeWandb:
             case "rate limited at first" if has_rows and self._refusals:
                 self._refusals -= 1
                 return 429, {"error": "rate limit"}
+            case "hangs":
+                self._closed.wait()
             case "hangs after start" if path != "/graphql":
                 self._closed.wait()
             case "refuses rows" if is_rows:
@@ -110,6 +115,8 @@ class FakeWandb:
                 self._server.shutdown()
                 self._server.server_close()
                 self._closed.wait()
+        if path.startswith("/put/"):
+            self.files[unquote(path.removeprefix("/put/"))] = body
         return 200, {}
 
     def graphql(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -137,6 +144,9 @@ class FakeWandb:
                 return 200, {
                     "data": {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}
                 }
+            case "UpsertBucket" if variables.get("summaryMetrics"):
+                self.runs[variables["id"]].summary = json.loads(variables["summaryMetrics"])
+                return 200, {"data": {"upsertBucket": {"bucket": {"id": variables["id"]}}}}
             case "UpsertBucket":
                 name = variables["name"]
                 if name in self.deleted:
@@ -190,24 +200,50 @@ class FakeWandb:
                     }
                 }
             case "Run" if run := self.runs.get(variables["name"]):
-                empty = dict.fromkeys(("summaryMetrics", "config", "systemMetrics"), "{}")
+                empty = dict.fromkeys(("config", "systemMetrics"), "{}")
                 bucket = {
-                    "id": "b",
+                    "id": variables["name"],
+                    "summaryMetrics": json.dumps(run.summary),
                     "name": variables["name"],
                     "tags": [],
                     "historyLineCount": len(run.rows),
                 } | empty
                 bucket |= {"user": {"name": "someone", "username": "someone"}, "state": "finished"}
                 return 200, {"data": {"project": {"internalId": "1", "run": bucket}}}
-            case "CreateRunFiles":
-                files = [
-                    {"name": name, "uploadUrl": f"{self.url}/put/{name}"}
-                    for name in variables["files"]
+            case "ArtifactType":
+                return 200, {"data": {"project": None}}  # there is none of that name yet
+            case "CreateArtifact":
+                known = {"id": "S", "latestArtifact": None}
+                artifact = {"id": "A", "state": "PENDING", "artifactSequence": known}
+                return 200, {"data": {"createArtifact": {"artifact": artifact}}}
+            case "CreateArtifactManifest":
+                file = {"id": "F", "name": "m", "displayName": "m", **self.place("manifest")}
+                manifest = {"artifactManifest": {"id": "M", "file": file}}
+                return 200, {"data": {"createArtifactManifest": manifest}}
+            case "CreateArtifactFiles":
+                nodes = [
+                    {
+                        "storagePath": f["name"],
+                        "uploadMultipartUrls": None,
+                        "artifact": {"id": "A"},
+                        **self.place(f["name"]),
+                    }
+                    for f in variables["input"]["artifactFiles"]
                 ]
+                edges = {"edges": [{"node": node} for node in nodes]}
+                return 200, {"data": {"createArtifactFiles": {"files": edges}}}
+            case "CommitArtifact":
+                return 200, {"data": {"commitArtifact": {"artifact": {"id": "A", "digest": "d"}}}}
+            case "CreateRunFiles":
+                files = [{"name": name, **self.place(name)} for name in variables["files"]]
                 return 200, {
                     "data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
                 }
         return 200, {"data": {}}
+
+    def place(self, name: str) -> dict[str, Any]:
+        """Where a file is to be put."""
+        return {"uploadUrl": f"{self.url}/put/{name}", "uploadHeaders": []}
 
     def next_point(self) -> dict[str, Any]:
         """What the agent is told to do: a point of the grid, or to go."""

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from llmexp.cli.sync import main
 from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
-from llmexp.tracker.sync import find_runs, main, summary_of_rows, upload_command
+from llmexp.tracker.sync import find_runs, summary_of_rows, upload_command
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 

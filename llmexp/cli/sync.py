@@ -1,0 +1,22 @@
+"""Run `llmexp sync PATH...`: upload runs, and the answers of sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmexp.tracker import sync
+from llmexp.tracker.answer import Answer
+
+
+def main(arguments: list[str]) -> int:
+    """Upload what is asked for; return 1 when something stayed behind. Raises ConfigError."""
+    return sync.sync(arguments, answer_of)
+
+
+def answer_of(sweep: Path) -> Answer:
+    """Compare the runs of a sweep; plotly is imported only where an answer is asked for."""
+    from llmexp.compare.comparing import compare
+    from llmexp.compare.mirrored import mirrored
+    from llmexp.compare.page import page
+
+    return mirrored(compare([sweep]), page)

@@ -1,0 +1,123 @@
+"""Keep the answer of a sweep in wandb: a run with its page, a verdict in each run's summary."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmexp.runs.find import runs_under
+from llmexp.runs.folder import RunFolder
+from llmexp.system.text import one_line
+from llmexp.tracker.fields import (
+    Fields,
+    MirrorPosition,
+    next_id,
+    owe,
+    read_position,
+    run_fields,
+    upload_is_pending,
+)
+from llmexp.tracker.mirror import TrackerError
+from llmexp.tracker.stores import End
+from llmexp.tracker.wandb import JOB_TYPE, Wandb, check_login, mark_runs
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a sweep, as wandb shows it."""
+
+    notes: str  # the headline, and what the comparison says besides
+    table: dict[str, list[Any]]  # a list a column
+    page: str  # HTML in one file
+    marks: dict[Path, dict[str, Any]]  # for the summary of each run; None: nothing is known
+
+
+def answer_fields(sweep: Path, folder: RunFolder) -> Fields:
+    """Return what wandb shows of an answer besides its content, from a run of the sweep."""
+    recorded = folder.facts | {"label": "answer", "overrides": [], "parent": None}
+    fields = run_fields(sweep, folder.config, recorded)
+    return replace(fields, config={}, job_type=JOB_TYPE)
+
+
+def path_there(position: MirrorPosition) -> str:
+    """Return the path in wandb of a run that was uploaded."""
+    project = (position.uploaded or {}).get("project")
+    return "/".join(filter(None, (position.entity, project, position.run_id)))
+
+
+def send(store: Wandb, answer: Answer, sweep: Path, anew: bool = False) -> str:
+    """Put the answer in the place of an earlier one, and return where it is.
+
+    The verdicts go first: the answer counts as uploaded when all is there. Raises TrackerError.
+    """
+    runs = {run: position for run in answer.marks if (position := read_position(run))}
+    lacking = sum(position.uploaded is None for position in runs.values())
+    if lacking or not runs:
+        what = f"{lacking} of its runs are" if lacking else "none of its runs is"
+        raise TrackerError(f"{what} not complete there")
+    try:
+        fields = replace(answer_fields(sweep, RunFolder(next(iter(runs)))), notes=answer.notes)
+        fields = replace(fields, run_id=next_id(fields.run_id)) if anew else fields
+        where = store.start(fields, sweep)
+        mark_runs({path_there(position): answer.marks[run] for run, position in runs.items()})
+        last = store.position()
+        if not store.has_page(answer.page):
+            last += 1
+            store.answer(last, answer.page, answer.table)
+        there = store.finish(End({}, 0, rows=last + 1, last_step=last))
+    except BaseException as error:  # Ctrl-C too must not wait for what hangs
+        store.give_up(kill=True)
+        if isinstance(error, Exception):
+            raise TrackerError(one_line(error)) from None
+        raise
+    if not there or there <= last:
+        raise TrackerError("the server does not have the page")
+    return where
+
+
+def deliver(sweep: Path, answer_of: Callable[[], Answer], stopped: Callable[[], bool]) -> str:
+    """Send the answer at the end of a sweep, and return a line about it; empty where none is due.
+
+    It never raises, and waits as long as the end of a run does, `tracker.finish_timeout_s`, or
+    until the sweep is `stopped`.
+    """
+    try:
+        runs = [run for run in runs_under(sweep) if read_position(run)]
+        if stopped() or not runs:
+            return ""
+        folder = RunFolder(runs[-1])  # the newest
+        limit_s = float(folder.config["tracker"].get("finish_timeout_s", 15.0))
+        owe(sweep, answer_fields(sweep, folder).run_id)
+        offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled")
+        if offline or any(map(upload_is_pending, runs)):
+            return ""  # llmexp sync sends the runs, then the answer
+        return _sent_within(limit_s, sweep, answer_of(), stopped)
+    except Exception as error:  # no answer there is worth the end of a sweep
+        return f"wandb: the answer is not there ({one_line(error)})"
+
+
+def _sent_within(limit_s: float, sweep: Path, answer: Answer, stopped: Callable[[], bool]) -> str:
+    store, ended = Wandb(None, lambda text: None), list[str]()
+
+    def work() -> None:
+        try:
+            check_login()
+            ended.append(f"wandb  {send(store, answer, sweep)}")
+        except BaseException as error:  # nobody else hears of it
+            ended.append(f"wandb: the answer is not there ({one_line(error)})")
+
+    thread = threading.Thread(target=work, name="answer", daemon=True)
+    thread.start()
+    until = time.monotonic() + limit_s
+    while thread.is_alive() and time.monotonic() < until and not stopped():
+        thread.join(0.1)
+    if thread.is_alive():
+        store.give_up(kill=True)
+        why = "stopped" if stopped() else f"not done after {limit_s:g} s"
+        return f"wandb: the answer is not there ({why})"
+    return ended[0]

@@ -1,0 +1,255 @@
+"""The answer of a sweep in wandb: the real client, against a server that records."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmexp.compare.comparing import compare
+from llmexp.runs.ledger import Ledger
+from llmexp.tracker.answer import Answer, deliver
+from llmexp.tracker.fields import (
+    MirrorPosition,
+    read_position,
+    upload_is_pending,
+    write_position,
+)
+from llmexp.tracker.sync import upload_command
+from tests.conftest import ROOT, TINY, Result, llmexp
+from tests.tracker.fake_wandb import Behaviour, FakeRun, FakeWandb
+from tests.tracker.test_sync import KEY, make_run
+
+QUICK = [
+    *(o for o in TINY if not o.startswith("tracker")), "data=synthetic", "train.max_steps=3",
+    "train.log_every=1", "tracker.start_timeout_s=60", "tracker.finish_timeout_s=60",
+    "hydra.sweep.dir=s", "-m", "optimizer.lr=1e-5,1e-2",
+]  # fmt: skip
+MARKS = ("compare/mark", "compare/difference", "compare/half")
+
+
+def run(tmp_path: Path, server: FakeWandb, *arguments: str, mode: str = "online") -> Result:
+    login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+    return llmexp(*arguments, cwd=tmp_path, WANDB_MODE=mode, **login)
+
+
+def answers(server: FakeWandb) -> list[FakeRun]:
+    return [r for r in server.runs.values() if r.variables.get("jobType") == "compare"]
+
+
+def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
+    """One answer, the newest; and in every run's summary what the comparison at home says."""
+    (answer,) = answers(server)
+    found = compare([tmp_path / "s"])
+    pages = [row["compare/page"]["path"] for row in answer.rows]
+    assert len(set(pages)) == len(pages)
+    assert answer.summary["compare/page"]["path"] == pages[-1]
+    page = server.files[pages[-1]].decode()
+    assert "<title>" in page
+    assert f"{len(found.runs)} runs of" in page
+    assert answer.variables["notes"].startswith(found.headline)
+    table = json.loads(server.files["compare/table.table.json"])
+    shown = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
+    for entry, line in zip(found.entries, shown, strict=True):
+        standing = (entry.standing.mark, entry.standing.difference, entry.standing.half)
+        assert (line["name"], line["mark"], line["difference"], line["half"]) == (
+            entry.name, *standing)  # fmt: skip
+        figures = {c.key: entry.figures[c.key] for c in found.columns if c.key in entry.figures}
+        assert (entry.values | figures).items() <= line.items()
+        assert "val/loss" in figures
+    assert server.files[answer.summary["compare/table"]["path"]]
+    assert (answer.exit_code, answer.variables["displayName"]) == (0, "answer")
+    assert len(server.runs) == len(found.runs) + 1
+    for entry in found.entries:
+        for one in entry.runs:
+            position = read_position(one.path)
+            assert position is not None
+            there = server.runs[position.run_id]
+            assert there.variables["groupName"] == answer.variables["groupName"]
+            standing = entry.standing
+            figures = (None, None) if one.out else (standing.difference, standing.half)
+            values = zip(MARKS, (one.out or standing.mark, *figures), strict=True)
+            known = {k: v for k, v in values if v not in (None, "")}
+            assert {k: v for k, v in there.summary.items() if k in MARKS} == known
+            assert "final val/loss" in there.summary
+            assert [row["_step"] for row in there.rows] == [1, 2, 3]
+    assert not upload_is_pending(tmp_path / "s")
+
+
+def test_a_sweep_ends_with_its_answer_and_a_wider_one_replaces_it(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2,3")
+        assert done.code == 0, done.err
+        (line,) = re.findall(r"^wandb  (.*)$", done.out, re.M)
+        assert line.endswith(next(i for i, r in server.runs.items() if r in answers(server)))
+        assert "upload llmexp sync" not in done.out
+        check_all_there(tmp_path, server)
+        first = answers(server)[0].variables["notes"]
+        wider = [a for a in QUICK if not a.startswith(("optimizer.lr", "hydra."))]
+        more = ("optimizer.lr=1e-5,1e-2,1e-1", "train.seed=1,2,3", "sweep.resume=s")
+        done = run(tmp_path, server, "train", *wider, *more)
+        assert done.code == 0, done.err
+        check_all_there(tmp_path, server)
+        assert answers(server)[0].variables["notes"] != first
+
+
+def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2", mode="offline")
+        assert done.code == 0, done.err
+        assert (server.runs, "upload llmexp sync" in done.out) == ({}, True)
+        assert "wandb: the answer" not in done.out
+        server.behaviour = "refuses rows"
+        done = run(tmp_path, server, "sync", "s")
+        assert (done.code, answers(server)) == (1, [])
+        assert re.search(
+            r"^s: answer not uploaded: .* runs are not complete there$", done.out, re.M
+        )
+        server.behaviour = "ok"
+        done = run(tmp_path, server, "sync", "s")
+        assert done.code == 0, done.out + done.err
+        check_all_there(tmp_path, server)
+        requests = server.requests
+        assert "answer" not in run(tmp_path, server, "sync", "s").out
+        assert server.requests - requests < 5
+        done = run(tmp_path, server, "sync", "--answer", "s")  # again, by itself
+        assert "s: answer: http" in done.out
+        check_all_there(tmp_path, server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("sweep.decide=true", "sweep.first_seeds=2", "sweep.max_seeds=2"),
+        ("sweep.search.trials=3", "sweep.search.confirm=1", "sweep.search.seeds=2"),
+        ("--screen", "optimizer.beta2=0.9,0.95", "schedule.warmup_steps=0,1"),
+    ],
+    ids=["decision", "search", "screen"],
+)
+def test_every_kind_of_sweep_has_an_answer(tmp_path: Path, kind: tuple[str, ...]) -> None:
+    arguments = [*QUICK, *kind]
+    if "search" in kind[0]:
+        arguments = [a.replace("lr=1e-5,1e-2", "lr=interval(1e-5,1e-2)") for a in arguments]
+    if "--screen" in kind:
+        arguments.remove("-m")
+    with FakeWandb() as server:
+        done = run(tmp_path, server, "train", *arguments)
+        assert done.code == 0, done.err
+        assert len(re.findall(r"^wandb  http", done.out, re.M)) == 1
+        check_all_there(tmp_path, server)
+
+
+def make_sweep(path: Path) -> Path:
+    """A sweep whose two runs are in wandb."""
+    for number in range(2):
+        run_dir = make_run(path / f"{number}-seed={number}", 20)
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config["tracker"]["finish_timeout_s"] = 2
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+        there = {"project": "proj", "step": 20, "exit_code": 0}
+        write_position(run_dir, MirrorPosition(f"r{number}", 1280, 20, there, entity="someone"))
+    Ledger(path, "x", str(path), "local", [], []).save()
+    return path
+
+
+DELIVER = """
+import sys
+from pathlib import Path
+from llmexp.tracker.answer import Answer, deliver
+
+sweep = Path("s")
+answer = Answer("it is decided", {"name": ["a"]}, "<p>", {run: {} for run in sweep.glob("*-*")})
+print(deliver(sweep, lambda: answer, lambda: sys.argv[1:] == ["stopped"]))
+print("the sweep goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "module", "expected"),
+    [
+        ("hangs", "", "not done after 2 s"),
+        ("hangs after start", "", "not done after 2 s"),
+        ("rate limited", "", "not done after 2 s"),
+        ("ok", "raise SystemExit(3)", "SystemExit: 3"),
+        ("ok", "import time; time.sleep(60)", "not done after 2 s"),
+    ],
+)
+def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
+    tmp_path: Path, behaviour: Behaviour, module: str, expected: str
+) -> None:
+    make_sweep(tmp_path / "s")
+    (tmp_path / "path").mkdir()
+    if module:
+        (tmp_path / "path" / "wandb.py").write_text(module)
+    with FakeWandb(behaviour) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", DELIVER],
+            cwd=tmp_path,
+            env=os.environ
+            | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+            | {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "WANDB_MODE": "online"},
+            capture_output=True,
+            text=True,
+            timeout=60,  # of which wandb alone would take more
+        )
+    lines = [f"wandb: the answer is not there ({expected})", "the sweep goes on"]
+    assert (done.stdout.splitlines(), done.stderr) == (lines, "")
+    assert upload_is_pending(tmp_path / "s")
+    assert upload_command(tmp_path / "s") == f"llmexp sync {tmp_path / 's'}"
+
+
+def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    sweep = make_sweep(tmp_path / "s")
+
+    def broken() -> Answer:
+        raise ValueError("no page")
+
+    assert deliver(sweep, broken, lambda: True) == ""  # the sweep was stopped
+    assert not (sweep / "tracker.json").exists()
+    there = "wandb: the answer is not there"
+    assert deliver(sweep, broken, lambda: False) == f"{there} (ValueError: no page)"
+    (sweep / "tracker.json").unlink()
+    (sweep / "tracker.json").mkdir()
+    assert deliver(sweep, broken, lambda: False).startswith(f"{there} (Unwritable: [Errno 21]")
+    (sweep / "1-seed=1" / "config.yaml").write_text("[")
+    assert deliver(sweep, broken, lambda: False).startswith(f"{there} (ConfigError")
+
+
+def test_a_comparison_that_fails_does_not_fail_the_upload(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "s")
+    (tmp_path / "plotly.py").write_text("raise RuntimeError('broken')")
+    with FakeWandb() as server:
+        login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+        path = f"{tmp_path}:{ROOT}"
+        done = llmexp("sync", "--answer", "s", cwd=tmp_path, PYTHONPATH=path, **login)
+    *runs, answer = done.out.splitlines()
+    assert (done.code, done.err, len(runs)) == (1, "", 2)
+    assert all("nothing to send, all 20 rows are there" in line for line in runs)
+    assert answer == "s: answer not uploaded: RuntimeError: broken"
+
+
+def test_a_run_that_was_deleted_there_is_one_line(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "s")
+    with FakeWandb() as server:
+        done = run(tmp_path, server, "sync", "--answer", "s")
+        assert (done.code, done.err) == (1, "")
+        assert re.search(r"^s: answer not uploaded: .*Could not find run.*r[01]", done.out, re.M)
+        assert answers(server)[0].rows == []
+    assert upload_is_pending(tmp_path / "s")
+
+
+def test_what_is_no_sweep_has_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    for name in ("config.yaml", "run.json"):
+        (tmp_path / "r" / name).write_text("{}")
+    done = llmexp("sync", "--answer", "r", cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert "--answer r: is no sweep; for example llmexp sync --answer outputs/" in done.err
