@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -34,7 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,22 +140,37 @@ def in_process(how: str, cases: str, file: str) -> None:
 def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     """What the rank holds and would save after the case's windows, and the collectives of each of
     them."""
+    from llmexp import mesh
     from llmexp.checkpoint import saving
     from llmexp.data.window import Window
+    from llmexp.forecast import rehearsal
+    from llmexp.mesh import pretend
+    from llmexp.models import chunked
+    from llmexp.train.assembly.assemble import assemble
     from llmexp.train.set_up import set_up
     from llmexp.train.step import train_step
 
     gc.collect()
-    parts, joined = joined_parts(case, planned=planned)
-    held: list[int] = []
-    windows: list[dict[str, list[int]]] = []
+    with app.hydra_app(None) as hydra:
+        parts = assemble(app.typed_config(app.compose(hydra, case.overrides)[0]))
+    at, held, windows = parts.run.layout, list[int](), list[dict[str, list[int]]]()
+    counting = Plan() if planned else Collectives()
     with contextlib.ExitStack() as stack:
-        collectives = Plan() if planned else Collectives()
         if planned:
-            parts = stack.enter_context(without_memory(parts, collectives))
+            stack.enter_context(pretend.pretended(case.world, case.rank))
+        sizes = at.replicate_size, at.shard_size, at.tensor_parallel_size
+        joined = mesh.join("cpu", case.kind, *sizes, once=case.once)
+        modes = stack.enter_context(contextlib.ExitStack())
+        if planned:
+            # As on an accelerator: hundreds of small tiles of logits would only take time.
+            whole = mock.patch.object(chunked, "chunk_sizes", return_value=(4096, 1 << 30))
+            stack.enter_context(whole)
+            both = counting, contextlib.nullcontext()  # it is fake and counts
+            without = functools.partial(rehearsal.without_memory, parts, modes, *both)
+            parts = dataclasses.replace(parts, build_model=lambda **_: without())
         s = set_up(parts, joined)
-        if planned and case.kind == "ddp":
-            s.module.register_comm_hook(None, all_reduced)
+        if planned:
+            pretend.reduce_at_once(s.module)
         begun = itertools.count(1)
 
         def look(*_: Any) -> None:
@@ -163,24 +179,17 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
 
         if planned and len(case.windows) > 1:  # or there would be no optimizer state yet
             s.module.register_forward_pre_hook(look, prepend=True)
-
-        def step(number: int) -> None:
+        for number, micro_batches in enumerate(case.windows):
+            counting.seen.clear()
             ids_bt = torch.zeros(1, case.length, dtype=torch.int64)
-            micro_batches = case.windows[number]
-            window = Window(
-                number, [(ids_bt, ids_bt)] * micro_batches, case.length * micro_batches, 0
-            )
-            train_step(s, window, lambda: 0)
-
-        for number in range(len(case.windows)):
-            collectives.seen.clear()
-            with contextlib.nullcontext() if planned else collectives:
-                step(number)
-            windows.append(dict(collectives.seen))
-    states = [value for o in s.optimizers for state in o.state.values() for value in state.values()]
-    files = saving.snapshot(s.model, s.optimizers, joined.rank, joined.world_size, copy=False).files
-    if planned:
-        dist.destroy_process_group()
+            tokens = case.length * micro_batches
+            window = Window(number, [(ids_bt, ids_bt)] * micro_batches, tokens, 0)
+            with contextlib.nullcontext() if planned else counting:
+                train_step(s, window, lambda: 0)
+            windows.append(dict(counting.seen))
+        modes.close()
+        states = [v for o in s.optimizers for state in o.state.values() for v in state.values()]
+        files = saving.snapshot(s.model, s.optimizers, joined.rank, joined.world_size, False).files
     return {
         "parameters": storage_bytes(s.parameters),
         "gradients": storage_bytes([p.grad for p in s.parameters]),
@@ -189,24 +198,6 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         "windows": windows,
         "held": held,  # when the last micro-batch begins
     }
-
-
-def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
-    """The parts of the run, and this rank's mesh."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from llmexp import mesh
-    from llmexp.train.assembly.assemble import assemble
-
-    with app.hydra_app(None) as hydra:
-        config = app.typed_config(app.compose(hydra, case.overrides)[0])
-    parts = assemble(config)
-    if planned:
-        os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world)}
-        dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
-    at = parts.run.layout
-    sizes = at.replicate_size, at.shard_size, at.tensor_parallel_size
-    return parts, mesh.join("cpu", case.kind, *sizes, once=case.once)
 
 
 class Collectives(TorchDispatchMode):
@@ -288,50 +279,6 @@ def storage_bytes(tensors: Sequence[Any]) -> int:
 def fake_bytes() -> int:
     gc.collect()
     return storage_bytes([t for t in gc.get_objects() if issubclass(type(t), FakeTensor)])
-
-
-@contextlib.contextmanager
-def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
-    """The parts of a run whose model is made on the meta device, and becomes fake when it is moved
-    from there.
-
-    (Fake from the start it would take minutes: fully_shard cuts each parameter into as many parts
-    as there are ranks.)
-    """
-    from llmexp.models import chunked
-
-    build = parts.build_model
-    with contextlib.ExitStack() as stack:
-
-        def build_model(fresh: bool = True) -> nn.Module:
-            with torch.device("meta"):
-                model = build()
-
-            def to(device: torch.device) -> None:
-                if any(p.is_meta for p in model.parameters()):
-                    stack.enter_context(fake)
-                    model.to_empty(device=device)
-
-            model.to = to
-            return model
-
-        # As on an accelerator: hundreds of small tiles of logits would only take time.
-        stack.enter_context(mock.patch.object(chunked, "chunk_sizes", return_value=(4096, 1 << 30)))
-        # DDP compares the ranks' shapes, and a fake group brings none from the others.
-        stack.enter_context(
-            mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes")
-        )
-        yield dataclasses.replace(parts, build_model=build_model)
-
-
-def all_reduced(state, bucket):
-    """What DDP does with a bucket, for a fake group, whose own futures hold no result. (DDP refuses
-    annotations that are texts, as they are in this file.)
-    """
-    dist.all_reduce(bucket.buffer())
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 # ---- What starts them ----

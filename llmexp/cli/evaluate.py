@@ -91,7 +91,7 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     if not names and not any(o.startswith("data=") for o in args.overrides):
         raise ConfigError(f"{folder}: is no run, so its data must be named; {EXAMPLE}")
     text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
-    check_overrides(args.overrides, OF_FOLDER, f"{text}; for example batch.sequence_length=512")
+    refuse_sections(args.overrides, OF_FOLDER, f"{text}; for example batch.sequence_length=512")
     from llmexp.train.assembly.opening import folder_model
 
     keys = list(map(key_of, args.overrides))
@@ -109,13 +109,13 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
 def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
     """Return a run's config with the data that overrides describe. Raises ConfigError."""
     config = rundir.built_config(run)
-    check_overrides(overrides, ("data",), f"evaluate changes the data only; {EXAMPLE}")
+    refuse_sections(overrides, ("data",), f"evaluate changes the data only; {EXAMPLE}")
     if not overrides:
         return config
     return dataclasses.replace(config, data=app.composed_over(run, overrides, config_dir).data)
 
 
-def check_overrides(overrides: Sequence[str], sections: Sequence[str], why: str) -> None:
+def refuse_sections(overrides: Sequence[str], sections: Sequence[str], why: str) -> None:
     """Raise ConfigError for an override of another section, and for a secret in one."""
     command_line.check_overrides(overrides)
     for override in overrides:

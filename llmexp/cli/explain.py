@@ -18,9 +18,9 @@ from llmexp.compose import app, command_line
 from llmexp.compose.errors import flat_keys, nearest_key
 from llmexp.compose.origin import (
     COMMAND_LINE,
-    CONFIG_NAME,
     Layer,
     layers,
+    loader,
     not_in_option,
     options_of,
 )
@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> int:
     args = command_line.parse("explain", rest)
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
-    with app.composed(args) as (hydra, cfg, _):
-        found = explained(hydra.config_loader, cfg, app.typed_config(cfg), key)
+    with app.composed(args) as (_, cfg, _):
+        found = explained(cfg, app.typed_config(cfg), key)
     if args.json:
         print(json.dumps(found, indent=2, default=str))
         return 0
@@ -103,24 +103,24 @@ def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     raise ConfigError("explain: a key is needed; for example llmexp explain batch.real_batch_size")
 
 
-def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
+def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     """Return all that is known of a key, as plain values. Raises ConfigError."""
     if key not in DERIVED:
         key = next((full for full, short in ALIASES.items() if short == key), key)
     given = [str(o) for o in cfg.hydra.overrides.task]
-    every = layers(loader, CONFIG_NAME, given)
+    every = layers(given)
     flat = flatten(plain(config))
     of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
     flat |= flatten(of_commands)
     for layer in every:  # empty sections are no knobs yet
         flat |= {k: v for k, v in layer.values.items() if v == {} and not knobs_in(k, every, flat)}
     if key in cfg.hydra.runtime.choices and key not in flat:
-        return group(loader, cfg, every, flat, key)
+        return group(cfg, every, flat, key)
     if key in DERIVED:
         found = {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key)}
         return found | {"used_by": used_by(key)}
     if key not in flat:
-        return of_no_knob(loader, cfg, every, flat, key)
+        return of_no_knob(cfg, every, flat, key)
     history = [
         {"value": layer.values[key], "from": layer.source}
         for layer in every
@@ -155,7 +155,7 @@ def used_by(key: str) -> list[str]:
 
 
 def of_no_knob(
-    loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], key: str
+    cfg: DictConfig, every: list[Layer], flat: dict[str, Any], key: str
 ) -> dict[str, Any]:
     """Return what is known of a section, or of a figure of the rows.
 
@@ -165,7 +165,7 @@ def of_no_knob(
         return {"key": key, "knobs": knobs}
     if row := row_key(key):
         return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
-    if refusal := not_in_option(loader, cfg.hydra.runtime.choices, key, "", flat):
+    if refusal := not_in_option(cfg.hydra.runtime.choices, key, "", flat):
         raise ConfigError(refusal)
     own = [str(k) for k in cfg if k != "hydra"]
     tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
@@ -208,14 +208,12 @@ def fill_formula(formula: str, numbers: dict[str, Any]) -> str:
     return formula.format_map(shown_as)
 
 
-def group(
-    loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str
-) -> dict[str, Any]:
+def group(cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a group: its option, who chose it, all options, and its knobs with their values."""
     choices = cfg.hydra.runtime.choices
     experiment, by = f"experiment/{choices.get('experiment')}", "conf/config.yaml"
     if choices.get("experiment") and name != "experiment":
-        chosen = loader.repository.load_config(experiment).defaults_list or []
+        chosen = loader().repository.load_config(experiment).defaults_list or []
         of_groups = [d for d in chosen if getattr(d, "override", False)]
         if name in (str(d.group).lstrip("/") for d in of_groups):
             by = next((layer.source for layer in every if experiment in layer.source), by)
@@ -223,7 +221,7 @@ def group(
         by = COMMAND_LINE
     found = {"key": name, "value": choices[name], "chosen_by": by}
     knobs = knobs_in(name, every, flat)
-    return found | {"options": options_of(loader, name), "knobs": knobs}
+    return found | {"options": options_of(name), "knobs": knobs}
 
 
 def knobs_in(section: str, every: list[Layer], flat: dict[str, Any]) -> list[dict[str, Any]]:

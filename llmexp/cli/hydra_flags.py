@@ -36,7 +36,7 @@ def answer_flags(args: Any) -> int:
     logging.raiseExceptions = False
     with (
         app.hydra_app(args.config_dir, args.overrides) as hydra,
-        errors.user_errors(hydra.config_loader, args.overrides),
+        errors.user_errors(args.overrides),
         variables_kept(),
     ):
         if args.shell_completion:

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         text = f"must be one of {', '.join(STATES)}; for example --state failed"
         raise ConfigError(f"--state {args.state}: {text}")
     if args.yes and not args.remove_checkpoints:
-        raise ConfigError("--yes: belongs to --remove-checkpoints")
+        raise ConfigError("--yes: add --remove-checkpoints, which it confirms")
     found, problems = find(args.folders or ["outputs"])
     for problem in problems:
         warn(problem)

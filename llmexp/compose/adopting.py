@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, layers
+from llmexp.compose.origin import COMMAND_LINE, layers
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
 from llmexp.settings.variables import fill
@@ -33,10 +32,9 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 def _given(cfg: DictConfig) -> set[str]:
     """Return the keys of values that are not those of the chosen option of a group."""
-    loader = GlobalHydra.instance().config_loader()
     overrides = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
     found: set[str] = set()
-    for layer in layers(loader, CONFIG_NAME, overrides):
+    for layer in layers(overrides):
         if layer.source == COMMAND_LINE or "experiment/" in layer.source:
             found |= layer.values.keys()
     return found

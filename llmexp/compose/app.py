@@ -32,6 +32,7 @@ from llmexp.runs.ledger import is_sweep
 from llmexp.settings.config import FOLDER_NAME, Config, conf_dir
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError, refuse
+from llmexp.system.child import handling
 
 
 @contextmanager
@@ -51,22 +52,14 @@ def hydra_app(
         if beneath := [run] if run else forking.parents_in(overrides):
             folder = stack.enter_context(forking.options(beneath, fork=run is None))
             search_path.prepend("parent", f"file://{folder}")
-        yield from hydra_started(search_path)
-
-
-def hydra_started(search_path: Any) -> Iterator[Hydra]:
-    """Yield Hydra over the folders of configs, and end it."""
-    GlobalHydra.instance().clear()
-    # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
-    # parent.
-    old = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    try:
+        GlobalHydra.instance().clear()
+        stack.callback(GlobalHydra.instance().clear)
+        # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
+        # parent.
+        stack.enter_context(handling([signal.SIGINT], lambda number, _: os._exit(128 + number)))
         hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
         guard(hydra.config_loader)
         yield hydra
-    finally:
-        signal.signal(signal.SIGINT, old)
-        GlobalHydra.instance().clear()
 
 
 def compose(
@@ -77,7 +70,7 @@ def compose(
     A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points
     share. Raises ConfigError in the user's words.
     """
-    with user_errors(hydra.config_loader, overrides):
+    with user_errors(overrides):
         try:
             cfg, multirun = _composed(hydra, overrides, multirun)
         # such as for clip=[{}]

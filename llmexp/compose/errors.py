@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llmexp.compose.origin import CONFIG_NAME, not_in_option, option, options_of
+from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, refuse
 
@@ -24,17 +24,17 @@ MOST = 18  # names in a list of what there is
 
 
 @contextmanager
-def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
+def user_errors(overrides: Sequence[str] = ()) -> Iterator[None]:
     """Turn refusals of Hydra, OmegaConf and YAML into ConfigError within the block."""
     try:
         yield
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(in_words(error, loader, overrides)) from None
+        raise ConfigError(in_words(error, overrides)) from None
 
 
-def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
+def in_words(error: Exception, overrides: Sequence[str]) -> str:
     """Return what Hydra refused, in words that name the key, the value and what would be valid."""
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
@@ -47,18 +47,18 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
     if found := re.search(changing, text):
         if "already at" in text:
             return f"{found[1]}: this key exists; write it without the +"
-        return unknown(found[1].partition("=")[0], loader, overrides)
+        return unknown(found[1].partition("=")[0], overrides)
     choosing = r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':"
     if found := re.search(choosing, text):
         choice, group = found.groups()
         word = choice.removeprefix(group + "/")
-        near = hint(word, options_of(loader, group))
+        near = hint(word, options_of(group))
         return f"{group}={word}: there is no such option.{near}"
     if "Config group override must be" in text:
-        groups = loader.list_groups("")
+        groups = loader().list_groups("")
         for o in parsed(overrides):
             if o.key_or_group in groups and not isinstance(o.value(), (str, list)):
-                known = ", ".join(options_of(loader, o.key_or_group))
+                known = ", ".join(options_of(o.key_or_group))
                 return f"{o.input_line}: an option of the group is needed. Known: {known}."
     key = getattr(error, "full_key", None)
     if key and (found := re.search(r"Environment variable '([^']+)' not found", text)):
@@ -70,33 +70,34 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
     return (f"{key}: " if key else "") + " ".join(filter(None, lines))
 
 
-def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
+def unknown(key: str, overrides: Sequence[str]) -> str:
     """Return the refusal of a key that the composed config does not have, with the nearest one."""
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
         return f"{key}: there is no such key yet; {way}"
-    tree = known_tree(loader, overrides)
+    tree = known_tree(overrides)
+    choices = tree["hydra"]["runtime"]["choices"]
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})
     value = next((o.partition("=")[2] for o in overrides if key_of(o) == key), "")
     for other in parsed(overrides):
         if other.key_or_group in flat and not other.is_sweep_override():
             flat[other.key_or_group] = other.value()
-    if refusal := not_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value, flat):
+    if refusal := not_in_option(choices, key, value, flat):
         return refusal
-    near = _longer_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value)
+    near = _longer_in_option(choices, key, value)
     near = near or nearest_key(key, [*flat_keys(tree), "experiment"])
     return f"{key}: there is no such key or group.{near}"
 
 
-def _longer_in_option(loader: Any, choices: Mapping[str, Any], key: str, value: str) -> str:
+def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:
     """Return a hint for a key that ends a knob of another option, as files for train_files.
 
     Empty where there is none, or where the chosen option has such a knob."""
     section, _, name = key.partition(".")
     if section not in choices or not name or "." in name:
         return ""
-    for other in [choices[section], *options_of(loader, section)]:
-        longer = [k for k in option(loader, f"{section}/{other}") if k.endswith(f"_{name}")]
+    for other in [choices[section], *options_of(section)]:
+        longer = [k for k in option(f"{section}/{other}") if k.endswith(f"_{name}")]
         if longer and other == choices[section]:
             return ""
         if longer:
@@ -125,14 +126,14 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     return near or f" Known: {', '.join(there[:MOST])}{more}"
 
 
-def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
+def known_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the config with the chosen options of the groups and no other override."""
-    known = loader.list_groups("")
+    known = loader().list_groups("")
     groups = [o for o in overrides if re.fullmatch(r"[a-z]+=\w+", o) and key_of(o) in known]
     cfg = None
     for choice in (groups, []):  # a choice may be wrong itself
         with suppress(HydraException):
-            cfg = cfg or loader.load_configuration(CONFIG_NAME, choice, run_mode=RunMode.RUN)
+            cfg = cfg or loader().load_configuration(CONFIG_NAME, choice, run_mode=RunMode.RUN)
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     return dict(tree)
 

@@ -25,6 +25,7 @@ from llmexp.settings.knobs import dead, defaults, fields
 from llmexp.settings.values import ConfigError, flatten, refuse
 
 COMMAND_LINE = "the command line"
+CONFIG_NAME = "config"
 
 
 @dataclass(frozen=True)
@@ -35,31 +36,36 @@ class Layer:
     values: dict[str, Any]
 
 
-def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
-    """Return all that sets values, the last word last."""
-    found = []
-    for default in loader.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults:
+def loader() -> Any:
+    """Return what finds the files of configs, of the Hydra that is running."""
+    return GlobalHydra.instance().config_loader()
+
+
+def layers(overrides: Sequence[str], name: str = CONFIG_NAME) -> list[Layer]:
+    """Return all that sets values, the last word last; `name`: of the config to begin with."""
+    found, there = [], loader()
+    for default in there.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults:
         path, package = default.config_path, default.package or ""
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
-        source, values, _ = file_at(loader, path)
+        source, values, _ = file_at(path)
         below = f"{package}." if package else ""
         found.append(Layer(source, {f"{below}{key}": v for key, v in values.items()}))
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
+    for override in OverridesParser.create(config_loader=there).parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
-        if not loader.repository.group_exists(key) and not override.is_delete():
+        if not there.repository.group_exists(key) and not override.is_delete():
             value = override.value()
             values = flatten({key: value}) if isinstance(value, dict) else {key: value}
             found.append(Layer(COMMAND_LINE, values))
     return found
 
 
-def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
+def file_at(path: str) -> tuple[str, dict[str, Any], list[str]]:
     """Return what the config file at `path`, such as clip/norm, sets.
 
     That is (the file's name for a user, the values by its own dotted keys, the paths of the files
     in conf/base that it begins with)."""
-    loaded = loader.repository.load_config(path)
+    loaded = loader().repository.load_config(path)
     if loaded is None:
         return path, {}, []
     folder = Path(str(loaded.path).partition("://")[2])
@@ -76,18 +82,18 @@ def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
     return name, flatten(tree or {}) | empty, bases
 
 
-def option(loader: Any, path: str) -> dict[str, Any]:
+def option(path: str) -> dict[str, Any]:
     """Return what the option at `path` sets by its own dotted keys, with what it begins with."""
-    _, values, bases = file_at(loader, path)
+    _, values, bases = file_at(path)
     below: dict[str, Any] = {}
     for base in bases:
-        below |= option(loader, base)
+        below |= option(base)
     return below | values
 
 
-def options_of(loader: Any, group: str) -> list[str]:
+def options_of(group: str) -> list[str]:
     """Return the options that a user can choose from, without those that hold a fork's parent."""
-    there = loader.get_group_options(group)
+    there = loader().get_group_options(group)
     return [name for name in there if re.fullmatch(rf"{OPTION}(_\d+)?", name) is None]
 
 
@@ -149,7 +155,7 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
     Nothing reads them there."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
-        source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
+        source, *_ = file_at(f"experiment/{choice}")
         text = "without it all that it sets is put under `experiment`, where nothing reads it"
         line = "must begin with the line `# @package _global_`"
         raise ConfigError(f"experiment={choice}: {source} {line}; {text}")
@@ -165,26 +171,22 @@ def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
     choice = cfg.hydra.runtime.choices.get(section)
     if choice is None:
         return False
-    loader = GlobalHydra.instance().config_loader()
-    chosen = flatten({section: option(loader, f"{section}/{choice}")})
+    chosen = flatten({section: option(f"{section}/{choice}")})
     if chosen.get(key, dataclasses.MISSING) == value and key not in dead(chosen):
         return True
     shipped = sorted((conf_dir() / section).glob("*.yaml")) if section in OPEN_SECTIONS else ()
-    return any(option(loader, f"{section}/{file.stem}").get(name) == value for file in shipped)
+    return any(option(f"{section}/{file.stem}").get(name) == value for file in shipped)
 
 
 def origin(cfg: DictConfig, key: str) -> str | None:
     """Return the file in which a value was set last; None where the command line did that."""
-    loader = GlobalHydra.instance().config_loader()
     given = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
-    found = layers(loader, cfg.hydra.job.config_name, given)
+    found = layers(given, cfg.hydra.job.config_name)
     sources = [layer.source for layer in found if key in layer.values]
     return sources[-1] if sources and sources[-1] != COMMAND_LINE else None
 
 
-def not_in_option(
-    loader: Any, choices: dict[str, Any], key: str, value: str, flat: dict[str, Any]
-) -> str:
+def not_in_option(choices: dict[str, Any], key: str, value: str, flat: dict[str, Any]) -> str:
     """Return the refusal of a key that is a knob, but not of the chosen option.
 
     Empty for other keys. `flat`: the config without the override."""
@@ -193,11 +195,8 @@ def not_in_option(
         return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))
     if section not in choices or "." in name:
         return ""
-    having = [o for o in options_of(loader, section) if name in option(loader, f"{section}/{o}")]
+    having = [o for o in options_of(section) if name in option(f"{section}/{o}")]
     if not having:
         return ""
     text = f"the option {section}={choices[section]} has no such knob"
     return f"{key}: {text}; these have it: {', '.join(having)}"
-
-
-CONFIG_NAME = "config"

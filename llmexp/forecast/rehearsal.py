@@ -95,7 +95,7 @@ def rehearse(
             parts,
             config=config,
             precision=precision,
-            build_model=lambda **_: _without_memory(parts, modes, fake, counting),
+            build_model=lambda **_: without_memory(parts, modes, fake, counting),
         )
         setup = set_up(made, joined)
         if compiled and setup.loss.chunked and not joined.sharded:
@@ -115,7 +115,7 @@ def rehearse(
     return held
 
 
-def _without_memory(
+def without_memory(
     parts: Parts, modes: contextlib.ExitStack, fake: FakeTensorMode, counting: Counting
 ) -> nn.Module:
     """Return the model on the meta device.

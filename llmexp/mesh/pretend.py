@@ -14,19 +14,19 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def pretended(world: int) -> Iterator[None]:
-    """Be rank 0 of a group of `world` ranks that do not exist; of one rank, do nothing."""
+def pretended(world: int, rank: int = 0) -> Iterator[None]:
+    """Be a rank of a group of `world` ranks that do not exist; of one rank, do nothing."""
     if world == 1:
         yield
         return
     # its import costs half a second
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    as_rank = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    as_rank = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     # DDP compares the ranks' shapes, and a pretended group brings none from the others.
     compared = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
     with mock.patch.dict(os.environ, as_rank), mock.patch(compared):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             yield
         finally:

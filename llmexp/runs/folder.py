@@ -44,23 +44,17 @@ class RunFolder:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Return run.json: every derived number."""
-        if self.strict:
-            return rundir.read_run(self.path)
-        return self._passed_over(rundir.RUN, lambda path: cleaned(fileio.read_json(path)))
+        return self._read(rundir.RUN, rundir.read_run)
 
     @cached_property
     def status(self) -> dict[str, Any]:
         """Return status.json: state, times, exit code, error and summary."""
-        if self.strict:
-            return rundir.read_status(self.path)
-        return self._passed_over(rundir.STATUS, lambda path: cleaned(fileio.read_json(path)))
+        return self._read(rundir.STATUS, rundir.read_status)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values."""
-        if self.strict:
-            return rundir.read_config(self.path)
-        return self._passed_over(rundir.CONFIG, _yaml)
+        return self._read(rundir.CONFIG, rundir.read_config)
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
@@ -142,13 +136,14 @@ class RunFolder:
         rows = f"its rows end at {last:,}" if last else "it has no rows"
         return f"says {state} at step {ended:,}, but {rows}"
 
-    def _passed_over(self, name: str, read: Callable[[Path], Any]) -> dict[Any, Any]:
-        """Return the object that a file holds; empty, with a problem, where it cannot be read."""
-        path = self.path / name
-        problem = "is missing"
+    def _read(self, name: str, strictly: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Return the object in a file: as it is read `strictly`, or what can be read, cleaned."""
+        if self.strict:
+            return strictly(self.path)
+        path, problem = self.path / name, "is missing"
         if path.exists():
             try:
-                tree = read(path)
+                tree = _yaml(path) if name == rundir.CONFIG else cleaned(fileio.read_json(path))
                 if isinstance(tree, dict):
                     return tree
                 problem = "holds no object"

@@ -241,13 +241,12 @@ def read_ledger(path: Path) -> Ledger:
     ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], looks=[], since=None)
     if not FOLDER_NAME.fullmatch(ledger.name):  # it goes into shell scripts
         raise refuse(f"{where}: name", ledger.name, "is not the name of a sweep")
-    points = tree.get("points")
-    if not isinstance(points, list):
-        raise refuse(f"{where}: points", points, "a list is needed")
+    points: Any = tree.get("points")
+    looks: Any = tree.get("looks") or []
+    for key, given in {"points": points, "looks": looks}.items():
+        if not isinstance(given, list):
+            raise refuse(f"{where}: {key}", given, "a list is needed")
     _add_changes(tree, path)
-    looks = tree.get("looks") or []
-    if not isinstance(looks, list):
-        raise refuse(f"{where}: looks", looks, "a list is needed")
     ledger.looks = [_checked(Look, given, f"{where}: looks[{i}].") for i, given in enumerate(looks)]
     ledger.points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(points)]
     for key in ("number", "folder"):

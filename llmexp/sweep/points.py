@@ -147,7 +147,7 @@ def load_points(
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         name = point_label(overrides, swept)
         try:
-            with user_errors(loader, overrides):
+            with user_errors(overrides):
                 cfg = composer(overrides, name)
             config = with_devices(typed_config(cfg), settings)
             # else the devices decide, which torch counts

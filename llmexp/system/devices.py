@@ -22,35 +22,28 @@ class Device:
     bf16: bool = True  # whether it computes bf16
 
 
+# Dense peak rates of chips that come with other memories, too.
+HOPPER = {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}
+HOPPER_NVL = {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}
+A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
+V100 = {"fp16": 125, "fp32": 15.7}
 # Of those whose `part` is in a device's own name, the first ones of one `part` are meant.
 DEVICES = (
     Device("b200", "B200", 178.0, {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
-    Device(
-        "h200-nvl", "H200 NVL", 139.8,
-        {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60},
-    ),
-    Device("h200", "H200", 139.8, {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
-    Device(
-        "h100-pcie", "H100 PCIe", 79.1, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}
-    ),
-    Device(
-        "h100-nvl", "H100 NVL", 93.1, {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}
-    ),
-    Device(
-        "h100", "H100 80GB HBM3", 79.1,
-        {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
-    ),
-    Device("a100-80", "A100", 79.1, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
-    Device(
-        "a100-40", "A100", 39.4, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
-    ),
+    Device("h200-nvl", "H200 NVL", 139.8, HOPPER_NVL),
+    Device("h200", "H200", 139.8, HOPPER),
+    Device("h100-pcie", "H100 PCIe", 79.1, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    Device("h100-nvl", "H100 NVL", 93.1, HOPPER_NVL),
+    Device("h100", "H100 80GB HBM3", 79.1, HOPPER),
+    Device("a100-80", "A100", 79.1, A100),
+    Device("a100-40", "A100", 39.4, A100),
     Device("l40s", "L40S", 44.4, {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
     Device("l4", "L4", 22.0, {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
     Device("a10g", "A10G", 22.0, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
-    Device("v100-32", "V100-SXM2", 31.7, {"fp16": 125, "fp32": 15.7}, bf16=False),
-    Device("v100-16", "V100-SXM2", 15.8, {"fp16": 125, "fp32": 15.7}, bf16=False),
+    Device("v100-32", "V100-SXM2", 31.7, V100, bf16=False),
+    Device("v100-16", "V100-SXM2", 15.8, V100, bf16=False),
     Device("t4", "T4", 14.6, {"fp16": 65, "fp32": 8.1}, bf16=False),
-)  # fmt: skip
+)
 
 
 def device_named(name: str) -> Device | None:

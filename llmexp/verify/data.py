@@ -32,6 +32,7 @@ from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.inputs import works_to_prepare
 from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, none_differ
+from llmexp.verify.reference import starts_of
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
 SHOWN = 20  # files with a check of their own; of more, only those that fail have one
@@ -247,12 +248,7 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
     first = step * order.real_batch_size + cut.rank * per_rank
     last = max(first, min(first + per_rank, order.total_sequences))
-    k = np.arange(first, last)
-    if order.mixed is not None:
-        starts = order.mixed.starts(k, order.seed, order.shuffle, length).tolist()
-    else:
-        n = order.stream.n_sequences(length)
-        starts = (sequence_index(order.seed, k, n, order.shuffle) * length).tolist()
+    starts = starts_of(order, np.arange(first, last))
     tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))
     if len(tokens) < len(starts):
         return f"{len(tokens)} rows, not {len(starts)}"

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.data.order import sequence_index
+from llmexp.data.sampler import Sampler
 from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
+from llmexp.train.windows import order_of
 
 MATMUL = re.compile(
     r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"
@@ -53,15 +55,20 @@ def windows_in_order(parts: Parts, steps: int, real_batch: int, tail: int) -> li
 
     The last step has `tail` of them.
     """
-    config, stream = parts.config, parts.corpus.train
-    length, shuffle = config.batch.sequence_length, config.data.get("shuffle", True)
-    there, total = (len(stream) - 1) // length, (steps - 1) * real_batch + tail
-    if parts.corpus.mixed is None:
-        starts = sequence_index(config.train.seed, np.arange(total), there, shuffle) * length
-    else:
-        starts = parts.corpus.mixed.starts(np.arange(total), config.train.seed, shuffle, length)
-    rows = [torch.from_numpy(stream.read(start, length + 1)) for start in starts.tolist()]
+    order, total = order_of(parts), (steps - 1) * real_batch + tail
+    starts = starts_of(order, np.arange(total))
+    ids = [order.stream.read(start, order.sequence_length + 1) for start in starts]
+    rows = list(map(torch.from_numpy, ids))
     return [torch.stack(rows[first : first + real_batch]) for first in range(0, total, real_batch)]
+
+
+def starts_of(order: Sampler, k: np.ndarray) -> list[int]:
+    """Return where the sequences `k` of a run begin in its stream, without the reader."""
+    length = order.sequence_length
+    if order.mixed is not None:
+        return order.mixed.starts(k, order.seed, order.shuffle, length).tolist()
+    n = order.stream.n_sequences(length)
+    return (sequence_index(order.seed, k, n, order.shuffle) * length).tolist()
 
 
 def targets_of(rows: Tensor, ignore_id: int | None, document_end: int | None) -> Tensor:

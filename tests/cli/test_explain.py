@@ -4,6 +4,7 @@ one screen."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -28,7 +29,7 @@ def told(overrides: list[str], *keys: str, config_dir: str | None = None) -> lis
     with app.hydra_app(config_dir) as hydra:
         cfg, _ = app.compose(hydra, overrides)
         config = app.typed_config(cfg)
-        found = [explain.explained(hydra.config_loader, cfg, config, key) for key in keys]
+        found = [explain.explained(cfg, config, key) for key in keys]
     return json.loads(json.dumps(found, default=str))
 
 
@@ -118,14 +119,8 @@ def test_what_there_is_not(capsys):
 def unsolved(monkeypatch):
     """Without the time that assembling a run takes; the files are read once for all knobs."""
     monkeypatch.setattr(explain, "solved", lambda config, key: {"value": None})
-    found = {}
-
-    def once(loader, name, overrides):
-        if tuple(overrides) not in found:
-            found[tuple(overrides)] = layers(loader, name, overrides)
-        return found[tuple(overrides)]
-
-    monkeypatch.setattr(explain, "layers", once)
+    once = functools.cache(lambda *overrides: layers(overrides))
+    monkeypatch.setattr(explain, "layers", lambda overrides: once(*overrides))
 
 
 def test_every_knob_is_explained_on_one_screen(unsolved):
@@ -138,7 +133,7 @@ def test_every_knob_is_explained_on_one_screen(unsolved):
             if not k.endswith("._target_") and not k.startswith("user")
         ]
         for key in [*keys, "sweep.halving", "prepare.part", "model", "data", *DERIVED]:
-            found = explain.explained(hydra.config_loader, cfg, config, key)
+            found = explain.explained(cfg, config, key)
             lines = explain.screen_lines(found)
             assert len(lines) <= 24, key
             assert max(map(len, lines)) <= 80, key
