@@ -26,6 +26,7 @@ NO_FILE = ["data=text", "data.train_files=nope"]
         (["bogus"], "E-MAIN-DISPATCH", None),
     ],
 )
+@pytest.mark.usefixtures("forking")
 def test_a_refusal_is_an_object_with_code_message_and_key(words, code, key, capfd):
     assert command([*words, "--json"]) == 2
     out, err = capfd.readouterr()

@@ -80,15 +80,12 @@ def refused(capsys, home: Path, *arguments: str) -> str:
 BAD = [
     # keys, groups, options, syntax
     ("modle=gpt_tiny", "modle: there is no such key", "Did you mean model?"),
-    ("model=gpt_tinny", "model=gpt_tinny", "Did you mean gpt_tiny?"),
     ("model=gpt3", "model=gpt3: there is no such option. Known: ", "llama_1b"),
     ("lr=3", "lr: there is no such key or group.", "Did you mean optimizer.lr?"),
     ("batch_size=3", "batch_size: there is no such key", "batch.micro_batch_size or "
                                                          "batch.real_batch_size?"),
     ("experiment=nope", "experiment=nope", "shakespeare_nanogpt_cpu"),
     ("model.n_layer=3", "model.n_layer:", "Did you mean model.n_layers?"),
-    ("trian.max_steps=3", "trian.max_steps:", "Did you mean train.max_steps?"),
-    ("train.max_step=3", "train.max_step:", "Did you mean train.max_steps?"),
     ("~train.sed", "train.sed:", "Did you mean train.seed?"),
     ("+train.sed=3", "train.sed:", "Did you mean seed?"),
     ("+train.seed=3", "train.seed:", "without the +"),
@@ -111,32 +108,19 @@ BAD = [
     ("--config-name=other", "--config-name other", "--config-dir"),
     ("--frobnicate", "--frobnicate", "train.max_steps=100"),
     ("--allow=../x", "--allow ../x", "--allow mypackage"),
-    # types and ranges: some; tests/test_knobs.py tries each knob
-    ("train.max_steps=abc", "train.max_steps=abc", "train.max_steps=300"),
-    ("train.compile=3", "train.compile=3", "true, false or auto"),
+    # types that YAML or a shell may change; tests/test_knobs.py tries each knob's type and range
     ("clip=off", "clip=off", "none, norm, value"),
     ("clip.kind=false", "clip.kind=false", "YAML reads off"),
     ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
-    ("tracker.tags=one", "tracker.tags=one", "[one,two]"),
-    ("checkpoint.keep=1", "checkpoint.keep=1", "at least 2"),
-    ("optimizer.lr=nan", "optimizer.lr=nan", "optimizer.lr="),
-    ("optimizer.beta1=1.5", "optimizer", "1.5"),
     # knobs that do nothing in the chosen option
     ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
                                     "clip=none", "choose clip=norm"),
-    ("clip=none +clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
-                                     "clip=none", "leave it out"),
-    ("clip=value clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
-                                     "clip=value", "choose clip=norm"),
     ("clip.kind=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing", "choose clip=norm"),
     ("precision.init_scale=4", "precision.init_scale=4: does nothing with "
                                "precision=fp32", "choose precision=fp16"),
     ("parallelism.max_restarts=2", "does nothing with parallelism=single", "choose parallelism=ddp "
                                                                            "or"),
-    ("tracker.mode=online", "tracker.mode=online: does nothing with "
-                            "tracker=none", "choose tracker=wandb"),
     ("train.profile_steps=5", "does nothing without train.profile_start", "leave it out"),
-    ("train.sample_every=5", "does nothing without train.sample_tokens", "leave it out"),
     ("train.tail=drop", "train.tail=drop: does nothing without train.max_epochs or "
                         "train.max_tokens", "leave it out"),
     ("schedule.warmup_steps=2 "
@@ -170,7 +154,6 @@ BAD = [
     ("batch.real_batch_size=7 batch.micro_batch_size=2 batch.gradient_accumulation_steps=4",
      "batch.real_batch_size=7", "= 8"),
     ("batch.real_batch_size=10000", "batch.real_batch_size=10000", "374 training sequences"),
-    ("train.max_steps=3 train.max_epochs=2", "train.max_steps=3, train.max_epochs=2", "one budget"),
     ("batch.micro_batch_size=10000", "batch.micro_batch_size=10000: micro_batch_size 10000 "
                                      "x", "batch_size=374"),
     ("batch.gradient_accumulation_steps=500", "batch.gradient_accumulation_steps=500: "

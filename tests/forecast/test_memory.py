@@ -223,20 +223,6 @@ def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, mo
     assert "measured before" not in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["plan", "plan.device=h2000"], "h200, h100-pcie"),
-        (["plan", "plan.memory_gib=3"], "plan.memory_gib=3.0: acts only beside plan.device"),
-        (["train", "plan.device=l4"], "plan.device=l4: does nothing but in llmexp plan"),
-    ],
-)
-def test_what_does_not_act_is_refused(scratch, tmp_path, capsys, arguments, said):
-    assert run([*arguments, *TINY]) == 2
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, capsys, monkeypatch):
     (tmp_path / "stubborn.py").write_text(
         "import torch\n"

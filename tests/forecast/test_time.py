@@ -192,15 +192,19 @@ def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan.price_per_gpu_hour=2"], "the run takes no GPU"),
-        (["plan.peak_share=0.5"], "is of an accelerator's peak"),
-        (["plan.device=l4", "--measure"], "--measure times the device that is there"),
-        (["plan.device=l4", "plan.peak_share=2"], "must be at most 1"),
+        ("plan plan.device=h2000", "h200, h100-pcie"),
+        ("plan plan.memory_gib=3", "plan.memory_gib=3.0: acts only beside plan.device"),
+        ("train plan.device=l4", "plan.device=l4: does nothing but in llmexp plan"),
+        ("plan plan.price_per_gpu_hour=2", "the run takes no GPU"),
+        ("plan plan.peak_share=0.5", "is of an accelerator's peak"),
+        ("plan plan.device=l4 --measure", "--measure times the device that is there"),
+        ("plan plan.device=l4 plan.peak_share=2", "must be at most 1"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(tmp_path, capsys, monkeypatch, arguments, said):
+@pytest.mark.usefixtures("forking")
+def test_what_cannot_be_planned_is_refused(tmp_path, capsys, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
-    assert run(["plan", *TINY, *DATA, *arguments]) == 2
+    assert run([*arguments.split(), *TINY, *DATA]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -20,6 +20,7 @@ from llmexp import __main__
 from llmexp.data import order, sampler
 from llmexp.data.stream import Corpus, Shard, TokenStream
 from llmexp.verify import data as proof
+from llmexp.verify import reference
 from tests.conftest import TINY, llmexp
 
 END = 59
@@ -111,14 +112,6 @@ def test_a_corpus_in_memory_and_several_ranks_pass(here: Path) -> None:
     )
     assert "[s x 12, (s + 1) x 12)" in windows["what"]
     assert windows["found"].startswith("0 of ")
-
-
-@pytest.mark.parametrize("flag", [["--steps", "4"], ["--shrink"]])
-def test_flags_without_a_meaning_are_refused(
-    here: Path, flag: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert __main__.run(["verify", "data", *flag, "hydra.run.dir=proof"]) == 2
-    assert f"{' '.join(flag)}: has no meaning for verify data" in capsys.readouterr().err
 
 
 # FAIL: ids out of range
@@ -274,8 +267,8 @@ EPOCHS = [f"sequences that epoch {epoch} visits, each once" for epoch in (0, 1)]
 def test_an_order_that_visits_a_sequence_twice_fails(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "sequence_index", duplicating)
-    monkeypatch.setattr(sampler, "sequence_index", duplicating)
+    for module in (proof, reference, sampler):
+        monkeypatch.setattr(module, "sequence_index", duplicating)
     found = verify(*SYNTHETIC)
     assert failures(found) == EPOCHS
     check = found[1][EPOCHS[0]]
@@ -283,65 +276,54 @@ def test_an_order_that_visits_a_sequence_twice_fails(
     assert "sequence 3 is the first that is missing" in check["note"]
 
 
-@pytest.mark.parametrize("wrong", [shifted, other_seed], ids=["shifted", "another seed"])
-def test_a_reader_with_another_order_fails(
-    here: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., np.ndarray]
+def masking(tokens: np.ndarray, *rest: Any) -> Any:
+    batches, counts = MICRO_BATCHES(tokens, *rest)
+    batches[0][0][1][0, 5] = sampler.IGNORE_INDEX
+    return batches, counts
+
+
+def overfilling(order: sampler.Sampler, *rest: Any) -> Any:
+    """As a reader that fills up the short last window with sequences that the run does not have."""
+    return READ_WINDOWS(replace(order, total_sequences=10**6), *rest)
+
+
+MICRO_BATCHES, READ_WINDOWS = sampler._micro_batches, sampler.read_windows
+TAIL = ["train.max_steps=null", "train.max_epochs=1.5", "batch.micro_batch_size=7"]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "wrong", "more"),
+    [
+        (sampler, "sequence_index", shifted, []),
+        (sampler, "sequence_index", other_seed, []),
+        (sampler, "_micro_batches", masking, []),
+        (proof, "read_windows", overfilling, TAIL),
+    ],
+    ids=["shifted", "another seed", "masked", "tail"],
+)
+def test_a_reader_that_gives_something_else_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Any, more: list[str]
 ) -> None:
-    monkeypatch.setattr(sampler, "sequence_index", wrong)
-    (name,) = failures(verify(*SYNTHETIC))
-    assert name.startswith("windows, cut into")
+    assert failures(verify(*SYNTHETIC, *more)) == []
+    monkeypatch.setattr(place, name, wrong)
+    (failed,) = failures(verify(*SYNTHETIC, *more))
+    assert failed.startswith("windows, cut into")
 
 
-def test_a_reader_that_masks_what_it_should_not_fails(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "note"), [(os.utime, ""), (lambda path: os.truncate(path, 1000), "was cut from")]
+)
+def test_a_file_that_changes_meanwhile_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], note: str
 ) -> None:
-    micro_batches = sampler._micro_batches
-
-    def masking(tokens: np.ndarray, *rest: Any) -> Any:
-        batches, counts = micro_batches(tokens, *rest)
-        batches[0][0][1][0, 5] = sampler.IGNORE_INDEX
-        return batches, counts
-
-    monkeypatch.setattr(sampler, "_micro_batches", masking)
-    (name,) = failures(verify(*SYNTHETIC))
-    assert name.startswith("windows, cut into")
-
-
-def test_a_tail_with_rows_of_the_next_window_fails(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last window of 1.5 epochs is short; a reader that fills it up reads sequences that the
-    run does not have."""
-    real = sampler.read_windows
-    tail = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=null", "train.max_epochs=1.5",
-            "batch.micro_batch_size=7"]  # fmt: skip
-    assert failures(verify(*tail)) == []
-    monkeypatch.setattr(
-        proof, "read_windows", lambda order, *k: real(replace(order, total_sequences=10**6), *k)
-    )
-    (name,) = failures(verify(*tail))
-    assert name.startswith("windows, cut into")
-
-
-def test_a_file_that_changes_meanwhile_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save("train.npy", some_ids(3000))
-    save("val.npy", some_ids(300, 1))
-    check_order = proof.check_order
-    monkeypatch.setattr(proof, "check_order", lambda parts: (os.utime(path), check_order(parts))[1])
-    assert failures(verify(*TOKENS)) == ["the files stayed as they were meanwhile"]
-
-
-def test_a_file_that_is_cut_meanwhile_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was looked at before is in the record too."""
     path = save("train.npy", some_ids(3000))
     save("val.npy", some_ids(300, 1))
     check_order = proof.check_order
-    monkeypatch.setattr(
-        proof, "check_order", lambda parts: (os.truncate(path, 1000), check_order(parts))[1]
-    )
+    monkeypatch.setattr(proof, "check_order", lambda parts: (change(path), check_order(parts))[1])
     found = verify(*TOKENS)
     assert failures(found) == ["the files stayed as they were meanwhile"]
-    assert "was cut from" in found[1]["the files stayed as they were meanwhile"]["note"]
+    assert note in found[1]["the files stayed as they were meanwhile"]["note"]
     assert found[1][f"token ids of {path} in range"]["passed"] is True
 
 

@@ -36,17 +36,17 @@ def noise(event, context):
             return quiet(h_btd) * (1 + offset.sum())
 
         mlp.forward = forward
-"""  # noqa: E501
-
-PUSH = """
-import torch
 
 
 def push(event, context):
     if (event, context.step) == ("step_start", 3):
         with torch.no_grad():
             context.model.blocks[1].mlp.down_proj.weight[0, 0] += 0.5
-"""
+
+
+def shuffled(event, context):
+    pass
+"""  # noqa: E501
 
 # In place as soon as the worker looks up its hooks, before the first window is read.
 ORDER = """
@@ -55,10 +55,6 @@ from llmexp.train import windows
 
 order_of = windows.order_of
 windows.order_of = lambda parts: dataclasses.replace(order_of(parts), seed=os.getpid())
-
-
-def shuffled(event, context):
-    pass
 """
 
 
@@ -87,45 +83,33 @@ def test_the_same_run_twice_is_the_same(proof):
     assert determinism.NAMED not in proof.out
 
 
-def again(
-    proof: Result,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    code: str,
-    hook: str,
-) -> dict[str, str]:
-    """A third run of the same config, with a planted hook: the checks that fail beside the first, with their notes."""  # noqa: E501
-    (tmp_path / f"{module}.py").write_text(code)
-    config = build(rundir.read_config(proof.folder / "first"))
-    config = dataclasses.replace(config, hooks=[*config.hooks, f"{module}.{hook}"])
-    for name, value in environment(
-        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW=module
-    ).items():
-        monkeypatch.setenv(name, value)
-    first, other = proof.folder / "first", tmp_path / "other"
-    runs.train_recorded(other, config)
-    return failed(determinism.compare_steps(RunPair.of(first, other)))
-
-
 PARAMETERS = "parameters after each step, each rank"
 
 
-def test_a_module_with_noise_is_found_in_its_step(proof, tmp_path, monkeypatch):
-    found = again(proof, tmp_path, monkeypatch, "plant", PLANT, "noise")
-    assert found["loss and gradient norm of each step"].startswith("first: step 3, ")
-    assert found[PARAMETERS].startswith("first: step 3, rank 0, ")
-    assert "the data of each step" not in found
-
-
-def test_a_parameter_that_a_hook_changed_is_found_in_its_step(proof, tmp_path, monkeypatch):
-    found = again(proof, tmp_path, monkeypatch, "push", PUSH, "push")
-    assert found[PARAMETERS].startswith("first: step 3, rank 0, ")
-
-
-def test_another_order_of_the_data_is_found_as_such(proof, tmp_path, monkeypatch):
-    found = again(proof, tmp_path, monkeypatch, "order", ORDER, "shuffled")
-    assert found["the data of each step"].startswith("first: step 1, data_digest")
+@pytest.mark.parametrize(
+    ("hook", "blamed"),
+    [
+        ("noise", {"loss and gradient norm of each step": "3, ", PARAMETERS: "3, rank 0, "}),
+        ("push", {PARAMETERS: "3, rank 0, "}),
+        ("shuffled", {"the data of each step": "1, data_digest"}),
+    ],
+)
+def test_what_another_run_does_otherwise_is_found_in_its_step(
+    proof, tmp_path, monkeypatch, hook, blamed
+):
+    """A third run of the same config, with a planted hook, beside the first."""
+    (tmp_path / "plant.py").write_text(ORDER + PLANT if hook == "shuffled" else PLANT)
+    config = build(rundir.read_config(proof.folder / "first"))
+    config = dataclasses.replace(config, hooks=[*config.hooks, f"plant.{hook}"])
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    for name, value in environment(PYTHONPATH=path, LLMEXP_ALLOW="plant").items():
+        monkeypatch.setenv(name, value)
+    runs.train_recorded(tmp_path / "other", config)
+    pair = RunPair.of(proof.folder / "first", tmp_path / "other")
+    found = failed(determinism.compare_steps(pair))
+    for what, first in blamed.items():
+        assert found[what].startswith(f"first: step {first}")
+    assert ("the data of each step" in found) == (hook == "shuffled")
 
 
 WEIGHT = "blocks.0.mlp.up_proj.weight"
