@@ -22,6 +22,7 @@ llmexp: language-model pretraining experiments
   llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp next PATH...                   the one command that would tell most about runs, and its cost
+  llmexp replay RUN@STEP                repeat a step bit by bit: its sequences and layers; was it the data or the state
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
   llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, determinism, data
@@ -61,7 +62,7 @@ def main() -> None:
 # Each is the function `main` of its module; a command imports what it needs, and no more.
 COMMANDS = (
     "train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate", "average",
-    "export", "sync", "compare", "next", "runs", "verify",
+    "export", "sync", "compare", "next", "replay", "runs", "verify",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ explain      a knob, a number or a group on one screen
 compare      arguments of the comparison
 next         the one command that would tell most
 sync         uploads runs, and the answers of sweeps
+replay       a step of a run, repeated and looked into
 runs         list runs and sweeps, remove checkpoints
 sample       text from a checkpoint
 evaluate     losses of a checkpoint, with standard errors

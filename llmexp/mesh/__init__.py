@@ -16,6 +16,7 @@ from llmexp.mesh.groups import (
     from_first,
     gather_last,
     global_norm,
+    inner,
     join,
     largest_entry,
     leave,

@@ -229,6 +229,21 @@ def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     return squares.sqrt()
 
 
+def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    """Return the inner product of two lists of tensors, of which each rank may hold a part.
+
+    A 0-dim tensor in float64; every element counts once.
+    """
+    pairs = [(local_part(a), local_part(b)) for a, b in zip(first, second, strict=True)]
+    products = torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
+    if not mesh.sharded:
+        return products.sum()
+    copies = torch.tensor([_copies(v, mesh.world_size) for v in first], dtype=torch.float64)
+    value = (products / copies.to(products.device, non_blocking=True)).sum()
+    dist.all_reduce(value)
+    return value
+
+
 def mean_of_split(mesh: Mesh, value: Tensor) -> Tensor:
     """Return the mean over tensor-parallel ranks, which hold equally many heads or units each."""
     if mesh.tensor is not None:

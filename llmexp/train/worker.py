@@ -17,13 +17,14 @@ from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import error_record
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
-from llmexp.train import failing, folder, group, sizes
+from llmexp.train import calibration, failing, folder, group, replaying, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.beginning import start_loop
-from llmexp.train.calibration import ASKED, calibrate
+from llmexp.train.calibration import calibrate
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.failing import Failure
 from llmexp.train.loop import show_rows, train
+from llmexp.train.replaying import replay
 from llmexp.train.sampling import sample_text
 from llmexp.train.state import Loop
 from llmexp.train.summary import details, say_the_end, summarise
@@ -161,7 +162,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     STOP.training = True
     state = "failed"
     try:
-        state = (calibrate if ASKED in os.environ else train)(loop)
+        modes = {calibration.ASKED: calibrate, replaying.ASKED: replay}
+        mode = next((modes[name] for name in modes if name in os.environ), train)
+        state = mode(loop)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = finish_run(loop, state, code)

@@ -1,0 +1,120 @@
+"""Run `llmexp replay RUN@STEP`: repeat a step, and show what made it unusual."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmexp.compose import command_line
+from llmexp.runs import rundir
+from llmexp.settings.values import ConfigError
+from llmexp.system.child import DONE
+from llmexp.system.text import aligned
+from llmexp.verify.replay import ReplayOf, repeat
+
+SHOWN = 8  # sequences, and modules
+
+
+def main(arguments: list[str]) -> int:
+    """Repeat the step, print what it found, and return exit code 0. Raises ConfigError."""
+    parser = command_line.parser_of("replay", "Repeat a step of a run bit by bit and look into it.")
+    parser.add_argument("run", metavar="RUN@STEP", help="a run folder and the step to look into")
+    parser.add_argument(
+        "--from", dest="start", type=int, metavar="STEP",
+        help="look at the same window with the weights of this checkpoint, too (default: the "
+        "newest before the step)",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, help="another learning rate for this step")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="another limit of the norm")
+    parser.add_argument("--skip", action="store_true", help="go on without the step's window")
+    parser.add_argument(
+        "--after", type=int, metavar="N", help="steps to take after it (default 0; --skip: 20)"
+    )
+    parser.add_argument("--text", action="store_true", help="show how each document begins")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    args = parser.parse_args(command_line.take_allowed(arguments))
+    found = repeat(wanted_of(args))
+    print(json.dumps(found, indent=2, allow_nan=False) if args.json else shown(found, args.text))
+    return DONE
+
+
+def wanted_of(args: Any) -> ReplayOf:
+    """Return what the arguments ask for. Raises ConfigError."""
+    name, at, step = args.run.rpartition("@")
+    if not at or not step.isdecimal():
+        raise ConfigError(f"{args.run}: the step is missing; for example {args.run}@400")
+    rundir.check_plain(Path(name))
+    rundir.read_config(Path(name))
+    for flag, value in (("lr", args.lr), ("clip", args.clip)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{flag} {value}: must be above 0; for example --{flag} 0.5")
+    if args.after is not None and args.after < 0:
+        raise ConfigError(f"--after {args.after}: must be at least 0; for example --after 20")
+    if args.skip and (args.lr is not None or args.clip is not None):
+        raise ConfigError("--skip: leaves the step out; give --lr and --clip without it")
+    after = args.after if args.after is not None else 20 if args.skip else 0
+    return ReplayOf(Path(name), int(step), args.start, args.lr, args.clip, args.skip, after)
+
+
+def shown(found: dict[str, Any], text: bool) -> str:
+    """Return what was found, for the terminal."""
+    here, parts = found["here"], [found["sentence"]]
+    rows = len(found["equal"])
+    proof = f"equal bit by bit to {rows} of its rows" if rows else "no row of it was recorded there"
+    parts.append(f"repeated from step {found['repeated_from']:,}: {proof}")
+    if "loss" in here:
+        parts.append(
+            f"loss {here['loss']:.4f}, after the update {here['loss_after']:.4f} on the same "
+            f"window; gradient norm {here['grad_norm']:.4g}, after clipping "
+            f"{here['grad_norm_post_clip']:.4g}; rate {here['lr']:.4g}"
+        )
+    parts.append("\n".join(["", sequences(here["sequences"], text)]))
+    if "layers" in here:
+        parts.append("\n".join(["", modules(here["layers"])]))
+    if found["later"]:
+        table = [(f"{step:,}", f"{loss:.4f}", f"{norm:.4g}") for step, loss, norm in found["later"]]
+        parts.append("\n" + aligned([("step", "loss", "gradient norm"), *table], 0))
+    return "\n".join(parts)
+
+
+def sequences(found: list[dict[str, Any]], text: bool) -> str:
+    """Return the sequences with the largest shares of the gradient as a table."""
+    order = sorted(found, key=lambda one: -one["share"])[:SHOWN]
+    head = ("sequence", "first token", "loss", "gradient norm", "share")
+    lines = [
+        (
+            f"{one['sequence']:,}", f"{one['first_token']:,}", f"{one['loss']:.4f}",
+            f"{one['grad_norm']:.4g}", f"{one['share']:.1%}",
+        )
+        for one in order
+    ]  # fmt: skip
+    table = aligned([head, *lines], 0).split("\n")
+    if text:
+        for number in range(len(order), 0, -1):
+            documents = order[number - 1]["documents"]
+            table[number + 1 : number + 1] = [
+                f"    {'-' if d['loss'] is None else format(d['loss'], '.4f')}  {d['text'][:80]}"
+                for d in documents
+            ]
+    if len(found) > SHOWN:
+        table.append(f"the {SHOWN} of {len(found)} sequences with the largest shares; --json: all")
+    return "\n".join(table)
+
+
+def modules(layers: dict[str, Any]) -> str:
+    """Return the modules with the largest gradients as a table."""
+    norms, total = layers["grad_norm"], sum(x * x for x in layers["grad_norm"].values())
+    lines = [
+        (
+            name, f"{norm:.4g}", f"{norm * norm / total if total else 0:.1%}",
+            ratio(layers, name),
+        )
+        for name, norm in sorted(norms.items(), key=lambda pair: -pair[1])[:SHOWN]
+    ]  # fmt: skip
+    return aligned([("module", "gradient norm", "share", "update / weights"), *lines], 1)
+
+
+def ratio(layers: dict[str, Any], name: str) -> str:
+    weight = layers["weight_norm"].get(name)
+    return f"{layers['update_norm'][name] / weight:.3g}" if weight else "-"

@@ -1,0 +1,242 @@
+"""Repeat a run up to a step, and look into that step: its sequences, its layers, its update.
+
+It runs in a worker whose folder is a copy of the run's (see `verify.replay`), on the run's layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmexp import mesh
+from llmexp.data.window import Window
+from llmexp.models.operands import IGNORE_INDEX
+from llmexp.system import fileio
+from llmexp.system.redact import clean
+from llmexp.train.calibration import NOTHING
+from llmexp.train.loop import take_step
+from llmexp.train.state import Loop
+from llmexp.train.step import Outcome, accumulate, at_least_one, figure, loss_factor
+from llmexp.train.verdicts import finish_step
+from llmexp.train.windows import order_of, read_ahead
+from llmexp.update import precision
+
+ASKED = "LLMEXP_REPLAY"  # in a worker's environment: what to do, as JSON
+FILE = "replay.json"  # in its folder: what was found
+OTHERS = 8  # windows near the step whose gradient norms are the usual ones
+BEGINNING_TOKENS = 60  # of a document, to show which one it is
+
+
+def replay(loop: Loop) -> str:
+    """Do what is asked for, and write what was found; return how that ended, as `train` does.
+
+    Asked for are: `step`; `rows`, the run's by step; `only_look`, at the step's window with the
+    weights that are there; `lr` and `max_norm`, other values for the step; to `skip` its window;
+    how many steps to take `after` it.
+    """
+    asked = json.loads(os.environ[ASKED])
+    found: dict[str, Any] = {"from": loop.progress.step, "norms": {}, "equal": [], "differs": None}
+    found["start"] = around(loop, asked["step"])
+    if not asked["only_look"]:
+        loop.setup.model.train()
+        windows = read_ahead(loop.parts, loop.mesh, loop.progress.step)
+        while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
+            seen, _ = take(loop, windows)
+            found["norms"][loop.progress.step] = seen.grad_norm
+            compare(found, asked["rows"], loop.progress.step, seen)
+        if found["differs"] is None:
+            found |= look_into(loop, windows, asked, found)
+    if loop.out.main:
+        fileio.write_json(loop.out.path / FILE, found)
+    return "finished"
+
+
+def take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, float]:
+    """Take a step of the run; return its figures and its rate."""
+    _, step = take_step(loop, windows, NOTHING)
+    finish_step(loop)
+    return step.verdict.read(), step.lr
+
+
+def compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
+    """Compare a step with its row bit by bit, where the run has one."""
+    row = rows.get(str(step))
+    if row is None:
+        return
+    figures = {"train/loss": seen.loss, "grad_norm": seen.grad_norm}
+    for key, value in figures.items():
+        if key in row and row[key] != value:
+            found["differs"] = {"step": step, "figure": key, "row": row[key], "replayed": value}
+            return
+    found["equal"].append(step)
+
+
+def look_into(
+    loop: Loop, windows: Iterator[Window], asked: dict[str, Any], found: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the step is made of, take it, and return what became of the loss."""
+    window = next(windows)
+    with measuring(loop):
+        here: dict[str, Any] = {"sequences": by_sequence(loop, window)}
+    if asked["skip"]:
+        loop.progress.step += 1
+    else:
+        setup = loop.setup
+        if asked["max_norm"] is not None:
+            limit = dataclasses.replace(setup.clip, kind="norm", max_norm=asked["max_norm"])
+            loop.setup = dataclasses.replace(loop.setup, clip=limit)
+        if asked["lr"] is not None:
+            base = setup.optimizers[0].param_groups[0]["initial_lr"]
+            rate = asked["lr"] / base
+            loop.setup = dataclasses.replace(loop.setup, rate_factor=lambda updates: rate)
+        seen, lr = take(loop, itertools.chain([window], windows))
+        loop.setup = setup
+        compare(found, asked["rows"], loop.progress.step, seen)
+        here |= {
+            "loss": seen.loss,
+            "grad_norm": seen.grad_norm,
+            "grad_norm_post_clip": seen.grad_norm_post_clip,
+            "lr": lr,
+        }
+        if setup.layers is not None and loop.last_layers:
+            here["layers"] = setup.layers.row(loop.last_layers[-1][1])
+        with measuring(loop):
+            here["loss_after"] = loss_and_norm(loop, window)[0]
+    later = []
+    for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
+        seen, _ = take(loop, windows)
+        later.append([loop.progress.step, seen.loss, seen.grad_norm])
+    return {"here": here, "later": later}
+
+
+def around(loop: Loop, step: int) -> dict[str, Any]:
+    """Return loss and gradient norm of the step's window, and of others near it, at one state.
+
+    Windows are those before the step, or after it where these are too few.
+    """
+    begin, end = step - 1 - OTHERS, step + OTHERS
+    parent = loop.run.parent
+    begin, end = max(parent.step if parent else 0, begin), min(loop.run.max_steps, end)
+    wanted = [i for i in range(begin, end) if i != step - 1][:OTHERS]
+    figures = dict[int, list[float]]()
+    with measuring(loop):
+        for window in itertools.islice(read_ahead(loop.parts, loop.mesh, begin), end - begin):
+            if window.step in wanted or window.step == step - 1:
+                figures[window.step] = loss_and_norm(loop, window)
+    return {"window": figures.pop(step - 1), "others": list(figures.values())}
+
+
+@contextlib.contextmanager
+def measuring(loop: Loop) -> Iterator[None]:
+    """Compute without dropout and compiled graphs, and leave no gradient behind."""
+    model = loop.setup.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(was_training)
+        clear(loop)
+
+
+def gradients_of(loop: Loop) -> list[Tensor]:
+    return [p.grad for p in loop.setup.parameters if p.grad is not None]
+
+
+def unscaled_gradients(loop: Loop) -> list[Tensor]:
+    gradients = gradients_of(loop)
+    loop.setup.scaler.unscale([mesh.local_part(g) for g in gradients])
+    return gradients
+
+
+def clear(loop: Loop) -> None:
+    if held := [mesh.local_part(g) for g in gradients_of(loop)]:
+        torch._foreach_zero_(held)
+
+
+def loss_and_norm(loop: Loop, window: Window) -> list[float]:
+    """Return mean loss and gradient norm of a window; its gradient stays."""
+    setup = loop.setup
+    count, weight = loss_factor(setup, window)
+    clear(loop)
+    nll = accumulate(setup, window, weight)
+    loss = figure(mesh.total(setup.mesh, nll)) / at_least_one(count)
+    return [float(loss), float(mesh.global_norm(setup.mesh, unscaled_gradients(loop)))]
+
+
+def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
+    """Return loss, gradient norm and share of each sequence of a window, on all ranks.
+
+    The share is <g_i, g> / <g, g>, of the sequence's part g_i of the window's gradient g: shares
+    add up to 1. Each sequence is a window of its own, on one rank, while the others have no target.
+    """
+    setup, joined = loop.setup, loop.mesh
+    total = loss_and_norm(loop, window)[1]
+    whole = [g.detach().clone() for g in gradients_of(loop)]
+    weight = loss_factor(setup, window)[1]
+    rows = [
+        (t[None], g[None]) for batch in window.micro_batches for t, g in zip(*batch, strict=True)
+    ]
+    begin, end = loop.run.sequences_at(window.step), loop.run.sequences_at(window.step + 1)
+    starts = order_of(loop.parts).starts(np.arange(begin, end)[None])[0]
+    found: list[dict[str, Any]] = []
+    for owner, number in itertools.product(range(joined.dp_size), range(len(rows))):
+        tokens_1t, targets_1t = rows[number]
+        if owner != joined.dp_rank:
+            targets_1t = torch.full_like(targets_1t, IGNORE_INDEX)
+        clear(loop)
+        nll = accumulate(setup, Window(-1, [(tokens_1t, targets_1t)], 0, 0), weight)
+        gradients = unscaled_gradients(loop)
+        norm = float(mesh.global_norm(joined, gradients))
+        share = float(mesh.inner(joined, gradients, whole)) / total**2 if total else 0.0
+        with precision.autocast(setup.arithmetic, joined.device):
+            each_t = setup.loss(*(x.to(joined.device) for x in (tokens_1t, targets_1t)), each=True)[
+                0
+            ]
+        each_t = mesh.total(joined, each_t.double())
+        valid = mesh.total(joined, (targets_1t[0] >= 0).double().to(joined.device))
+        if len(found) < end - begin:
+            found.append(
+                {
+                    "sequence": begin + len(found),
+                    "first_token": int(starts[len(found)]),
+                    "targets": int(valid.sum()),
+                    "loss": float(figure(mesh.total(joined, nll))) / max(1, int(valid.sum())),
+                    "grad_norm": norm,
+                    "share": share,
+                    "documents": documents_of(loop, int(starts[len(found)]), each_t, valid),
+                }
+            )
+    return found
+
+
+def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> list[dict[str, Any]]:
+    """Return the documents, or parts of them, of the sequence that begins at a token.
+
+    Each has its first token, targets, their mean loss, and the beginning of its text.
+    """
+    tokenizer = loop.parts.tokenizer
+    ids = loop.parts.corpus.train.read(start, len(each_t) + 1)
+    last = ids[:-1] == tokenizer.eot_token if tokenizer.eot_token is not None else ids[:0]
+    ends = (np.flatnonzero(last) + 1).tolist()
+    edges = sorted({0, *ends, len(each_t)})
+    nll, valid = each_t.cpu().numpy(), valid_t.cpu().numpy()
+    found = []
+    for a, b in itertools.pairwise(edges):
+        targets = int(valid[a:b].sum())
+        text = tokenizer.decode(ids[a : min(b, a + BEGINNING_TOKENS)].tolist())
+        loss = float(nll[a:b].sum()) / targets if targets else None
+        found.append(
+            {"first_token": start + a, "targets": targets, "loss": loss, "text": clean(text)}
+        )
+    return found

@@ -1,0 +1,183 @@
+"""A step is repeated bit by bit, and its cause is told: data, or state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmexp.verify.replay import verdict
+from tests.conftest import Result, llmexp, train
+
+STEP = 26
+# The rate of one update is far too high; or the second moments are damaged; or neither.
+PLANT = """
+def jump(update, total_updates, **warmup):
+    return 400.0 if update == 23 else 1.0
+
+def damage(event, context):
+    if event == "step_start" and context.step == 24:
+        for state in context.optimizers[0].state.values():
+            state["exp_avg_sq"].mul_(1e-6)
+"""
+SETTINGS = [
+    "data=tokens", "data.shuffle=false", "data.val_ratio=0", "train.max_steps=32",
+    "train.log_every=1", "train.eval_every=null", "batch.real_batch_size=4", "checkpoint.every=20",
+    "batch.micro_batch_size=2", "optimizer.lr=0.01", "clip=none", "--allow", "plant",
+]  # fmt: skip
+CASES = {
+    "garbage": ["schedule=constant"],
+    "rate": ["schedule=constant", "schedule._target_=plant.jump"],
+    "moments": ["schedule=constant", "hooks=[plant.damage]"],
+}
+CAUSE = {"garbage": "data", "rate": "state", "moments": "state"}
+
+
+def planted(folder: Path, case: str, seed: int, *more: str) -> Result:
+    """Tokens that follow a rule, but for a window of chance in the case of garbage."""
+    rng = np.random.default_rng(seed)
+    ids = (np.cumsum(rng.integers(0, 2, 12 * 160 + 1)) * 5 % 60).astype(np.uint16)
+    if case == "garbage":
+        begin = 12 * 4 * (STEP - 1)
+        ids[begin : begin + 48] = rng.integers(60, 250, 48)
+    name = f"{case}-{seed}"
+    np.save(folder / f"{name}.npy", ids)
+    (folder / "plant.py").write_text(PLANT)
+    given = [f"data.train_files=[{name}.npy]", f"train.seed={seed}", *CASES[case]]
+    return train(folder, name, *SETTINGS, *given, *more)
+
+
+def replayed(result: Result, step: int, *more: str) -> dict:
+    target = f"{result.folder.name}@{step}"
+    command = ["replay", target, "--json", "--allow", "plant", *more]
+    found = llmexp(*command, cwd=result.folder.parent)
+    assert found.code == 0, found.err
+    return json.loads(found.out)
+
+
+def spike_of(result: Result) -> int:
+    """The first step whose norm is above three times what the steps before have."""
+    norms = [row["grad_norm"] for row in result.rows()]
+    return next(s + 1 for s in range(20, 32) if norms[s] > 3 * np.median(norms[max(0, s - 16) : s]))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))]
+)
+def test_a_planted_cause_is_told(tmp_path, case, seed):
+    result = planted(tmp_path, case, seed)
+    step = spike_of(result)
+    found = replayed(result, step)
+    assert found["cause"] == CAUSE[case], found["sentence"]
+    assert found["sentence"].startswith(f"the {CAUSE[case]}: ")
+    assert found["equal"] == list(range(21, step + 1))
+
+
+@pytest.fixture(scope="module")
+def garbage(tmp_path_factory) -> Result:
+    return planted(tmp_path_factory.mktemp("replay"), "garbage", 1, "precision=fp64")
+
+
+def test_shares_are_those_of_the_gradient(garbage):
+    """By an independent pass over each sequence, from the checkpoint of the step before."""
+    found = replayed(garbage, 21)
+    assert found["from"] == 20
+    here, row = found["here"], garbage.rows()[20]
+    assert (here["loss"], here["grad_norm"]) == (row["train/loss"], row["grad_norm"])
+    import llmexp as api
+
+    model = api.load(garbage.folder).model(20).double()
+    ids = torch.from_numpy(np.load(garbage.folder.parent / "garbage-1.npy").astype(np.int64))
+    gradients, losses = [], []
+    for one in range(80, 84):
+        tokens = ids[12 * one : 12 * one + 13]
+        model.zero_grad()
+        logits = model(tokens[None, :-1])[0]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
+        (loss / 48).backward()
+        losses.append(loss.item() / 12)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    total = torch.stack(gradients).sum(0)
+    assert here["grad_norm"] == pytest.approx(float(total.norm()), rel=1e-10)
+    sequences = here["sequences"]
+    assert [s["sequence"] for s in sequences] == [80, 81, 82, 83]
+    assert [s["first_token"] for s in sequences] == [960, 972, 984, 996]
+    for one, gradient, loss in zip(sequences, gradients, losses, strict=True):
+        assert one["loss"] == pytest.approx(loss, rel=1e-10)
+        assert one["grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-10)
+        assert one["share"] == pytest.approx(float(gradient @ total / (total @ total)), rel=1e-8)
+        assert sum(d["targets"] for d in one["documents"]) == one["targets"] == 12
+    assert sum(s["share"] for s in sequences) == pytest.approx(1, rel=1e-10)
+
+
+def test_ranks_find_the_same(garbage):
+    ways = ["parallelism=ddp", "parallelism=fsdp", "parallelism=tp"]
+    one = replayed(garbage, STEP)["here"]["sequences"]
+    for number, way in enumerate(ways):
+        (folder := garbage.folder.parent / str(number)).mkdir()
+        two = ["precision=fp64", way, "parallelism.nproc_per_node=2"]
+        found = replayed(planted(folder, "garbage", 1, *two), STEP)
+        assert found["cause"] == "data"
+        for here, there in zip(one, found["here"]["sequences"], strict=True):
+            assert here["first_token"] == there["first_token"]
+            for key in ("loss", "grad_norm", "share"):
+                assert here[key] == pytest.approx(there[key], rel=1e-9)
+
+
+def test_other_starts_rates_limits_and_without_the_window(garbage):
+    assert replayed(garbage, STEP, "--from", "0")["repeated_from"] == 0
+    later = replayed(garbage, STEP, "--from", "32")
+    assert (later["from"], later["repeated_from"]) == (32, 20)
+    assert later["times_here"] == replayed(garbage, STEP)["times_here"]  # of the run itself
+    changed = replayed(garbage, STEP, "--lr", "0.5", "--clip", "0.25", "--after", "2")["here"]
+    assert changed["lr"] == pytest.approx(0.5)
+    assert changed["grad_norm_post_clip"] == pytest.approx(0.25, rel=1e-4)
+    assert changed["loss_after"] != replayed(garbage, STEP)["here"]["loss_after"]
+    without = replayed(garbage, STEP, "--skip")
+    assert [step for step, _, _ in without["later"]] == list(range(STEP + 1, 33))
+    assert f"without the window of step {STEP}" in without["sentence"]
+
+
+def test_what_cannot_be_repeated_is_refused(garbage, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(garbage.folder.parent, copy)
+    run = copy / garbage.folder.name
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(rows[21])
+    rows[21] = json.dumps(row | {"grad_norm": row["grad_norm"] * (1 + 1e-12)}) + "\n"
+    (run / "metrics.jsonl").write_text("".join(rows))
+    name = garbage.folder.name
+    other = llmexp("replay", f"{name}@{STEP}", "--allow", "plant", cwd=copy)
+    assert other.code == 2
+    assert "step 22 came out otherwise" in other.err
+    assert repr(row["grad_norm"]) in other.err
+    ids = np.load(copy / "garbage-1.npy")
+    ids[5] += 1
+    np.save(copy / "garbage-1.npy", ids)
+    changed = llmexp("replay", f"{name}@{STEP}", "--allow", "plant", cwd=copy)
+    assert changed.code == 2
+    assert "the data changed since the run started" in changed.err
+    assert "Traceback" not in changed.err + other.err
+    for words, what in (
+        ([f"{name}@400"], "took the steps 1 to 32"),
+        ([name], "the step is missing"),
+        ([f"{name}@{STEP}", "--from", "7"], "no checkpoint of that step"),
+        ([f"{name}@{STEP}", "--lr", "0"], "--lr 0"),
+    ):
+        refused = llmexp("replay", *words, cwd=copy)
+        assert (refused.code, what in refused.err) == (2, True), refused.err
+
+
+def test_the_verdict_is_nearer_on_a_logarithmic_scale():
+    def cause(here: float, there: float) -> str:
+        start = {"window": [2.0, there], "others": [[2.0, 1.0]] * 3}
+        found = {"from": 4, "start": start, "here": {"grad_norm": here, "sequences": [0] * 4}}
+        return verdict(9, found, [1.0] * 8)["cause"]
+
+    assert cause(1.9, 1.9) == "none"
+    assert [cause(9.0, there) for there in (1.0, 2.9, 3.1, 9.0)] == ["state"] * 2 + ["data"] * 2
