@@ -42,7 +42,7 @@ SIZES = {
     "checkpoint": 5_250,
     "runs": 11_600,
     "exchange": 9_950,
-    "tracker": 8_500,
+    "tracker": 9_150,
     "compare": 50_300,
     "train": 35_450,
     "evaluate": 2_550,

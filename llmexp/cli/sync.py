@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmexp.tracker import sync
-from llmexp.tracker.answer import Answer
+from llmexp.tracker.answer import SweepAnswer
 
 
 def main(arguments: list[str]) -> int:
@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     return sync.sync(arguments, answer_of)
 
 
-def answer_of(sweep: Path) -> Answer:
+def answer_of(sweep: Path) -> SweepAnswer:
     """Compare the runs of a sweep; plotly is imported only where an answer is asked for."""
     from llmexp.compare.comparing import compare
     from llmexp.compare.mirrored import mirrored

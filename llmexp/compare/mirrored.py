@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from llmexp.compare.records import Comparison
 from llmexp.compare.table import columns_in_full
-from llmexp.tracker.answer import Answer
+from llmexp.tracker.answer import SweepAnswer
+from llmexp.tracker.wandb import MARKS
 
 
-def mirrored(c: Comparison, page: Callable[[Comparison], str]) -> Answer:
+def mirrored(c: Comparison, page: Callable[[Comparison], str]) -> SweepAnswer:
     """Return the answer with a verdict for each run; `page` makes the page."""
     full = columns_in_full(c)
     table = {"name": full.pop("name")}
@@ -21,11 +22,8 @@ def mirrored(c: Comparison, page: Callable[[Comparison], str]) -> Answer:
     for entry in c.entries:
         standing = entry.standing
         for run in entry.runs:
-            out = bool(run.out)
-            marks[run.path] = {
-                "compare/mark": run.out or standing.mark or None,
-                "compare/difference": None if out else standing.difference,
-                "compare/half": None if out else standing.half,
-            }
+            figures = (None, None) if run.out else (standing.difference, standing.half)
+            values = (run.out or standing.mark or None, *figures)
+            marks[run.path] = dict(zip(MARKS, values, strict=True))
     notes = "\n".join([c.headline, "", *(f"- {note}" for note in c.notes)])
-    return Answer(notes.strip(), table, page(c), marks)
+    return SweepAnswer(notes.strip(), table, page(c), marks)

@@ -8,5 +8,6 @@ wandb    the same four calls; no other file imports wandb
 mirror   rows on their way, live and afterwards
 opening  the trackers of a run
 answer   the answer of a sweep, and the verdicts in its runs' summaries
+views    a saved workspace of a sweep in wandb
 sync     the command
 """

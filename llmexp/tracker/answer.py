@@ -24,11 +24,12 @@ from llmexp.tracker.fields import (
 )
 from llmexp.tracker.mirror import TrackerError
 from llmexp.tracker.stores import End
+from llmexp.tracker.views import is_installed, workspace
 from llmexp.tracker.wandb import JOB_TYPE, Wandb, check_login, mark_runs
 
 
 @dataclass(frozen=True)
-class Answer:
+class SweepAnswer:
     """The answer of a sweep, as wandb shows it."""
 
     notes: str  # the headline, and what the comparison says besides
@@ -50,7 +51,7 @@ def path_there(position: MirrorPosition) -> str:
     return "/".join(filter(None, (position.entity, project, position.run_id)))
 
 
-def send(store: Wandb, answer: Answer, sweep: Path, anew: bool = False) -> str:
+def send_answer(store: Wandb, answer: SweepAnswer, sweep: Path, anew: bool = False) -> str:
     """Put the answer in the place of an earlier one, and return where it is.
 
     The verdicts go first: the answer counts as uploaded when all is there. Raises TrackerError.
@@ -80,7 +81,7 @@ def send(store: Wandb, answer: Answer, sweep: Path, anew: bool = False) -> str:
     return where
 
 
-def deliver(sweep: Path, answer_of: Callable[[], Answer], stopped: Callable[[], bool]) -> str:
+def deliver(sweep: Path, answer_of: Callable[[], SweepAnswer], stopped: Callable[[], bool]) -> str:
     """Send the answer at the end of a sweep, and return a line about it; empty where none is due.
 
     It never raises, and waits as long as the end of a run does, `tracker.finish_timeout_s`, or
@@ -101,15 +102,22 @@ def deliver(sweep: Path, answer_of: Callable[[], Answer], stopped: Callable[[], 
         return f"wandb: the answer is not there ({one_line(error)})"
 
 
-def _sent_within(limit_s: float, sweep: Path, answer: Answer, stopped: Callable[[], bool]) -> str:
+def _sent_within(
+    limit_s: float, sweep: Path, answer: SweepAnswer, stopped: Callable[[], bool]
+) -> str:
     store, ended = Wandb(None, lambda text: None), list[str]()
 
     def work() -> None:
         try:
             check_login()
-            ended.append(f"wandb  {send(store, answer, sweep)}")
+            ended.append(f"wandb  {send_answer(store, answer, sweep)}")
+            if is_installed():
+                ended.append(f"view   {workspace(sweep)}")
         except BaseException as error:  # nobody else hears of it
-            ended.append(f"wandb: the answer is not there ({one_line(error)})")
+            ended.append(lacking(one_line(error)))
+
+    def lacking(why: str) -> str:
+        return f"wandb: the {'workspace' if ended else 'answer'} is not there ({why})"
 
     thread = threading.Thread(target=work, name="answer", daemon=True)
     thread.start()
@@ -118,6 +126,5 @@ def _sent_within(limit_s: float, sweep: Path, answer: Answer, stopped: Callable[
         thread.join(0.1)
     if thread.is_alive():
         store.give_up(kill=True)
-        why = "stopped" if stopped() else f"not done after {limit_s:g} s"
-        return f"wandb: the answer is not there ({why})"
-    return ended[0]
+        ended.append(lacking("stopped" if stopped() else f"not done after {limit_s:g} s"))
+    return "\n".join(ended)

@@ -33,6 +33,7 @@ class MirrorPosition:
     entity: str | None = None  # the owner of the run, as wandb reports it
     sweep: str | None = None  # wandb's, where its agent started the run
     project: str | None = None  # of that sweep
+    workspace: str | None = None  # of a sweep of ours, where it was saved
 
 
 def read_position(run_dir: Path) -> MirrorPosition | None:
@@ -43,7 +44,7 @@ def read_position(run_dir: Path) -> MirrorPosition | None:
     with contextlib.suppress(ConfigError, OverflowError, KeyError, TypeError, ValueError):
         saved = read_json(run_dir / POSITION_FILE)
         if SAFE_ID.fullmatch(saved["run_id"]):
-            texts = {key: saved.get(key) for key in ("entity", "sweep", "project")}
+            texts = {key: saved.get(key) for key in ("entity", "sweep", "project", "workspace")}
             uploaded = saved.get("uploaded")
             return MirrorPosition(
                 saved["run_id"],

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shlex
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from llmexp.runs.folder import RunFolder
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
-from llmexp.tracker.answer import Answer, send
+from llmexp.tracker.answer import SweepAnswer, send_answer
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
     Fields,
@@ -30,12 +31,13 @@ from llmexp.tracker.fields import (
 )
 from llmexp.tracker.mirror import TrackerError, upload
 from llmexp.tracker.stores import STORES, End, check_stores
+from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 
 
-def sync(arguments: list[str], answer_of: Callable[[Path], Answer]) -> int:
+def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
     """Upload what the tracker's server does not have yet.
 
     `answer_of` finds the answer of a sweep. Return exit code 1 when something stayed behind.
@@ -86,14 +88,28 @@ def sync(arguments: list[str], answer_of: Callable[[Path], Answer]) -> int:
         print(f"{names}: not used here; names and ids are those of the runs' own records")
     check_login()
     code = upload_all(runs, args.anew)
-    for sweep in sweeps:
-        try:
-            line = f"answer: {send(Wandb(None, print), answer_of(sweep), sweep, args.anew)}"
-        except Exception as error:  # the runs are there, whatever became of their comparison
-            why = error if isinstance(error, TrackerError) else one_line(error)
-            line, code = f"answer not uploaded: {why}", INCOMPLETE
+    behind = [sweep for sweep in sweeps if not upload_answer(sweep, answer_of, args)]
+    return INCOMPLETE if behind else code
+
+
+def upload_answer(sweep: Path, answer_of: Callable[[Path], SweepAnswer], args: Namespace) -> bool:
+    """Upload the answer of a sweep, print its lines, and return whether all is there."""
+    lines, complete = list[str](), True
+    try:
+        lines.append(
+            f"answer: {send_answer(Wandb(None, print), answer_of(sweep), sweep, args.anew)}"
+        )
+        if is_installed():
+            lines.append(f"workspace: {workspace(sweep)}")
+        elif args.answer:
+            lines.append(MISSING)
+    except Exception as error:  # the runs are there, whatever became of their comparison
+        why = error if isinstance(error, TrackerError) else one_line(error)
+        lines.append(f"{'workspace' if lines else 'answer'} not uploaded: {why}")
+        complete = False
+    for line in lines:
         print(clean(f"{sweep.name}: {line}"), flush=True)
-    return code
+    return complete
 
 
 def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:

@@ -47,6 +47,7 @@ class FakeWandb:
         self.asked = 0  # points that the agent got
         self.runs: dict[str, FakeRun] = {}
         self.files: dict[str, bytes] = {}  # besides rows, by name
+        self.views: list[dict[str, Any]] = []  # saved workspaces
         self.requests = 0
         self.deleted: set[str] = set()  # run ids that cannot be used again
         self._refusals = 2
@@ -234,6 +235,10 @@ class FakeWandb:
                 return 200, {"data": {"createArtifactFiles": {"files": edges}}}
             case "CommitArtifact":
                 return 200, {"data": {"commitArtifact": {"artifact": {"id": "A", "digest": "d"}}}}
+            case "UpsertView2":
+                self.views.append(variables)
+                view = {"id": "V", "name": variables["name"]}
+                return 200, {"data": {"upsertView": {"view": view, "inserted": True}}}
             case "CreateRunFiles":
                 files = [{"name": name, **self.place(name)} for name in variables["files"]]
                 return 200, {

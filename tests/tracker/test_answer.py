@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import yaml
 
 from llmexp.compare.comparing import compare
 from llmexp.runs.ledger import Ledger
-from llmexp.tracker.answer import Answer, deliver
+from llmexp.tracker.answer import SweepAnswer, deliver
 from llmexp.tracker.fields import (
     MirrorPosition,
     read_position,
@@ -162,10 +163,11 @@ def make_sweep(path: Path) -> Path:
 DELIVER = """
 import sys
 from pathlib import Path
-from llmexp.tracker.answer import Answer, deliver
+from llmexp.tracker.answer import SweepAnswer, deliver
 
 sweep = Path("s")
-answer = Answer("it is decided", {"name": ["a"]}, "<p>", {run: {} for run in sweep.glob("*-*")})
+marks = {run: {} for run in sweep.glob("*-*")}
+answer = SweepAnswer("it is decided", {"name": ["a"]}, "<p>", marks)
 print(deliver(sweep, lambda: answer, lambda: sys.argv[1:] == ["stopped"]))
 print("the sweep goes on")
 """
@@ -209,7 +211,7 @@ def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_MODE", "online")
     sweep = make_sweep(tmp_path / "s")
 
-    def broken() -> Answer:
+    def broken() -> SweepAnswer:
         raise ValueError("no page")
 
     assert deliver(sweep, broken, lambda: True) == ""  # the sweep was stopped
@@ -244,6 +246,33 @@ def test_a_run_that_was_deleted_there_is_one_line(tmp_path: Path) -> None:
         assert re.search(r"^s: answer not uploaded: .*Could not find run.*r[01]", done.out, re.M)
         assert answers(server)[0].rows == []
     assert upload_is_pending(tmp_path / "s")
+
+
+def test_a_workspace_is_saved_once_and_its_link_printed(tmp_path: Path) -> None:
+    """With the package a workspace for the sweep, without it the command that installs it."""
+    with FakeWandb() as server:
+        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2", mode="offline")
+        assert done.code == 0, done.err
+        assert run(tmp_path, server, "sync", "s").code == 0
+        asked = run(tmp_path, server, "sync", "--answer", "s")
+        if importlib.util.find_spec("wandb_workspaces") is None:
+            assert "to install it: pip install 'llmexp[workspaces]'" in asked.out
+            pytest.skip("pip install 'llmexp[workspaces]'")
+        (view,) = server.views
+        group = answers(server)[0].variables["groupName"]
+        assert (view["entityName"], view["projectName"], view["displayName"]) == (
+            "someone", "llmexp", group)  # fmt: skip
+        name = view["name"].removeprefix("nw-").removesuffix("-v")
+        assert f"s: workspace: {server.url}/someone/llmexp?nw={name}\n" in asked.out
+        section = json.loads(view["spec"])["section"]
+        (runs,) = section["runSets"]
+        assert [key["name"] for key in runs["grouping"]] == ["optimizer.value.lr"]
+        filters = [(f["key"]["name"], f["op"], f["value"]) for f in runs["filters"]["filters"]]
+        assert filters == [("group", "=", group), ("jobType", "!=", "compare")]
+        assert [f"summary:{key}" for key in MARKS] == runs["runFeed"]["columnOrder"][1:]
+        (panels,) = [part["panels"] for part in section["panelBankConfig"]["sections"]]
+        assert {panel["config"]["xAxis"] for panel in panels} == {"tokens_seen"}
+        assert {panel["config"]["groupArea"] for panel in panels} == {"minmax"}
 
 
 def test_what_is_no_sweep_has_no_answer(tmp_path: Path) -> None:
