@@ -357,6 +357,28 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
 
 
 @needs_slurm
+def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
+    """Not where srun was typed, an address that nothing answers here."""
+    auto = ["batch.micro_batch_size=auto", "batch.memory_gib=8", "train.max_steps=3"]
+    two = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
+    (work / "fast").touch()
+    options = [*SLOW, *two, *auto, "parallelism.start_timeout_s=30", "hydra.run.dir=run"]
+    result = llmexp("train", "--allow", "slow", "--queue", *options, cwd=work, **cluster)
+    assert result.code == 0, result.err
+    env = environment(**cluster, PYTHONPATH=f"{work}{os.pathsep}{ROOT}", LLMEXP_ALLOW="slow")
+    done = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks-per-node=1", "env", "SLURM_LAUNCH_NODE_IPADDR=192.0.2.1",
+         sys.executable, "-P", "-m", "llmexp.sweep.slurm_job", "run"],
+        cwd=work, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"auto: 4 fits", done.stderr)) == 1
+    assert state_of(result.folder) == "finished"
+    batch = yaml.safe_load((result.folder / "config.yaml").read_text())["batch"]
+    assert batch["micro_batch_size"] * batch["gradient_accumulation_steps"] == 4
+
+
+@needs_slurm
 def test_bad_launcher_settings_are_refused_before_anything_is_made(cluster, work):
     forks.ALLOWED = True
     for bad, said in {
