@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from llmexp.mesh.groups import MEETING
 from llmexp.settings.values import ConfigError
+from llmexp.system import fileio
 from llmexp.system.child import (
     DONE,
     PREEMPTED,
@@ -101,8 +102,7 @@ def start_rank(plan: Plan, local: int, where: dict[str, str]) -> subprocess.Pope
     The standard output of the host's first rank goes to the console; train.log repeats it.
     """
     rank = plan.first_rank + local
-    for old in (account_file(plan.run_dir, rank), waiting_file(plan.run_dir, rank)):
-        old.unlink(missing_ok=True)
+    note_file(plan.run_dir, rank).unlink(missing_ok=True)  # of an earlier start
     variables = {
         "RANK": rank,
         "LOCAL_RANK": local,
@@ -154,21 +154,16 @@ def wait(
 
 
 def _failed_at(plan: Plan, local: int) -> float:
-    """Return when a rank left its account; one without, killed by a signal, comes first."""
-    try:
-        return account_file(plan.run_dir, plan.first_rank + local).stat().st_mtime
-    except OSError:
-        return 0.0
+    """Return when a rank noted its failure; one that did not, killed by a signal, comes first."""
+    file = note_file(plan.run_dir, plan.first_rank + local)
+    with contextlib.suppress(OSError, ConfigError):
+        return file.stat().st_mtime if "text" in fileio.read_json(file) else 0.0
+    return 0.0
 
 
-def account_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank says of what it failed."""
-    return run_dir / "logs" / f"failure-{rank}.json"
-
-
-def waiting_file(run_dir: Path, rank: int) -> Path:
-    """Return the file that is there while a rank waits for others: at the start, or in vain."""
-    return run_dir / "logs" / "waiting" / str(rank)
+def note_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank notes that it waits for others, or of what it failed."""
+    return run_dir / "logs" / f"rank-{rank}.json"
 
 
 def log_file(run_dir: Path, rank: int) -> Path:

@@ -117,7 +117,8 @@ def record_failure(path: Path | None, failure: Failure, *, ours: bool) -> int:
     rank = os.environ.get("RANK")
     if failure.state == "failed":
         if rank is not None and path is not None:
-            group.leave_account(path, int(rank), code, text, trace, final=failure.final)
+            account = {"exit_code": code, "text": text, "trace": trace, "final": failure.final}
+            group.leave_note(path, int(rank), **account)
         if STARTED not in os.environ:
             _print(path if ours else None, code, text, trace)
         elif os.environ["LOCAL_RANK"] != "0":  # into its log; that of local rank 0 is shown

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp import mesh
 from llmexp.mesh import ranks
-from llmexp.mesh.ranks import account_file, waiting_file
+from llmexp.mesh.ranks import note_file
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.config import plain
 from llmexp.settings.values import ConfigError
@@ -50,11 +50,12 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
 
     def lost(rank: int, code: int) -> bool:
         account.clear()
-        try:
-            account.update(fileio.read_json(account_file(path, rank)))
-        except ConfigError:  # it was killed, and left none
+        with contextlib.suppress(ConfigError):
+            account.update(fileio.read_json(note_file(path, rank)))
+        if "text" not in account:  # it was killed, and noted no failure
             text = how_it_died(code, False, f"rank {rank}") + ending.bus_error(path, code)
-            account.update(leave_account(path, rank, max(code, FAILED), text))
+            code = max(code, FAILED)
+            account.update(leave_note(path, rank, exit_code=code, text=text, trace="", final=False))
         return bool(account["final"])
 
     code = ranks.run_ranks(plan, lost)
@@ -145,19 +146,10 @@ def waiting(path: Path, rank: int) -> Iterator[None]:
     if "RANK" not in os.environ:
         yield
         return
-    account_file(path, rank).unlink(missing_ok=True)  # of an earlier start
-    mark_waiting(path, rank)
+    leave_note(path, rank)
     with handling(STOP_SIGNALS, signal.SIG_DFL):  # torch waits where no handler of Python's runs
         yield
-    waiting_file(path, rank).unlink(missing_ok=True)
-
-
-def mark_waiting(path: Path, rank: int) -> None:
-    """Leave a file that says on which host a rank waits; that needs no network."""
-    with contextlib.suppress(OSError):
-        waiting_file(path, rank).parent.mkdir(parents=True, exist_ok=True)
-        place = {"host": socket.gethostname(), "start": this_start()}
-        waiting_file(path, rank).write_text(json.dumps(place))
+    note_file(path, rank).unlink(missing_ok=True)
 
 
 def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: float) -> str:
@@ -166,18 +158,16 @@ def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: 
     lost = re.search(r"connection (closed|reset|was likely closed)|broken pipe", error, re.I)
     if world_size == 1 or not (late or lost):
         return ""
-    mark_waiting(path, rank)
+    leave_note(path, rank)
     end = time.monotonic() + REPORT_S
-    while not (known := accounts(path, rank, world_size)) and time.monotonic() < end:
+    while True:
+        notes = notes_of_this_start(path, world_size)
+        if failed := [note for note in notes if "text" in note]:
+            return told(failed[0])
+        if time.monotonic() > end:
+            break
         time.sleep(0.1)
-    if known:
-        return told(known[0])
-    waited: dict[int, str] = {}
-    for file in waiting_file(path, rank).parent.glob("*"):
-        with contextlib.suppress(OSError, ValueError):
-            place = json.loads(file.read_text())
-            if place["start"] == this_start():
-                waited[int(file.name)] = place["host"]
+    waited = {note["rank"]: note["host"] for note in notes}
     absent = [r for r in range(world_size) if r not in waited]
     if absent and late:
         return (
@@ -207,31 +197,29 @@ def numbered(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-def leave_account(
-    path: Path, rank: int, code: int, text: str, trace: str = "", *, final: bool = False
-) -> dict[str, Any]:
-    """Leave a rank's account of its failure for its starter and for the other ranks; return it.
+def leave_note(path: Path, rank: int, **account: Any) -> dict[str, Any]:
+    """Note on which host a rank waits, or its account of a failure, which needs no network.
 
-    `final`: a new start would only fail again.
+    Its starter and the other ranks read it. An account is `final` where a new start would only fail
+    again.
     """
-    account = {"rank": rank, "host": socket.gethostname(), "exit_code": code, "text": text}
-    account |= {"trace": trace, "final": final, "start": this_start()}
+    note = {"rank": rank, "host": socket.gethostname(), "start": this_start(), **account}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
-        fileio.write_json(account_file(path, rank), account)
-    return account
+        fileio.write_json(note_file(path, rank), note)
+    return note
 
 
-def accounts(path: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Return the accounts of the other ranks of this start, the first one first."""
+def notes_of_this_start(path: Path, world_size: int) -> list[dict[str, Any]]:
+    """Return what ranks of this start have noted, the oldest first."""
     found = []
-    for other in range(world_size):
-        file = account_file(path, other)
-        with contextlib.suppress(OSError, ConfigError):
-            account = fileio.read_json(file)
-            if other != rank and account["start"] == this_start():
-                found.append((file.stat().st_mtime, other, account))
-    return [account for _, _, account in sorted(found, key=lambda one: one[:2])]
+    for rank in range(world_size):
+        file = note_file(path, rank)
+        with contextlib.suppress(OSError, ConfigError, KeyError):
+            note = fileio.read_json(file)
+            if note["start"] == this_start():
+                found.append((file.stat().st_mtime, rank, note))
+    return [note for _, _, note in sorted(found, key=lambda one: one[:2])]
 
 
 def this_start() -> str:

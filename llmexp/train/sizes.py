@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.mesh.ranks import GRACE_S, STARTED, account_file, log_file
+from llmexp.mesh.ranks import GRACE_S, STARTED, log_file, note_file
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
@@ -202,6 +202,6 @@ def try_steps(store: Any, folder: Path, number: int) -> dict[str, Any]:
     order = store.add(failed, 1)
     text = how_it_died(code, late, f"rank {rank}")
     with contextlib.suppress(ConfigError, KeyError):
-        text = fileio.read_json(account_file(folder, rank))["text"]
+        text = fileio.read_json(note_file(folder, rank))["text"]
     killed = code < 0 and not late  # by the kernel, perhaps: the others only notice
     return {"order": 0 if killed else order, "text": text}

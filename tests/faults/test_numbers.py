@@ -110,9 +110,7 @@ def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     assert "the update was not applied" in line
     assert f"(rank {rank})" in line
     assert_status(failed, "failed", 3, what)
-    accounts = [
-        json.loads((failed.folder / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)
-    ]
+    accounts = [json.loads((failed.folder / "logs" / f"rank-{r}.json").read_text()) for r in (0, 1)]
     assert all(
         "step 7 has a " in account["text"] and what in account["text"] for account in accounts
     )

@@ -376,16 +376,15 @@ def test_a_start_too_many_leaves_the_run_alone(run, work):
             until_row(run, len(run.rows()) + 2, *both)
 
 
-@pytest.mark.parametrize("left", ["failure-1.json", "waiting/1"])
-def test_what_an_earlier_start_left_is_not_of_this_one(run, work, left):
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_an_earlier_start_left_is_not_of_this_one(run, work, failed):
     """Rank 1 failed in the first start, or waited in vain for rank 0; then it does not come."""
-    change(run, start_timeout_s=60.0 if left == "failure-1.json" else 5.0)
-    which, fails = ((0, 1), "1") if left == "failure-1.json" else ((1,), "")
-    with nodes(run, work, *which, FAILS=fails) as first:
+    change(run, start_timeout_s=60.0 if failed else 5.0)
+    with nodes(run, work, *((0, 1) if failed else (1,)), FAILS="1" if failed else "") as first:
         ended(first)
-    assert (run.folder / "logs" / left).exists()
     change(run, start_timeout_s=5.0)
     with nodes(run, work, 0) as one:
+        assert (run.folder / "logs" / "rank-1.json").exists()
         codes, (err,) = ended(one)
     assert codes == [3]
     assert "rank 1 did not arrive within 5 s" in err
@@ -463,7 +462,7 @@ def test_a_rank_that_is_lost_while_sizes_are_tried_is_named(run, work):
 
 def test_a_node_that_waits_for_another_can_be_stopped(run, work):
     with nodes(run, work, 0) as (process,):
-        until(lambda: list(run.folder.glob("logs/waiting/*")), "its rank")
+        until(lambda: list(run.folder.glob("logs/rank-*.json")), "its rank")
         time.sleep(1)  # it soon waits where no handler of Python's runs
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
