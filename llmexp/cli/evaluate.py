@@ -12,7 +12,7 @@ from typing import Any
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
-from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.naming import add_checkpoint, named_checkpoint
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.redact import redacted, warn
@@ -150,12 +150,7 @@ def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
         "perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
         "choice: accuracy.",
     )
-    parser.add_argument(
-        "run",
-        metavar="RUN[@STEP]",
-        help="run folder; without a step its newest checkpoint; or a Hugging Face folder",
-    )
-    add_weights(parser)
+    add_checkpoint(parser, "; or a Hugging Face folder")
     parser.add_argument(
         "overrides",
         nargs="*",

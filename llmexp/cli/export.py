@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmexp.compose import command_line
-from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.naming import add_checkpoint, named_checkpoint
 from llmexp.runs.rundir import check_new
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
     text = "Write a trained model as a folder that transformers loads."
     parser = command_line.parser_of("export", text)
-    parser.add_argument("run", metavar="RUN[@STEP]", help="run folder; default: newest checkpoint")
+    add_checkpoint(parser)
     parser.add_argument("--to", choices=["hf"], required=True, help="hf: Hugging Face transformers")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
     parser.add_argument(
@@ -32,7 +32,6 @@ def main(arguments: list[str]) -> int:
         "--no-check", action="store_true",
         help="do not compare tensors and ids with those that transformers finds in the folder",
     )  # fmt: skip
-    add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
     form = (args.dtype, args.weights)
     done = exported(args.run, args.folder, *form, args.keep_padding, not args.no_check)

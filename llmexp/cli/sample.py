@@ -6,16 +6,14 @@ import re
 import sys
 
 from llmexp.compose import command_line
-from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.naming import add_checkpoint, named_checkpoint
 from llmexp.settings.values import ConfigError
 
 
 def main(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
     parser = command_line.parser_of("sample", "Generate text from a run.")
-    parser.add_argument(
-        "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
-    )
+    add_checkpoint(parser)
     parser.add_argument(
         "--prompt", default="", help="text to go on from (default: the start of a document)"
     )
@@ -27,7 +25,6 @@ def main(arguments: list[str]) -> int:
         "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
     text = text_of(**vars(args))
     if sys.stdout.isatty():

@@ -35,6 +35,13 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
     return path, int(step)
 
 
+def add_checkpoint(parser: argparse.ArgumentParser, or_else: str = "") -> None:
+    """Let a command take a checkpoint, RUN[@STEP], and choose which of its weights."""
+    words = f"run folder; without a step its newest checkpoint{or_else}"
+    parser.add_argument("run", metavar="RUN[@STEP]", help=words)
+    add_weights(parser)
+
+
 def add_weights(parser: argparse.ArgumentParser) -> None:
     """Let a command choose which weights of a checkpoint it takes."""
     words = "ema: the average that train.ema keeps; default: model, those that were trained"

@@ -20,9 +20,9 @@ NO_FILE = ["data=text", "data.train_files=nope"]
         (["plan", *SPLIT], "E-BATCH-DIVIDE", "batch.real_batch_size"),
         (["plan", "-m", "train.max_steps=1,2", "a.b"], "E-COMMAND_LINE-CHECK_OVERRIDES", None),
         (["train", "optimizer.lr=x"], "E-CONVERT-SCALAR", "optimizer.lr"),
-        (["compare", "nothing-here"], "E-COMPARE-RUN", None),
+        (["compare", "nothing-here"], "E-COMPARE-MAIN", None),
         (["compare", "--bogus"], "E-VALUES-ERROR", None),
-        (["next", "nothing-here"], "E-NEXT-FOLLOWING", None),
+        (["next", "nothing-here"], "E-NEXT-PROPOSED", None),
         (["bogus"], "E-MAIN-DISPATCH", None),
     ],
 )
