@@ -6,7 +6,7 @@ are kept in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -55,14 +55,17 @@ def shared(training: Mapping[str, SourceShards], val: SourceShards) -> dict[str,
 
     One that is in several sources counts for the first. Raises OSError.
     """
-    mine = np.concatenate([np.empty(0, DIGEST), *digests_of(val)])
+    mine = np.concatenate(
+        [np.empty(0, DIGEST), *(beside(s, "digests") for s in val.streams[TRAIN].shards)]
+    )
     mine = mine[np.argsort(mine["first"])]
     left = np.ones(len(mine), np.bool_)
     every = 1 + sum(one.documents[TRAIN] for one in training.values()) // LOOKED_AT
     counts = {}
     for name, one in training.items():
         before = int(left.sum())
-        for block in digests_of(one, every):
+        for shard in one.streams[TRAIN].shards[::every]:
+            block = beside(shard, "digests")
             at = np.searchsorted(mine["first"], block["first"])
             at[at == len(mine)] = 0
             some = block[mine["first"][at] == block["first"]] if len(mine) else block[:0]
@@ -70,9 +73,3 @@ def shared(training: Mapping[str, SourceShards], val: SourceShards) -> dict[str,
                 left &= ~np.isin(mine, some)
         counts[name] = before - int(left.sum())
     return counts
-
-
-def digests_of(one: SourceShards, every: int = 1) -> Iterator[np.ndarray]:
-    """Yield the digests of the training documents of a source, of one in `every` of its shards."""
-    for shard in one.streams[TRAIN].shards[::every]:
-        yield beside(shard, "digests")

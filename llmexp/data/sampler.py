@@ -256,9 +256,21 @@ def _read_ahead(
     room: SimpleQueue[bool] = SimpleQueue()
     for _ in range(max(1, prefetch)):
         room.put(True)
-    thread = threading.Thread(
-        target=_produce, args=(windows, ready, room, cuda_device), name="llmexp-reader", daemon=True
-    )
+
+    def produce() -> None:
+        try:
+            if cuda_device is not None:
+                # the device is per thread: pinning would start a context on device 0
+                torch.cuda.set_device(cuda_device)
+            while room.get():
+                if (window := next(windows, None)) is None:
+                    break
+                ready.put(window)
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=produce, name="llmexp-reader", daemon=True)
 
     def stop() -> None:
         while not room.empty():  # what is still allowed is not wanted any more
@@ -280,22 +292,3 @@ def _read_ahead(
     finally:
         atexit.unregister(stop)
         stop()
-
-
-def _produce(
-    windows: Iterator[Window],
-    ready: SimpleQueue[Window | BaseException | None],
-    room: SimpleQueue[bool],
-    cuda_device: int | None,
-) -> None:
-    try:
-        if cuda_device is not None:
-            # the device is per thread: pinning would start a context on device 0
-            torch.cuda.set_device(cuda_device)
-        while room.get():
-            if (window := next(windows, None)) is None:
-                break
-            ready.put(window)
-        ready.put(None)
-    except BaseException as error:
-        ready.put(error)

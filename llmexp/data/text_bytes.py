@@ -27,7 +27,7 @@ class TextBytes:
         self._is_text = is_text
         self._by_id = tokenizer.counts_bytes
         self._exact = getattr(tokenizer, "exact_bytes", True)
-        self._known: dict[int, tuple[TokenStream, _Documents | None]] = {}
+        self._known: dict[TokenStream, _Documents | None] = {}
 
     def at(self, stream: TokenStream, starts_b: np.ndarray, targets_bt: np.ndarray) -> np.ndarray:
         """Return float64 [b, t]: the bytes of each target, 0 for those below 0.
@@ -41,18 +41,15 @@ class TextBytes:
             return np.zeros_like(found_bt)
         if self._by_id:
             return found_bt
-        if (documents := self._documents(stream)) is None:
+        if stream not in self._known:
+            self._known[stream] = self._read(stream)
+        if (documents := self._known[stream]) is None:
             return found_bt if self._exact else np.zeros_like(found_bt)
         ends, scale, even = documents
         at_bt = starts_b[:, None] + 1 + np.arange(targets_bt.shape[1])
         number_bt = np.minimum(np.searchsorted(ends, at_bt, side="right"), len(ends) - 1)
         found: np.ndarray = found_bt * scale[number_bt] + valid_bt * even[number_bt]
         return found
-
-    def _documents(self, stream: TokenStream) -> _Documents | None:
-        if id(stream) not in self._known:
-            self._known[id(stream)] = stream, self._read(stream)
-        return self._known[id(stream)][1]
 
     def _read(self, stream: TokenStream) -> _Documents | None:
         """Return the ends of the documents in the stream, and how ids share out their bytes.

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -186,10 +185,8 @@ def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch, silent_af
     monkeypatch.setattr(remote, "ANSWER_S", 1.0)
     with serving(plain(tmp_path)) as (server, address):
         server.silent_after = silent_after
-        start = time.monotonic()
         with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer in time"):
             list(read_documents("data.sources.web.files", address, "text", False, Counts()))
-        assert time.monotonic() - start < 10
     assert remote.ANSWER_S <= 10
 
 
