@@ -37,7 +37,7 @@ SIZES = {
     "mesh": 4_600,
     "update": 3_700,
     "metrics": 6_350,
-    "data": 32_450,
+    "data": 32_300,
     "tasks": 3_100,
     "checkpoint": 5_250,
     "runs": 11_600,
