@@ -21,7 +21,7 @@ from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
-from llmexp.train.step import Setup, Step, seed_step, train_step
+from llmexp.train.step import Setup, StepResult, seed_step, train_step
 
 COMMON = [
     "data=synthetic", "data.n_ids=null", "data.n_tokens=400000", "tokenizer=bytes",
@@ -58,12 +58,12 @@ def windows(parts: Parts, s: Setup, count: int = 3) -> list[Window]:
     ]
 
 
-def step_of(s: Setup, window: Window, last: Step | None = None) -> Step:
+def step_of(s: Setup, window: Window, last: StepResult | None = None) -> StepResult:
     """One step as the loop makes it: the verdict on the last one is read within it."""
 
     def settle() -> int:
         if last is not None:
-            last.verdict.read()
+            last.read()
         return 0
 
     seed_step(1, window.step, 0, s.mesh.device)

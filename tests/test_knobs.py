@@ -32,7 +32,7 @@ from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.evaluation import validate
 from llmexp.train.set_up import set_up
-from llmexp.train.step import OK, OUTLIER, seed_step, train_step
+from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
 from tests.conftest import ROOT
 from tests.tools import option
@@ -205,8 +205,8 @@ def trained(config: Config) -> tuple[str, list[float]]:
     for number, window in enumerate(read_ahead(parts, s.mesh, 0)):
         seed_step(config.train.seed, number, 0, s.mesh.device)
         step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
-        seen = step.verdict.read()
-        updates += seen.code in (OK, OUTLIER)
+        seen = step.read()
+        updates += seen.applied
         s.outliers.add(seen.loss, seen.grad_norm)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())

@@ -121,7 +121,7 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
         monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)
         s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
         windows = read_ahead(parts, s.mesh, 0)
-        seen = [train_step(s, next(windows), lambda: 0).verdict.read() for _ in range(3)]
+        seen = [train_step(s, next(windows), lambda: 0).read() for _ in range(3)]
         assert all(step.clipped for step in seen)
         found.append([(step.loss, step.grad_norm, step.grad_norm_post_clip) for step in seen])
     np.testing.assert_allclose(*found, rtol=1e-5)

@@ -21,7 +21,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.settings.values import AUTO, ConfigError, is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device, device_named
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
@@ -118,7 +118,7 @@ class Planner:
             forecast = memory.Forecast(parts, precision, room, self._compiled(config))
             rows = memory.memory_sections(forecast)
         except Exception as error:  # of a model of the user's, which has to see its values
-            if parts.config.model["_target_"].startswith("llmexp."):
+            if is_ours(parts.config.model["_target_"]):
                 raise
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             text = f"not known: the model does not run without memory ({why})"
@@ -145,7 +145,7 @@ class Planner:
             try:
                 again = recomputed_share(parts.build_model, kind, run.sequence_length)
             except Exception as error:  # of a model of the user's, which has to see its values
-                if parts.config.model["_target_"].startswith("llmexp."):
+                if is_ours(parts.config.model["_target_"]):
                     raise
                 return None, f"not known: what is computed again cannot be counted ({error!r})"
         times = duration.estimated(run, device, precision, share, again)

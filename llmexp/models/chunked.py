@@ -101,18 +101,18 @@ def _chunked_nll(
     dtypes: Dtypes,
     shard: VocabShard | None,
     compiled: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the summed cross-entropy and the gradients that are needed, in one pass.
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Return the cross-entropy of the rows, chunk by chunk, and the gradients that are needed.
 
-    The gradients are those by `h_nd` and by `weight_vd`; None for one that is not needed.
+    These are of the sum, by `h_nd` and by `weight_vd`; None for one that is not needed.
     """
     rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0], compiled)
     if in_rows(h_nd.device):
-        how = rows.How(rows_per_chunk, compiled)
-        found = rows.nll_by_rows(h_nd, weight_vd, targets_n, needs, dtypes, shard, how)
-        return found[0].sum(), found[1], found[2]
+        return rows.nll_by_rows(
+            h_nd, weight_vd, targets_n, needs, dtypes, shard, compiled, rows_per_chunk
+        )
     head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
-    nll = torch.zeros((), dtype=dtypes.sums, device=h_nd.device)
+    nll: list[Tensor] = []
     grad_h_nd = grad_weight_vd = None
     if needs[0]:  # contiguous, to be reduced
         grad_h_nd = h_nd.new_zeros(h_nd.shape, dtype=dtypes.sums)
@@ -123,7 +123,7 @@ def _chunked_nll(
         cut = slice(first, first + rows_per_chunk)
         chunk = _Chunk.of(h_nd[cut], targets_n[cut], head)
         softmax = _softmax(chunk, head, keep=any(needs))
-        nll += softmax.nll_n1.sum()
+        nll.append(softmax.nll_n1[:, 0])
         grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[cut]
         _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, softmax, head)
         del softmax  # its tiles would live beside those of the next chunk
@@ -136,21 +136,12 @@ def chunked_cross_entropy(
     h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
 ) -> Tensor:
     """Return (b, t): the terms of `chunked_cross_entropy_sum`, without gradients."""
-    dtypes = Dtypes.of(h_btd, weight_vd)
-    h_nd, targets_n = h_btd.flatten(0, -2), targets_bt.flatten()
-    rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0])
-    found = []
-    with torch.no_grad(), torch.autocast(h_nd.device.type, enabled=False):
-        if in_rows(h_nd.device):
-            how, needs = rows.How(rows_per_chunk, compiled=False), (False, False)
-            nll_n, _, _ = rows.nll_by_rows(h_nd, weight_vd, targets_n, needs, dtypes, shard, how)
-            return nll_n.view(targets_bt.shape)
-        head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
-        for first in range(0, h_nd.shape[0], rows_per_chunk):
-            cut = slice(first, first + rows_per_chunk)
-            chunk = _Chunk.of(h_nd[cut].to(dtypes.operand), targets_n[cut], head)
-            found.append(_softmax(chunk, head, keep=False).nll_n1)
-    return torch.cat(found).view(targets_bt.shape)
+    dtypes, h_nd = Dtypes.of(h_btd, weight_vd), h_btd.flatten(0, -2)
+    with torch.no_grad(), torch.autocast(h_btd.device.type, enabled=False):
+        nll, _, _ = _chunked_nll(
+            h_nd, weight_vd, targets_bt.flatten(), (False, False), dtypes, shard, compiled=False
+        )
+    return torch.cat(nll).view(targets_bt.shape)
 
 
 def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
@@ -215,10 +206,23 @@ class _ChunkedNLL(torch.autograd.Function):
     """`_chunked_nll` as a differentiable function; its gradients are made on the way forward."""
 
     @staticmethod
-    def forward(ctx: Any, h_nd: Tensor, weight_vd: Tensor, *arguments: Any) -> Tensor:
-        nll, *ctx.gradients = _chunked_nll(h_nd, weight_vd, *arguments)
+    def forward(
+        ctx: Any,
+        h_nd: Tensor,
+        weight_vd: Tensor,
+        targets_n: Tensor,
+        needs: tuple[bool, bool],
+        dtypes: Dtypes,
+        shard: VocabShard | None,
+        compiled: bool,
+    ) -> Tensor:
+        parts, *ctx.gradients = _chunked_nll(
+            h_nd, weight_vd, targets_n, needs, dtypes, shard, compiled
+        )
+        nll = torch.zeros((), dtype=dtypes.sums, device=h_nd.device)
+        for part in parts:
+            nll += part.sum()
         ctx.dtypes = h_nd.dtype, weight_vd.dtype
-        ctx.n_arguments = len(arguments)
         return nll
 
     @staticmethod
@@ -234,7 +238,7 @@ class _ChunkedNLL(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return (*scaled, *[None] * ctx.n_arguments)
+        return (*scaled, None, None, None, None, None)
 
 
 def chunked_cross_entropy_sum(

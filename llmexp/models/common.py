@@ -1,7 +1,4 @@
-"""Share between GPT2 and Llama: their initial values, their logits and the count of their FLOPs.
-
-A model has `blocks`, `head_weight` and `features`; these functions stand in its class as methods.
-"""
+"""What GPT2 and Llama share: initial values, logits, the count of FLOPs, and checks of sizes."""
 
 from __future__ import annotations
 
@@ -16,25 +13,88 @@ from llmexp.models.planned import kind_of
 from llmexp.settings.values import ConfigError
 
 INIT_STD = 0.02
-FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x length x width"
 
 
-@torch.no_grad()
-def init_weights(model: Any) -> None:
-    """Draw all parameters anew from the global generator (needed after `to_empty`).
+class LanguageModel(nn.Module):
+    """Hold what GPT2 and Llama share.
 
-    Weights N(0, 0.02^2), biases 0, norms 1 (and 0); the two projections of a block that end on the
-    residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2).
+    A model makes its parameters on the meta device and then calls `begin`. It has `blocks`, an
+    embedding's `dropout`, `head_weight` (v, d) and `features(tokens)`, the hidden states (b, t, d)
+    after the final norm.
     """
-    residual_std = INIT_STD / math.sqrt(2 * len(model.blocks))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            residual = name.endswith(("out_proj", "down_proj"))
-            nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        if (bias := getattr(module, "bias", None)) is not None:
-            nn.init.zeros_(bias)
+
+    document_end: int | None = None  # the last id of a document, to keep attention inside each
+    document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
+    flops_formula = "6 x matmul parameters + 12 x layers x length x width"
+    blocks: nn.ModuleList
+    dropout: nn.Dropout
+    head_weight: Tensor
+    residual: str  # the dtype of the residual stream: full, as the parameters', or autocast
+    sliding_window: int | None = None  # tokens that a token looks back to; None: all
+
+    def features(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Return logits (b, t, v) of the next token."""
+        return F.linear(self.features(tokens_bt), self.head_weight)
+
+    def begin(self, device: torch.device) -> None:
+        """Take memory and initial values, unless the model stays on the meta device."""
+        if device.type != "meta":
+            give_memory(self, device)
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all parameters anew from the global generator (needed after `to_empty`).
+
+        Weights N(0, 0.02^2), biases 0, norms 1 (and 0); the two projections of a block that end on
+        the residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.endswith(("out_proj", "down_proj"))
+                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                nn.init.ones_(module.weight)
+            if (bias := getattr(module, "bias", None)) is not None:
+                nn.init.zeros_(bias)
+
+    def stream(self, h_btd: Tensor) -> Tensor:
+        """Return the residual stream in the dtype of the parameters.
+
+        With `residual` = autocast it is in the dtype of products: half the traffic in 16 bits, and
+        less exact.
+        """
+        return autocast_dtype(h_btd) if self.residual == "autocast" else h_btd
+
+    def is_ours(self) -> bool:
+        """Return whether this is the class itself, not a subclass that may compute otherwise."""
+        return type(self).__module__.startswith("llmexp.models.")
+
+    def can_remember(self, length: int) -> bool:
+        """Return whether `features` takes a `KVCache` of up to `length` tokens."""
+        seen = self.sliding_window is None or self.sliding_window >= length
+        return self.is_ours() and self.document_end is None and seen
+
+    def same_in_training(self) -> bool:
+        """Return whether training computes what evaluation does: without dropout."""
+        return bool(self.dropout.p == 0)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
+
+        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not)
+        and 12 x layers x length x width for attention, counted as the full square as is usual
+        although half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
+        """
+        linears = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
+        matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()
+        first: Any = self.blocks[0]
+        width: int = first.attention.q_proj.out_features
+        return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * width
 
 
 def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:
@@ -62,13 +122,6 @@ def embedding(count: int, width: int) -> nn.Embedding:
     return nn.Embedding(count, width, _weight=torch.empty(count, width))
 
 
-def begin(model: Any, device: torch.device) -> None:
-    """Give a model that was built on meta its memory and initial values, unless it stays there."""
-    if device.type != "meta":
-        give_memory(model, device)
-        model.init_weights()
-
-
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Replace parameters on the meta device by ones with memory but without values.
 
@@ -80,36 +133,12 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, nn.Parameter(values))
 
 
-def logits(model: Any, tokens_bt: Tensor) -> Tensor:
-    """Return logits (b, t, v) of the next token."""
-    return F.linear(model.features(tokens_bt), model.head_weight)
-
-
-def can_remember(model: Any, length: int) -> bool:
-    """Return whether `features` takes a `KVCache` of up to `length` tokens.
-
-    A subclass may compute otherwise, so it does not unless its own class says so.
-    """
-    window = getattr(model, "sliding_window", None)
-    fits = model.document_end is None and (window is None or window >= length)
-    return fits and "can_remember" in vars(type(model))
-
-
 def autocast_dtype(x: Tensor) -> Tensor:
     """Return x in the dtype that products will have: once for several of them."""
     kind = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
-
-
-def stream(model: Any, h_btd: Tensor) -> Tensor:
-    """Return the residual stream in the dtype of the parameters.
-
-    With the model's `residual` = autocast it is in the dtype of products: half the traffic in 16
-    bits, and less exact.
-    """
-    return autocast_dtype(h_btd) if model.residual == "autocast" else h_btd
 
 
 def in_one_product(device: torch.device) -> bool:
@@ -135,24 +164,6 @@ def project(attention: Any, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bias = None if q.bias is None else torch.cat((q.bias, k.bias, v.bias))
     sizes = [m.out_features for m in (q, k, v)]
     return F.linear(x_btd, weight, bias).split(sizes, dim=-1)
-
-
-def same_in_training(model: Any) -> bool:
-    """Return whether training computes what evaluation does: without dropout."""
-    return bool(model.dropout.p == 0)
-
-
-def flops_per_token(model: Any, sequence_length: int) -> int:
-    """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
-
-    6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not) and 12
-    x layers x length x width for attention, counted as the full square as is usual although half of
-    it is masked (PaLM, Chowdhery et al. 2022, appendix B).
-    """
-    linears = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
-    matmul_parameters = sum(m.weight.numel() for m in linears) + model.head_weight.numel()
-    width: int = model.blocks[0].attention.q_proj.out_features
-    return 6 * matmul_parameters + 12 * len(model.blocks) * sequence_length * width
 
 
 def all_finite(tensor: Tensor) -> bool:

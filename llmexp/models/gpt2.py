@@ -10,20 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import (
-    FLOPS_FORMULA,
-    begin,
-    can_remember,
-    check_divides,
-    check_length,
-    embedding,
-    flops_per_token,
-    init_weights,
-    logits,
-    project,
-    same_in_training,
-    stream,
-)
+from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.settings.parts import ModelKnobs
 
@@ -90,18 +77,11 @@ class Block(nn.Module):
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
 
     Raises ConfigError for sizes that do not fit together.
     """
-
-    document_end: int | None = None  # the last id of a document, to keep attention inside each
-    document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
-    flops_formula = FLOPS_FORMULA
-    init_weights, forward, stream = init_weights, logits, stream
-    flops_per_token, same_in_training = flops_per_token, same_in_training
-    can_remember = can_remember
 
     def __init__(
         self,
@@ -130,10 +110,10 @@ class GPT2(nn.Module):
                 Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
             )
             self.final_norm = nn.LayerNorm(d_model)
-        begin(self, device)
+        self.begin(device)
 
     @property
-    def head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:  # type: ignore[override]
         """Output projection (v, d), a Parameter: the token embedding's weight."""
         return self.token_embedding.weight
 

@@ -19,20 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import (
-    FLOPS_FORMULA,
-    begin,
-    can_remember,
-    check_divides,
-    check_length,
-    embedding,
-    flops_per_token,
-    init_weights,
-    logits,
-    project,
-    same_in_training,
-    stream,
-)
+from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents, within
 from llmexp.settings.parts import ModelKnobs
 from llmexp.settings.values import choice, count, knob, refuse
@@ -269,19 +256,12 @@ class LlamaKnobs(ModelKnobs):
     ]
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; or a relative of it.
 
     `max_position_embeddings` is a stated limit only, as rotary positions need no table. Raises
     ConfigError for sizes that do not fit together.
     """
-
-    document_end: int | None = None  # the last id of a document, to keep attention inside each
-    document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
-    flops_formula = FLOPS_FORMULA
-    init_weights, forward, stream = init_weights, logits, stream
-    flops_per_token, same_in_training = flops_per_token, same_in_training
-    can_remember = can_remember
 
     def __init__(
         self,
@@ -322,10 +302,10 @@ class Llama(nn.Module):
             self.blocks = nn.ModuleList(Block(shape) for _ in range(n_layers))
             self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
-        begin(self, device)
+        self.begin(device)
 
     @property
-    def head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:  # type: ignore[override]
         """Return the output projection (v, d); where `tied_head`, the token embedding's weight."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 

@@ -27,27 +27,19 @@ MIN_CHUNKED_VOCAB = 2048
 WHOLE_SHARE = 0.1
 
 
-def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str = "sum") -> Tensor:
     """Return the cross-entropy of `logits_btv`, summed over all targets other than -100.
 
-    It is in fp32 (fp64 in fp64).
+    It is in fp32 (fp64 in fp64). With `reduction` none it is not summed: (b, t).
     """
-    return _cross_entropy(logits_btv, targets_bt, "sum")
-
-
-def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Return (b, t): the terms of `plain_cross_entropy_sum`."""
-    return _cross_entropy(logits_btv, targets_bt, "none").view(targets_bt.shape)
-
-
-def _cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str) -> Tensor:
     logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
-    return F.cross_entropy(
+    nll = F.cross_entropy(
         logits_btv.flatten(0, -2),
         targets_bt.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction=reduction,
     )
+    return nll if reduction == "sum" else nll.view(targets_bt.shape)
 
 
 class WindowLoss(nn.Module):
@@ -107,7 +99,7 @@ class WindowLoss(nn.Module):
 
     def _whole(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the model and the plain loss as one function, for a compiler."""
-        return plain_cross_entropy_sum(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
+        return plain_cross_entropy(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
 
     def is_whole(self, rows: int, device: torch.device) -> bool:
         """Return whether model and plain loss are compiled as one function.
@@ -228,7 +220,7 @@ class WindowLoss(nn.Module):
         if self.chunked:
             head, compiled = self._head_weight(), self._compiled
             return chunked_cross_entropy_sum(out, head, targets_bt, self.shard, compiled)
-        return plain_cross_entropy_sum(self._checked(out, tokens_bt), targets_bt)
+        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt)
 
     def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call what may be compiled; in evaluation with the graph of training, if that serves."""
@@ -248,7 +240,7 @@ class WindowLoss(nn.Module):
         out = self._trunk(tokens_bt)
         if self.chunked:
             return chunked_cross_entropy(out, self._head_weight(), targets_bt, self.shard)
-        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt)
+        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt, "none")
 
     def _checked(self, out: Any, tokens_bt: Tensor) -> Tensor:
         """Return what the model returned, if that is logits."""

@@ -47,12 +47,6 @@ def chunk_rows(device: torch.device, vocab_size: int, compiled: bool) -> int:
 
 
 @dataclass(frozen=True)
-class How:
-    rows: int  # per chunk, at most
-    compiled: bool  # the softmax of a chunk
-
-
-@dataclass(frozen=True)
 class _Rows:
     """All rows of a micro-batch and the head, padded."""
 
@@ -73,15 +67,16 @@ def nll_by_rows(
     needs: tuple[bool, bool],
     dtypes: Dtypes,
     shard: VocabShard | None,
-    how: How,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    compiled: bool,
+    most: int,
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Return the cross-entropy of each row and the gradients that are needed, in one pass.
 
     The gradients are those of the sum by `h_nd` and by `weight_vd`; None for one that is not
-    needed.
+    needed. A chunk has at most so many rows; `compiled`: its softmax is.
     """
     n, v = h_nd.shape[0], weight_vd.shape[0]
-    chunks = max(1, -(-n // how.rows))
+    chunks = max(1, -(-n // most))
     rows = -(-n // (8 * chunks)) * 8  # of each chunk: of one size, for one compiled graph
     whole = _padded(h_nd, weight_vd, targets_n, chunks * rows, dtypes, shard)
     # Minus the loss of each row, and the part of the softmax that is on this rank.
@@ -91,7 +86,7 @@ def nll_by_rows(
     grad_vd = torch.zeros_like(whole.head_vd, dtype=dtypes.sums) if needs[1] else None
     for first in range(0, chunks * rows, rows):
         cut = slice(first, first + rows)
-        _add_chunk(whole, cut, log_n1, share_n1, grad_h_nd, grad_vd, how.compiled)
+        _add_chunk(whole, cut, log_n1, share_n1, grad_h_nd, grad_vd, compiled)
     if shard is None:  # a target that is nobody's
         log_n1.masked_fill_(~whole.here_n1, torch.nan)
     nll_n = log_n1.masked_fill_(whole.none_n1, 0).neg_()[:n, 0]
@@ -104,7 +99,7 @@ def nll_by_rows(
     if grad_vd is not None:
         subtract_rows(grad_vd, target_n, (whole.h_nd * whole.here_n1).to(dtypes.sums))
         grad_vd = grad_vd[:v]
-    return nll_n, grad_h_nd, grad_vd
+    return [nll_n], grad_h_nd, grad_vd
 
 
 def _padded(

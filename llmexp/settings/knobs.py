@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
-from llmexp.settings.values import NO_DEFAULT, Knob, Where, section_knobs
+from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
 
@@ -96,8 +97,7 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 def _holds(condition: Where, key: str, flat: Mapping[str, Any]) -> bool:
     """Return whether a condition of a knob holds; for a function of the user's each does."""
     section = key.partition(".")[0]
-    target = str(flat.get(f"{section}._target_", "llmexp."))
-    return not target.startswith("llmexp.") or condition.holds(flat)
+    return not is_ours(flat.get(f"{section}._target_", "llmexp.")) or condition.holds(flat)
 
 
 def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,6 +130,27 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     if not flat.get("hooks"):  # only hooks read the section user
         without |= {key for key in flat if key.startswith("user.")}
     return {key: value for key, value in flat.items() if key not in without and not is_record(key)}
+
+
+# Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
+_ORDER = ("batch.sequence_length", SEED)
+# Knobs of our own data that leave the training sequences as they are.
+_BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
+
+
+def deciding_data(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a plain config decides which tokens the k-th training sequence has."""
+    flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
+    ours = is_ours(flat.get("data._target_"))
+    found = {
+        key: value
+        for key, value in deciding_result(flat).items()
+        if (key.startswith(("data.", "tokenizer.")) or key in _ORDER)
+        and not (ours and _BESIDES.fullmatch(key))
+    }
+    if ours and "data.val_files" in found:  # without them a part of the rest is for validation
+        found["data.val_files"] = found["data.val_files"] is not None
+    return found
 
 
 # Knobs of the sections train and optimizer that neither the memory nor the time of a step depends

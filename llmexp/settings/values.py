@@ -125,6 +125,11 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     return ConfigError(f"{key}={as_yaml(value)}: {why}{tail}", key)
 
 
+def is_ours(target: object) -> bool:
+    """Return whether a `_target_` names a function of llmexp, not one of the user's."""
+    return str(target).startswith("llmexp.")
+
+
 AUTO = "auto"  # of a knob that takes the word
 NO_DEFAULT = object()  # of a knob that every config has to list
 

@@ -24,24 +24,24 @@ from llmexp.train.assembly.assemble import Cache, Parts, assemble
 
 
 def answer(
-    purpose: str, request: dict[str, Any], shared: Cache, waiting: dict[str, Parts]
+    purpose: str, request: dict[str, Any], shared: Cache, waiting: dict[str, tuple[str, Parts]]
 ) -> dict[str, Any]:
     """Return the facts of a point, assembled or from `waiting`; queue its run if that is asked.
 
     `shared`: what points have in common. `waiting`: the points that were checked and are not yet
-    queued. Raises ConfigError.
+    queued, by their folders, each with its request. Raises ConfigError.
     """
     path, known = Path(request["folder"]), folder.known_of(request)
     place = request["folder"] if rundir.is_run(path) else ""
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
-    parts = waiting.pop(key, None)
-    if parts is None:
+    checked, parts = waiting.pop(request["folder"], ("", None))
+    if parts is None or checked != key:
         config = sizes.recorded(build(request["config"]), request["folder"])
         if config.parallelism.nnodes == 1:  # else its ranks find it, once they are there
             config = with_size(config)
         parts = sizes.kept_open(assemble(config, shared, **known), config)
     if purpose == "check":
-        waiting[key] = parts
+        waiting[request["folder"]] = key, parts
     if purpose == "queue":
         path, fresh = folder.open_folder(parts, request)
         if fresh or not folder.is_finished(path, parts.run.max_steps):
@@ -60,7 +60,7 @@ def answer(
 
 def serve() -> None:
     """Answer questions until standard input ends."""
-    answers, waiting = sys.stdout, dict[str, Parts]()
+    answers, waiting = sys.stdout, dict[str, tuple[str, Parts]]()
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             ((purpose, requests),) = json.loads(line).items()

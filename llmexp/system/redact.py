@@ -5,18 +5,15 @@ Standard library only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import netrc
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.values import flatten
-from llmexp.settings.variables import NAMED, VARIABLE, is_secret
+from llmexp.settings.variables import NAMED, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8
@@ -95,21 +92,6 @@ def concealed(node: Any) -> Any:
 def as_recorded(node: Any) -> Any:
     """Return plain values as they come back from a JSON file that holds them redacted."""
     return json.loads(json.dumps(concealed(node)))
-
-
-def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
-    """Return a mark of the value of each variable in a plain config, by which a change is seen.
-
-    Secrets, which are renewed, and keys of which `but` is true have none. A mark has four hex
-    digits: too few to find the value by.
-    """
-    found = {}
-    for key, value in flatten(config).items():
-        if not but(key):
-            for name in VARIABLE.findall(str(value)):
-                if not is_secret(name):
-                    found[name] = hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
-    return found
 
 
 def clean(text: object) -> str:

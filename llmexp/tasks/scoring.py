@@ -140,7 +140,7 @@ def likelihoods(
         with torch.no_grad(), precision.autocast(kind, joined.device):
             if greedy:
                 logits_btv = loss(tokens_bt)
-                nll_bt = plain_cross_entropy(logits_btv, targets_bt)
+                nll_bt = plain_cross_entropy(logits_btv, targets_bt, "none")
                 hit_b = ((logits_btv.argmax(-1) == targets_bt) | (targets_bt < 0)).all(1)
             else:
                 nll_bt = loss(tokens_bt, targets_bt, each=True)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
@@ -31,7 +32,7 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
 from llmexp.train.spikes import forget_after
-from llmexp.train.state import Loop, Measured, Outputs, Progress
+from llmexp.train.state import Loop, Outputs, Progress, saved_parts
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
 
@@ -102,24 +103,16 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     return checkpoint_at(root, joined, console)
 
 
-def measuring(parts: Parts) -> Measured:
-    """Return what a run that starts has measured: nothing yet."""
-    config = parts.config
-    return Measured(
-        Norms(config.clip.kind, config.clip.max_norm), NoiseScale(parts.run.sequence_length)
-    )
-
-
-def resume(
-    parts: Parts, setup: Setup, loaded: loading.Loaded, forked: bool
-) -> tuple[Progress, Meter, Measured]:
+def restore(
+    parts: Parts, setup: Setup, loaded: loading.Loaded, forked: bool, saved: dict[str, Any]
+) -> tuple[Progress, Meter]:
     """Restore a checkpoint, whatever the layout that saved it.
 
-    That is parameters, optimizer state, scaler, counters and measurements; the RNG and the data
+    That is parameters, optimizer state, counters and what is `saved` by name; the RNG and the data
     position follow from the step number. A run that is `forked` keeps its own settings of the
     optimizer, may drop the optimizer state, resets best_val_loss, and takes its perturbation as a
     twin. Raises CheckpointError."""
-    measured, config = measuring(parts), parts.config
+    config = parts.config
     try:
         loading.restore_model(loaded, setup.model)
         if forked:
@@ -128,14 +121,9 @@ def resume(
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if setup.ema is not None:
             loading.restore_ema(loaded, setup.ema.average)
-        setup.scaler.load_state_dict(loaded.state["scaler"])
         there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
         clips = [key for key in here if key.startswith("clip.") and here[key] != there.get(key)]
-        for name, part in (
-            ("norms", measured.norms),
-            ("noise", measured.noise),
-            ("outliers", setup.outliers),
-        ):
+        for name, part in saved.items():
             # older checkpoints have none; a fork with another clip limit starts its clip table
             # anew, since shares at two limits cannot be added
             if name in loaded.state and not (forked and clips and name == "norms"):
@@ -153,7 +141,7 @@ def resume(
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         file = loaded.path / loading.STATE
         raise loading.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
-    return progress, meter, measured
+    return progress, meter
 
 
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
@@ -168,9 +156,12 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
     setup = set_up(parts, joined, fresh=loaded is None)
-    fresh = Progress(), Meter(joined.device, 0), measuring(parts)
-    progress, meter, measured = resume(parts, setup, loaded, forked) if loaded else fresh
+    clip = parts.config.clip
+    norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
+    progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
+        saved = saved_parts(setup, norms, noise)
+        progress, meter = restore(parts, setup, loaded, forked, saved)
         source = loaded.path if forked else loaded.path.name
         console.line(
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
@@ -192,7 +183,8 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         out=Outputs(path, main, console, tracker, rows, layers),
         progress=progress,
         meter=meter,
-        measured=measured,
+        norms=norms,
+        noise=noise,
         fixed=fixed_facts(parts),
         text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import statistics
@@ -19,7 +20,6 @@ from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
-from llmexp.train.step import Step
 from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import read_ahead
 
@@ -27,7 +27,6 @@ ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
 FILE = "calibration.json"  # in its folder
 WARM_UP, FEWEST, MOST = 2, 3, 50  # steps
 ENOUGH_S = 4.0  # of steps that are timed
-NOTHING = Due(row=False, evaluation=False, tasks=False, checkpoint=False, sample=False)
 
 
 def calibrate(loop: Loop) -> str:
@@ -68,16 +67,14 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     end = min(loop.run.max_steps, first + MOST)
     windows, at = read_ahead(loop.parts, loop.mesh, first), [time.perf_counter()]
     while True:
-        window, step = take_step(loop, windows, NOTHING)
+        window, step = take_step(loop, windows, Due())
         at.append(time.perf_counter())
         enough = len(at) > WARM_UP + FEWEST and at[-1] - at[WARM_UP] > ENOUGH_S
         stopped, through = mesh.any_rank(loop.mesh, STOP.requested, enough)
         if stopped or through or loop.progress.step >= end:
             break
     finish_step(loop)
-    row = Due(row=True, evaluation=False, tasks=False, checkpoint=False, sample=False)
-    done: Step = step
-    return at, lambda: report_step(loop, done, window, row), stopped
+    return at, functools.partial(report_step, loop, step, window, Due(row=True)), stopped
 
 
 def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:

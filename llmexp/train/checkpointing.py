@@ -11,7 +11,7 @@ from llmexp import mesh
 from llmexp.checkpoint import saving
 from llmexp.runs import rundir
 from llmexp.train.hooks import call_hooks
-from llmexp.train.state import Loop, Saving
+from llmexp.train.state import Loop, Saving, saved_parts
 from llmexp.train.step import TrainingFailed
 
 
@@ -42,13 +42,11 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         "geometry": {**geometry, "parallelism": run.parallelism},
         **loop.fixed,
     }
+    parts = saved_parts(setup, loop.norms, loop.noise)
     state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
-        "norms": loop.measured.norms.state_dict(),
-        "noise": loop.measured.noise.state_dict(),
-        "outliers": setup.outliers.state_dict(),
-        "scaler": setup.scaler.state_dict(),
+        **{name: part.state_dict() for name, part in parts.items()},
     }
     average = None if setup.ema is None else setup.ema.average
     ranks = loop.mesh.rank, loop.mesh.world_size

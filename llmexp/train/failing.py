@@ -26,26 +26,10 @@ from llmexp.train import group
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import TrainingFailed
 
-
-@dataclass(frozen=True)
-class Kind:
-    """Group exceptions that mean the same for a run.
-
-    Those that are `explained` say all in their text, and would come again: they need no trace and
-    no restart.
-    """
-
-    types: tuple[type[BaseException], ...]
-    exit_code: int  # before training starts; after that it is FAILED
-    explained: bool
-
-
-# The first kind that fits.
-KINDS = (
-    Kind((ConfigError, CheckpointError), REFUSED, explained=True),
-    Kind((TrainingFailed, Unwritable, DataChanged), FAILED, explained=True),
-    Kind((BaseException,), FAILED, explained=False),
-)
+# A run that has not begun is refused by these.
+REFUSALS = (ConfigError, CheckpointError)
+# These say all in their text, and would come again: they need no trace and no restart.
+EXPLAINED = (*REFUSALS, TrainingFailed, Unwritable, DataChanged)
 UNUSED = r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)"  # of torch's DDP
 
 
@@ -70,9 +54,8 @@ def meaning(
     if isinstance(error, SystemExit) and not STOP.training:  # by a signal
         code = error.code if isinstance(error.code, int) else FAILED
         return Failure(code, "stopped before the first step", state="preempted")
-    kind = next(kind for kind in KINDS if isinstance(error, kind.types))
-    code = FAILED if STOP.training else kind.exit_code
-    if kind.explained:
+    code = REFUSED if isinstance(error, REFUSALS) and not STOP.training else FAILED
+    if isinstance(error, EXPLAINED):
         return Failure(code, str(error))
     text = f"{type(error).__name__}: {error}"
     local = isinstance(error, OSError)  # a file system, say, that timed out: no rank is missing

@@ -24,8 +24,9 @@ from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
 from llmexp.settings.values import ConfigError, flatten, typed
+from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio, hardware
-from llmexp.system.redact import as_recorded, concealed, marks
+from llmexp.system.redact import as_recorded, concealed
 from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
 
@@ -152,7 +153,13 @@ def fixed_facts(parts: Parts) -> dict[str, Any]:
 
 
 def environment(parts: Parts) -> dict[str, str]:
-    return marks(plain(parts.config), may_change)
+    """Return a mark of the value of each variable that changes results, by which a change is seen.
+
+    Secrets, which are renewed, have none. A mark has four hex digits: too few to find the value by.
+    """
+    names = VARIABLE.findall(str(list(fixed_part(plain(parts.config)).values())))
+    values = {name: os.environ.get(name, "") for name in names if not is_secret(name)}
+    return {k: hashlib.sha256(v.encode()).hexdigest()[:4] for k, v in values.items()}
 
 
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:

@@ -68,10 +68,9 @@ def call_hooks(
                 f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
             ) from error
         try:
-            figures = _checked(found)
-            if wanted:  # else reading a tensor would make the host wait for nothing
-                read = {key: _float(key, value) for key, value in figures.items()}
-                # a row is strict JSON
+            # without a row a tensor is not read: that would make the host wait for nothing
+            read = _figures(found, read_tensors=wanted)
+            if wanted:  # a row is strict JSON
                 loop.figures |= {k: (v, (name, hook)) for k, v in read.items() if math.isfinite(v)}
         except ValueError as error:
             raise TrainingFailed(
@@ -80,34 +79,29 @@ def call_hooks(
             ) from None
 
 
-def _checked(found: Any) -> dict[str, Any]:
-    """Return the figures that a hook returned, without reading a tensor.
+def _figures(found: Any, *, read_tensors: bool) -> dict[str, float]:
+    """Return the figures that a hook returned; the host waits for tensors that are read.
 
     Raises ValueError for anything else.
     """
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
+    if not isinstance(found, Mapping | None):
         raise ValueError(_short(found))
-    for key, value in found.items():
+    figures = dict[str, float]()
+    for key, value in (found or {}).items():
         if not isinstance(key, str):
             raise ValueError(f"the key {_short(key)}")
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(f"{key}=a tensor {tuple(value.shape)} of {value.dtype}")
-        else:
-            _float(key, value)
-    return dict(found)
-
-
-def _float(key: str, value: Any) -> float:
-    """Return a hook's figure as a float. Raise ValueError for what is no number."""
-    if isinstance(value, str | bytes):
-        raise ValueError(f"{key}={_short(value)}")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{key}={_short(value)}") from None
+            if not read_tensors:
+                continue
+        try:
+            if isinstance(value, str | bytes):  # Python would read a number in it
+                raise TypeError
+            figures[key] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{key}={_short(value)}") from None
+    return figures
 
 
 def _short(value: Any) -> str:

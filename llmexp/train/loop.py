@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
@@ -19,31 +17,28 @@ from llmexp.run import Run
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.config import Config
 from llmexp.settings.targets import place
-from llmexp.system import hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import go_on_saving, save
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.profiling import start_profiler
-from llmexp.train.row import Measures, build_row
+from llmexp.train.row import build_row
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
-from llmexp.train.step import Step, TrainingFailed, seed_step, train_step
+from llmexp.train.step import StepResult, TrainingFailed, seed_step, train_step
 from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import read_ahead
-
-WEIGHT_NORM_EVERY = 10  # rows
 
 
 @dataclass(frozen=True)
 class Due:
     """List what follows a step."""
 
-    row: bool
-    evaluation: bool
-    tasks: bool
-    checkpoint: bool
-    sample: bool
+    row: bool = False
+    evaluation: bool = False
+    tasks: bool = False
+    checkpoint: bool = False
+    sample: bool = False
 
     @property
     def verdict(self) -> bool:
@@ -139,7 +134,7 @@ def due_by_time(loop: Loop) -> bool:
     return minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
 
 
-def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, Step]:
+def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, StepResult]:
     """Train on the next window. The host waits for the device only where a verdict is due."""
     progress, meter = loop.progress, loop.meter
     hook = functools.partial(call_hooks, loop, step=progress.step + 1, wanted=due.row)
@@ -162,10 +157,10 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
     return window, step
 
 
-def report_step(loop: Loop, step: Step, window: Window, due: Due) -> None:
+def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
-    row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window, due))
+    row = build_row(loop, step, window, due.evaluation)
     call_hooks(loop, "step_end", progress.step, row, window=window, wanted=True)
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long
@@ -195,32 +190,6 @@ def report_layers(loop: Loop, figures: dict[str, Any]) -> None:
         line = {"step": loop.progress.step, "tokens_seen": tokens_seen}
         loop.out.layers.add(line | figures)
         loop.out.layers.flush()
-
-
-def measure(loop: Loop, step: Step, window: Window, due: Due) -> Measures:
-    """Return what is measured of all ranks for a row, and start the counts of the next one."""
-    setup, device, digest = loop.setup, loop.mesh.device, None
-    tokens_seen, weight_norm = loop.meter.tokens_seen(), None
-    every = WEIGHT_NORM_EVERY * loop.config.train.log_every
-    if due.evaluation or loop.progress.step % every == 0:
-        weights = [parameter.detach() for parameter in setup.parameters]
-        weight_norm = float(mesh.global_norm(loop.mesh, weights))
-    if loop.config.train.data_digest:
-        digest = int(mesh.total(loop.mesh, torch.tensor(window.digest, device=device)))
-    rates = loop.meter.take(loop.mesh.world_size)
-    rates |= loop.measured.norms.take() | loop.measured.noise.figures()
-    memory = torch.tensor(hardware.peak_memory_gib(device), dtype=torch.float64)
-    return Measures(
-        tokens_seen=tokens_seen,
-        weight_norm=weight_norm,
-        peak_memory_gib=float(mesh.maximum(loop.mesh, memory)),
-        rates=rates,
-        lr=step.lr,
-        loss_scale=step.verdict.read().loss_scale if setup.scaler.enabled else None,
-        data_digest=digest,
-        outlier_steps=None if setup.outliers.sigma is None else loop.progress.outlier_count,
-        peak_flops=loop.peak_flops,
-    )
 
 
 def publish(loop: Loop, row: dict[str, Any]) -> None:

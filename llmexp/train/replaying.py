@@ -22,10 +22,9 @@ from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.system import fileio
 from llmexp.system.redact import clean
-from llmexp.train.calibration import NOTHING
-from llmexp.train.loop import take_step
+from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
-from llmexp.train.step import Outcome, accumulate, at_least_one, figure, loss_factor
+from llmexp.train.step import Outcome, accumulate, at_least_one, loss_factor, on_host
 from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import order_of, read_ahead
 from llmexp.update import precision
@@ -62,9 +61,9 @@ def replay(loop: Loop) -> str:
 
 def take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, float]:
     """Take a step of the run; return its figures and its rate."""
-    _, step = take_step(loop, windows, NOTHING)
+    _, step = take_step(loop, windows, Due())
     finish_step(loop)
-    return step.verdict.read(), step.lr
+    return step.read(), step.lr
 
 
 def compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
@@ -170,7 +169,7 @@ def loss_and_norm(loop: Loop, window: Window) -> list[float]:
     count, weight = loss_factor(setup, window)
     clear(loop)
     nll = accumulate(setup, window, weight)
-    loss = figure(mesh.total(setup.mesh, nll)) / at_least_one(count)
+    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
     return [float(loss), float(mesh.global_norm(setup.mesh, unscaled_gradients(loop)))]
 
 
@@ -211,7 +210,7 @@ def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
                     "sequence": begin + len(found),
                     "first_token": int(starts[len(found)]),
                     "targets": int(valid.sum()),
-                    "loss": float(figure(mesh.total(joined, nll))) / max(1, int(valid.sum())),
+                    "loss": float(on_host(mesh.total(joined, nll))) / max(1, int(valid.sum())),
                     "grad_norm": norm,
                     "share": share,
                     "documents": documents_of(loop, int(starts[len(found)]), each_t, valid),

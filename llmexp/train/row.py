@@ -1,63 +1,56 @@
-"""A row of metrics.jsonl: a pure function of what was measured."""
+"""A row of metrics.jsonl, from what was measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from llmexp.run import Run
-from llmexp.train.state import Progress
-from llmexp.train.step import BAD_LOSS, EMPTY, OK, OUTLIER, Outcome
+import torch
+
+from llmexp import mesh
+from llmexp.data.window import Window
+from llmexp.system import hardware
+from llmexp.train.state import Loop
+from llmexp.train.step import BAD_LOSS, EMPTY, StepResult
+
+WEIGHT_NORM_EVERY = 10  # rows
 
 
-@dataclass(frozen=True)
-class Measures:
-    """Hold the measurements for a row, over all ranks; None is not known or not asked for."""
+def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) -> dict[str, Any]:
+    """Return the row of the last step, without what evaluation and hooks add.
 
-    tokens_seen: int
-    weight_norm: float | None
-    peak_memory_gib: float
-    rates: dict[str, float]  # of the meter since the last row, the clipping, the noise scale
-    lr: float
-    loss_scale: float | None
-    data_digest: int | None
-    outlier_steps: int | None
-    peak_flops: float | None
-
-
-def build_row(run: Run, progress: Progress, seen: Outcome, measures: Measures) -> dict[str, Any]:
-    """Return the row of a step, without what evaluation and hooks add.
-
-    A figure that is not known is absent.
+    A figure that is not known is absent. All ranks call together and wait for the device; the
+    counts of the next row start here.
     """
-    applied = seen.code in (OK, OUTLIER)
-    row: dict[str, Any] = {"step": progress.step, "tokens_seen": measures.tokens_seen}
+    run, setup, progress, seen = loop.run, loop.setup, loop.progress, step.read()
+    row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
     row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
     if seen.code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = seen.loss
-    row["lr"] = measures.lr
-    if applied:
+    row["lr"] = step.lr
+    if seen.applied:
         row["grad_norm"] = seen.grad_norm
         row["grad_norm_post_clip"] = seen.grad_norm_post_clip
-    if measures.weight_norm is not None:
-        row["weight_norm"] = measures.weight_norm
-    if measures.loss_scale is not None:
-        row["loss_scale"] = measures.loss_scale
-    row["skipped"] = not applied
+    if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
+        weights = [parameter.detach() for parameter in setup.parameters]
+        row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
+    if setup.scaler.enabled:
+        row["loss_scale"] = seen.loss_scale
+    row["skipped"] = not seen.applied
     row["skipped_steps"] = progress.skipped_steps
     row["target_tokens"] = int(seen.target_tokens)
-    if measures.data_digest is not None:
-        row["data_digest"] = f"{measures.data_digest % 2**63:016x}"
-    row |= measures.rates
-    rate = row["tokens_per_sec_per_rank"]
-    if measures.outlier_steps is not None:
-        row["outlier_steps"] = measures.outlier_steps
+    if loop.config.train.data_digest:
+        digest = torch.tensor(window.digest, device=loop.mesh.device)
+        row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
+    row |= loop.meter.take(loop.mesh.world_size) | loop.norms.take() | loop.noise.figures()
+    if setup.outliers.sigma is not None:
+        row["outlier_steps"] = progress.outlier_count
     if run.flops_per_token is not None:
-        flops_per_sec = run.flops_per_token * rate
+        flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
-        if measures.peak_flops is not None:
-            row["mfu"] = flops_per_sec / measures.peak_flops
-    row["peak_memory_gib"] = measures.peak_memory_gib
+        if loop.peak_flops is not None:
+            row["mfu"] = flops_per_sec / loop.peak_flops
+    memory = torch.tensor(hardware.peak_memory_gib(loop.mesh.device), dtype=torch.float64)
+    row["peak_memory_gib"] = float(mesh.maximum(loop.mesh, memory))
     row["amp"] = int(run.precision in ("bf16", "fp16"))
     row["eta"] = (run.max_steps - progress.step) * row["step_time"]
     return row

@@ -24,7 +24,7 @@ from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.tracker.opening import Trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.step import Setup, Step
+from llmexp.train.step import Setup, StepResult
 
 
 @dataclass
@@ -51,14 +51,6 @@ STEPS_KEPT = 11  # of the figures layer by layer: a spike's and ten before
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Hold the measurements that compare a run with others."""
-
-    norms: Norms
-    noise: NoiseScale
-
-
-@dataclass(frozen=True)
 class Outputs:
     """Hold the places that a run writes to. Only rank 0 writes."""
 
@@ -80,6 +72,11 @@ class Saving:
     committing: bool = False
 
 
+def saved_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
+    """Return what besides the progress has a state that a checkpoint keeps, by name."""
+    return {"norms": norms, "noise": noise, "outliers": setup.outliers, "scaler": setup.scaler}
+
+
 @dataclass
 class Loop:
     """The state of the loop on this rank."""
@@ -89,11 +86,12 @@ class Loop:
     out: Outputs
     progress: Progress
     meter: Meter
-    measured: Measured
+    norms: Norms
+    noise: NoiseScale
     text_bytes: TextBytes
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
-    pending: Step | None = None  # the last step, while its verdict is not yet looked at
+    pending: StepResult | None = None  # the last step, while its verdict is not yet looked at
     writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
     # by step, the newest last; on the device
     last_layers: deque[tuple[int, dict[str, Tensor]]] = dataclasses.field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
+from llmexp.update.twin import seed_of
 
 # Outcome codes of a window; its update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
@@ -55,21 +55,6 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Hold the outcome of one optimizer step.
-
-    Its figures are numbers on a CPU; elsewhere they are tensors without dimension on the device,
-    and reading one makes the host wait.
-    """
-
-    target_tokens: Tensor | float
-    own_nll: Tensor | float  # this rank's part of the loss, summed
-    verdict: Verdict
-    lr: float
-    layers: dict[str, Tensor] | None  # figures of the step layer by layer, where they were due
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Hold the figures of a window on the host."""
 
@@ -83,18 +68,33 @@ class Outcome:
     # mean square norm and targets of the small batch, where it was measured
     small: tuple[float, float] | None
 
+    @property
+    def applied(self) -> bool:
+        """Return whether the update was made."""
+        return self.code in (OK, OUTLIER)
 
-class Verdict:
-    """Copy the figures of a window to the host at once, with the outlier limits that held for it.
 
-    `read` waits for that copy alone, not for work queued after it.
+class StepResult:
+    """Hold what one optimizer step came to.
+
+    Its figures are numbers on a CPU; elsewhere they are tensors on the device, copied to the host
+    at once: `read` waits for that copy alone, not for work queued after it.
     """
 
-    def __init__(self, limits: Limits | None, skip: Tensor | bool, *more: Any) -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        lr: float,
+        own_nll: Tensor | float,
+        layers: dict[str, Tensor] | None,
+        limits: Limits | None,
+        *figures: Any,
+    ) -> None:
+        self.lr, self.target_tokens = lr, figures[0]
+        self.own_nll = own_nll  # this rank's part of the loss, summed
+        self.layers = layers  # figures of the step layer by layer, where they were due
+        self._limits = limits  # of outliers, that held for the step
         self._event: torch.cuda.Event | None = None
-        figures = (skip, *more)
-        if isinstance(skip, bool):  # they are on the host
+        if isinstance(figures[1], bool):  # they are on the host
             self._figures = [float(figure) for figure in figures]
             return
         self._pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
@@ -103,10 +103,11 @@ class Verdict:
         self._event.record()
 
     def read(self) -> Outcome:
+        """Return the figures on the host."""
         if self._event is not None:
             self._event.synchronize()
             self._figures = self._pinned.tolist()
-        skipped, loss, norm, norm_after, clipped, count, scale, *small = self._figures
+        count, skipped, loss, norm, norm_after, clipped, scale, *small = self._figures
         code = outcome_code(loss, norm, count, bool(skipped), self._limits)
         mean_square = (small[0], small[1]) if small else None
         return Outcome(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
@@ -117,7 +118,7 @@ def train_step(
     window: Window,
     settle_last: Callable[[], int],
     gradients_ready: Callable[[], None] = lambda: None,
-) -> Step:
+) -> StepResult:
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number.
@@ -131,8 +132,8 @@ def train_step(
         layers.look(window.micro_batches[0][0])
     count, weight = loss_factor(setup, window)
     nll = accumulate(setup, window, weight)
-    own_nll = figure(nll.clone())
-    loss = figure(mesh.total(setup.mesh, nll)) / at_least_one(count)
+    own_nll = on_host(nll.clone())
+    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
 
     gradients = [p.grad for p in setup.parameters if p.grad is not None]
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
@@ -159,11 +160,11 @@ def train_step(
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
-    verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
-    return Step(count, own_nll, verdict, lr, taken)
+    figures = count, skip, loss, norm, norm_after, clipped, scale, *small
+    return StepResult(lr, own_nll, taken, limits, *figures)
 
 
-def figure(value: Tensor) -> Any:
+def on_host(value: Tensor) -> Any:
     """Return a 0-dim tensor as a number on a CPU, where reading is free, else as it is."""
     return value.item() if value.device.type == "cpu" else value
 
@@ -181,7 +182,7 @@ def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
         own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
-        count = figure(mesh.total(setup.mesh, own_count))
+        count = on_host(mesh.total(setup.mesh, own_count))
     # x dp_size: DDP and FSDP average what is to be summed
     weight = setup.mesh.dp_size / at_least_one(count)
     weight = weight.to(dtype) if isinstance(weight, Tensor) else torch.tensor(weight, dtype=dtype)
@@ -247,8 +248,7 @@ def seed_step(
     and a resumed run needs no RNG state. Without `everywhere` only torch's is seeded: nobody draws
     from the others.
     """
-    digest = hashlib.blake2b(f"{seed}/{step}/{dp_rank}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "big")
+    number = seed_of(f"{seed}/{step}/{dp_rank}")
     # torch.manual_seed queues a call a step where CUDA is not started
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

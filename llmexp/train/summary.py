@@ -47,13 +47,13 @@ def summarise(loop: Loop) -> dict[str, Any]:
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
     if loop.progress.step:
         found["skipped_steps"] = loop.progress.skipped_steps
-    norms = loop.measured.norms
+    norms = loop.norms
     if norms.steps:
         found["clipped_share"] = norms.clipped / norms.steps
     if loop.setup.outliers.sigma is not None:
         found["outlier_steps"] = loop.progress.outlier_count
     found |= {k: v for k, v in totals(loop).items() if k != "rose_first"}
-    return found | loop.measured.noise.figures()
+    return found | loop.noise.figures()
 
 
 def training_time(loop: Loop) -> float | None:
@@ -73,11 +73,11 @@ def training_time(loop: Loop) -> float | None:
 def details(loop: Loop) -> dict[str, Any]:
     """Return what status.json holds besides the summary: clipping and noise scale, if measured."""
     found: dict[str, Any] = {}
-    if clip := loop.measured.norms.summary():
+    if clip := loop.norms.summary():
         found["clip"] = clip
     if spikes := totals(loop):
         found["spikes"] = spikes
-    noise = loop.measured.noise
+    noise = loop.noise
     if noise.measurements:
         noise_found: dict[str, Any] = {
             key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
@@ -97,7 +97,7 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     if "noise" in measured:
         sections.append(("noise scale", measured["noise"]["verdict"]))
     if "clip" in measured:
-        sections.append(("clipping", clip_lines(measured["clip"], loop.measured.norms.limit)))
+        sections.append(("clipping", clip_lines(measured["clip"], loop.norms.limit)))
     return sections
 
 

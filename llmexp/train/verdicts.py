@@ -20,7 +20,7 @@ from llmexp.train.step import (
     OUTLIER,
     SKIPPED_OUTLIER,
     Outcome,
-    Step,
+    StepResult,
     TrainingFailed,
     seed_step,
 )
@@ -43,9 +43,9 @@ def finish_step(loop: Loop) -> int:
     if loop.pending is None:
         return progress.updates
     step, loop.pending = loop.pending, None
-    seen = step.verdict.read()
+    seen = step.read()
     count_outcome(loop, seen)
-    if seen.code in (OK, OUTLIER):
+    if seen.applied:
         progress.updates += 1
         if loop.setup.ema is not None:
             loop.setup.ema.follow()
@@ -63,7 +63,7 @@ def finish_step(loop: Loop) -> int:
     return progress.updates
 
 
-def reason_to_end(loop: Loop, step: Step, code: int) -> str:
+def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     """Return why the run cannot go on after a skipped update; "" where it can.
 
     All ranks are here, and the checkpoint that is on its way is finished.
@@ -156,6 +156,6 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
             spikes.follow(loop, seen, outliers.limits)
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:
-            loop.measured.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
-    if seen.code in (OK, OUTLIER):
-        loop.measured.norms.add(seen.grad_norm, seen.clipped)
+            loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+    if seen.applied:
+        loop.norms.add(seen.grad_norm, seen.clipped)

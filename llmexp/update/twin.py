@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 
+def seed_of(text: str) -> int:
+    """Return the seed of a generator, below 2^64, that a text stands for."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
 @torch.no_grad()
 def perturb(
     model: nn.Module, seed: int, twin: int, piece_of: Callable[[Tensor], Any] | None = None
@@ -23,10 +28,7 @@ def perturb(
     """
     if twin == 0:
         return
-    number = int.from_bytes(
-        hashlib.blake2b(f"{seed}/twin {twin}".encode(), digest_size=8).digest(), "big"
-    )
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(seed_of(f"{seed}/twin {twin}"))
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():
             continue

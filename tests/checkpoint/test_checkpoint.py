@@ -377,8 +377,8 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
 def test_a_hanging_save_does_not_keep_a_failed_process_alive():
     code = (
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
-        "from llmexp.system.child import leave\n"
-        "ThreadPoolExecutor(1).submit(time.sleep, 600)\nleave(3)"
+        "from llmexp.system.child import end_process\n"
+        "ThreadPoolExecutor(1).submit(time.sleep, 600)\nend_process(3)"
     )
     env = environment(PYTHONPATH=str(ROOT))
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 3

@@ -72,7 +72,7 @@ def measure(
         targets = torch.randint(VOCABULARY, (accumulation, 2, LENGTH), generator=rng)
         targets[torch.rand(targets.shape, generator=rng) < masked] = -100
         window = Window(step, [(t, t) for t in targets], int((targets >= 0).sum()), 0)
-        seen = train_step(s, window, lambda: 0).verdict.read()
+        seen = train_step(s, window, lambda: 0).read()
         assert (seen.small is None) == (accumulation == 1 or (step + 1) % every != 0)
         if seen.small is not None:
             noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)

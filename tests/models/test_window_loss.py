@@ -23,7 +23,7 @@ from llmexp.models import rows as by_rows
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import WindowLoss, plain_cross_entropy_sum
+from llmexp.models.loss import WindowLoss, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
 
 
@@ -181,7 +181,7 @@ def test_bf16_gradients_are_no_worse_than_autocast(low_precision_path: str, std:
         h.grad = weight.grad = None
         with torch.autocast("cpu", torch.bfloat16):
             if way == "plain":
-                nll = plain_cross_entropy_sum(F.linear(h, weight), targets)
+                nll = plain_cross_entropy(F.linear(h, weight), targets)
             else:
                 nll = chunked_cross_entropy_sum(h, weight, targets)
         nll.backward()
@@ -523,7 +523,7 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(kind: str) -> None:
         # As without a split: the loss is free of roundings of rows, the gradients are no worse than
         # autocast's.
         with torch.autocast("cpu", torch.bfloat16):
-            plain_cross_entropy_sum(F.linear(h, weight), targets).backward()
+            plain_cross_entropy(F.linear(h, weight), targets).backward()
         plain = relative_error(h.grad[0], expected_h), relative_error(weight.grad, expected_weight)
         assert nll.item() == pytest.approx(value, rel=2e-4)
         assert errors[0] < 1.05 * plain[0]

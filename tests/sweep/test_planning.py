@@ -92,7 +92,7 @@ GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
 
 
 def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
-    """A run that is there already is assembled anew."""
+    """A run that is there already is assembled anew, and so is one whose config is another now."""
     small = [*TINY, "data=synthetic", "train.max_steps=2", "checkpoint.resume=auto"]
     with app.hydra_app(None) as hydra:
         config = plain(app.typed_config(app.compose(hydra, small)[0]))
@@ -105,6 +105,10 @@ def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
     assert (len(times), waiting) == (1, {})
     check.answer("queue", request, None, waiting)
     assert len(times) == 2
+    check.answer("check", request, None, waiting)
+    stopped = {**request, "config": {**config, "train": {**config["train"], "stop_step": 1}}}
+    check.answer("queue", stopped, None, waiting)  # a rung of halving: nothing is left behind
+    assert (len(times), waiting) == (4, {})
 
 
 def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path):

@@ -22,7 +22,7 @@ from llmexp.system.fileio import Unwritable
 from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.sampling import one_thread
-from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
+from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Outcome, TrainingFailed
 from llmexp.train.summary import summarise
 from tests.conftest import TINY, llmexp
@@ -75,7 +75,8 @@ def made(
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
-        measured=Measured(Norms("none", None), NoiseScale(12)),
+        norms=Norms("none", None),
+        noise=NoiseScale(12),
         text_bytes=None, fixed={}, peak_flops=None,
     )  # fmt: skip
 
@@ -143,7 +144,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 def overflow() -> Any:
     seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None)
-    return SimpleNamespace(verdict=SimpleNamespace(read=lambda: seen))
+    return SimpleNamespace(read=lambda: seen)
 
 
 def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):

@@ -119,10 +119,3 @@ def test_a_rate_that_follows_the_batch_is_no_setting_of_its_own(rules, swept):
     )
     assert "optimizer.lr" in differing
     assert sorted(factors(entries, differing)) == sorted(swept)
-
-
-def test_a_rule_without_its_reference_is_refused_by_the_command_line(tmp_path):
-    done = llmexp("train", *TINY, *SHORT, "optimizer.lr_rule=linear", cwd=tmp_path)
-    assert done.code == 2
-    assert "optimizer.reference_batch=null: optimizer.lr_rule=linear needs the batch" in done.err
-    assert list(tmp_path.iterdir()) == []

@@ -29,6 +29,7 @@ from llmexp.settings import variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import bind, hook
+from llmexp.settings.values import is_ours
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
@@ -44,7 +45,6 @@ from llmexp.train.assembly.parts import (
     build_on_meta,
     build_optimizers,
     initial_notes,
-    is_own,
     prepare_tasks,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, placed
@@ -83,7 +83,9 @@ class Parts:
         """Return whether code that is not ours runs in a step: hooks, own parts, transformers."""
         config = self.config
         parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
-        foreign = config.model.get("_target_") == TRANSFORMERS or any(map(is_own, parts))
+        foreign = config.model.get("_target_") == TRANSFORMERS or not all(
+            is_ours(part.get("_target_")) for part in parts
+        )
         return bool(self.hooks) or foreign
 
     @property
@@ -145,7 +147,7 @@ def assemble(
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings = [] if tried or parent else once(initial_notes, *begins_with)
-    if is_own(solved.model) and not tried:
+    if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
         at = str(place.device), place.deterministic
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
@@ -185,7 +187,8 @@ def _loss_on_meta(
     """Return the model with its loss, without memory, once its optimizers were built."""
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
-        build_optimizers(optimizer, build_on_meta(*section) if is_own(optimizer) else model)
+        bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
+        build_optimizers(optimizer, bare)
         return WindowLoss(model)
 
 

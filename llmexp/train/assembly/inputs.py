@@ -18,7 +18,7 @@ from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.data.work import Source, Work, documents_to_train, works_of
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.targets import bind, described, locate, place, resolve
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError, is_ours, refuse
 from llmexp.settings.variables import fill
 
 OFFERED = ("tokenizer", "vocab_size", "sequence_length", "ask_again")  # to a source of data
@@ -77,7 +77,7 @@ def build_corpus(
 
 def uses_tokenizer(data: dict[str, Any]) -> bool:
     """Return whether the data's ids are the tokenizer's: our function needs it to make them."""
-    if not (dotted := str(data["_target_"])).startswith("llmexp."):
+    if not is_ours(dotted := data["_target_"]):
         return True  # a function of the user's: nothing is imported to know
     found = inspect.signature(locate("data._target_", dotted)).parameters.get("tokenizer")
     return found is not None and found.default is inspect.Parameter.empty

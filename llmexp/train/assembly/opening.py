@@ -15,9 +15,7 @@ from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import begin_with, open_checkpoint
 from llmexp.exchange.sizes import sizes_of
-from llmexp.models.common import give_memory
-from llmexp.models.gpt2 import GPT2
-from llmexp.models.llama import Llama
+from llmexp.models.common import LanguageModel, give_memory
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.targets import bind
@@ -147,7 +145,7 @@ def _build(section: dict[str, Any]) -> nn.Module:
             model: nn.Module = make()
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    if type(model) not in (GPT2, Llama):  # a subclass may have buffers or tied parameters
-        return cast(nn.Module, make())
+    if not (isinstance(model, LanguageModel) and model.is_ours()):
+        return cast(nn.Module, make())  # it may have buffers or tied parameters
     give_memory(model, torch.device("cpu"))
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,12 @@ from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
-from llmexp.settings.knobs import SEED, deciding_result, differing
+from llmexp.settings.knobs import SEED, deciding_data, deciding_result, differing
 from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
-
-# Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
-ORDER = ("batch.sequence_length", SEED)
-# Knobs of our own data that leave the training sequences as they are.
-BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 
 @dataclass(frozen=True)
@@ -151,20 +145,7 @@ def _place(
 
     That is where the parent was, unless the k-th sequence is another one now."""
 
-    def deciding(tree: dict[str, Any]) -> dict[str, Any]:
-        flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
-        ours = str(flat.get("data._target_")).startswith("llmexp.")
-        found = {
-            key: value
-            for key, value in deciding_result(flat).items()
-            if (key.startswith(("data.", "tokenizer.")) or key in ORDER)
-            and not (ours and BESIDES.fullmatch(key))
-        }
-        if ours and "data.val_files" in found:  # without them a part of the rest is for validation
-            found["data.val_files"] = found["data.val_files"] is not None
-        return found
-
-    causes = differing(deciding(there), deciding(config))
+    causes = differing(deciding_data(there), deciding_data(config))
     now, before = (
         {key: value for key, value in (found or {}).items() if key not in ("val_files", "val_sets")}
         for found in (as_recorded(corpus.fingerprint), recorded.get("data_fingerprint"))

@@ -39,11 +39,6 @@ def prepare_tasks(
     return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
-def is_own(section: dict[str, Any]) -> bool:
-    """Return whether a section names a function of the user's, not one of ours."""
-    return not str(section.get("_target_")).startswith("llmexp.")
-
-
 def initial_weights(
     section: dict[str, Any], model: nn.Module, whole: bool
 ) -> tuple[WeightSource, list[str]] | None:

@@ -17,7 +17,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, solve_layout
 from llmexp.settings.config import Config
-from llmexp.settings.values import refuse
+from llmexp.settings.values import is_ours, refuse
 from llmexp.update import precision
 
 
@@ -128,8 +128,7 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
         raise refuse("parallelism", p.kind, text, "fsdp")
-    target = str(config.optimizer.get("_target_"))
-    if not target.startswith("llmexp."):
+    if not is_ours(target := config.optimizer.get("_target_")):
         mix = f"the mix of split and whole parameters of parallelism={p.kind}"
         text = f"{target} is not known to take {mix}"
         raise refuse("optimizer._target_", target, text, "llmexp.update.optim.adamw")
