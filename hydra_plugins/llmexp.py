@@ -15,7 +15,7 @@ class LocalLauncher(Launcher):
     """Run the points of a sweep on this machine."""
 
     def __init__(self, **knobs: Any) -> None:
-        """Take the knobs, which `llmexp.sweep.launchers` reads from the config itself."""
+        """Take the knobs, which `llmexp.sweep.running` reads from the config itself."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

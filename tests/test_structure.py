@@ -48,7 +48,7 @@ SIZES = {
     "evaluate": 2_550,
     "forecast": 9_650,
     "compose": 9_350,
-    "sweep": 28_200,
+    "sweep": 27_900,
     "verify": 15_150,
     "cli": 17_200,
     "program": 2_800,

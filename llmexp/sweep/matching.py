@@ -20,8 +20,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import deciding_result
 from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse
-from llmexp.sweep.checker import Checker
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import Checker, Current
 from llmexp.sweep.points import Point, no_start, point_label, with_devices
 from llmexp.sweep.settings import Sweep
 

@@ -15,8 +15,7 @@ from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.composing import counted
-from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
+from llmexp.sweep.points import Point, Refused, counted, reasons, split_duplicates
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
 from llmexp.system.redact import redacted

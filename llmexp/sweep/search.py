@@ -21,13 +21,11 @@ from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
 from llmexp.settings.knobs import SEED, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.sweep.batch import open_ledger, run_batch
+from llmexp.sweep.batch import copies_of, open_ledger, run_batch
 from llmexp.sweep.current import Current
-from llmexp.sweep.launchers import launcher_knobs
 from llmexp.sweep.matching import Task, of_folders
 from llmexp.sweep.points import asked_of, grid_of, load_points
-from llmexp.sweep.running import run_points, score, stop_in
-from llmexp.sweep.twins import copies_of
+from llmexp.sweep.running import launcher_knobs, run_points, score, stop_in
 from llmexp.system.child import say
 from llmexp.system.text import number
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.screening import design, discoveries, screen
-from llmexp.sweep.screen import size_of
+from llmexp.sweep.main import size_of
 from tests.conftest import TINY, llmexp
 from tests.tools import printed
 

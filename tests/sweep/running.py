@@ -14,9 +14,9 @@ import yaml
 from llmexp.runs.ledger import Ledger, PointFacts
 from llmexp.sweep import local
 from llmexp.sweep.current import Current
-from llmexp.sweep.launchers import drive
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task
+from llmexp.sweep.running import drive
 from llmexp.sweep.settings import build_sweep
 from tests.conftest import ROOT
 

@@ -17,9 +17,8 @@ from llmexp.compose import app
 from llmexp.runs import rundir
 from llmexp.settings.config import plain
 from llmexp.sweep import check
-from llmexp.sweep.composing import Composer
 from llmexp.sweep.local import Local
-from llmexp.sweep.points import expand
+from llmexp.sweep.points import Composer, expand
 from llmexp.sweep.settings import Sweep
 from tests.conftest import TINY, llmexp
 

@@ -13,7 +13,7 @@ import pytest
 from llmexp.runs import rundir
 from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.settings.values import ConfigError
-from llmexp.sweep import launchers, local, show, slurm
+from llmexp.sweep import local, running, show, slurm
 from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import record_left
 from llmexp.system.text import one_line
@@ -93,7 +93,7 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
     launcher = slurm.Slurm(current, None, submitted, print)
     launcher.pause_s = 0
     display = SimpleNamespace(line=print, tick=lambda: None)
-    launchers.drive(launcher, [], current, display)
+    running.drive(launcher, [], current, display)
     after = "finished" if begins else "queued"
     assert [e.state for e in current.ledger.points] == ["failed", after]
     assert rundir.read_status(other.path)["state"] == after

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from llmexp.runs import ledger
-from llmexp.sweep.twins import leading
+from llmexp.sweep.batch import leading
 from llmexp.update.twin import perturb
 from tests.compare.synthetic import make_sweep
 from tests.conftest import TINY, llmexp, start, train
