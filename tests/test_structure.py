@@ -40,7 +40,7 @@ SIZES = {
     "data": 32_300,
     "tasks": 3_100,
     "checkpoint": 5_250,
-    "runs": 11_600,
+    "runs": 11_650,
     "exchange": 9_950,
     "tracker": 9_150,
     "compare": 50_300,

@@ -65,14 +65,19 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], l
         except ConfigError as error:
             problems.append(f"{clean(error)}; this run is left out")
             continue
-        home = run.parent
-        if not ledger.is_sweep(home):  # hydra.sweep.subdir may be several folders deep
-            above = run.absolute().parents[1:DEPTH]
-            home = next(filter(ledger.is_sweep, above), home)
-        if home.resolve() not in sweeps:
-            sweeps[home.resolve()] = _sweep(home, problems)
-        found.append((run, sweeps[home.resolve()]))
+        found.append((run, _sweep_of(run, sweeps, problems)))
     return found, problems
+
+
+def _sweep_of(run: Path, sweeps: dict[Path, SweepFolder], problems: list[str]) -> SweepFolder:
+    """Return the sweep of a run: its parent folder, or one above whose ledger has the run."""
+    deeper = [] if ledger.is_sweep(run.parent) else run.absolute().parents[1:DEPTH]
+    for path in [*filter(ledger.is_sweep, deeper), run.parent]:
+        if path.resolve() not in sweeps:
+            sweeps[path.resolve()] = _sweep(path, problems)
+        if path is run.parent or sweeps[path.resolve()].point_of(run):
+            break
+    return sweeps[path.resolve()]
 
 
 def _sweep(path: Path, problems: list[str]) -> SweepFolder:

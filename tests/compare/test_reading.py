@@ -219,3 +219,16 @@ def test_where_the_rows_should_end(tmp_path, state, ended, most, log_every, last
     (tmp_path / "config.yaml").write_text(f"train: {{log_every: {log_every}}}")
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {last}}}\n')
     assert bool(RunFolder(tmp_path).lost()) == lost
+
+
+def test_a_run_in_a_deeper_folder_is_of_the_sweep_whose_ledger_has_it(tmp_path):
+    path = make_sweep(tmp_path / "s", {"a": {}}, ["optimizer.lr"])
+    (path / "x").mkdir()
+    (path / "0-a").rename(path / "x" / "0-a")
+    text = (path / "sweep.json").read_text()
+    (path / "sweep.json").write_text(text.replace('"folder": "0-a"', '"folder": "x/0-a"'))
+    make_run(path / "y" / "alone")  # trained where the sweep is, and none of its points
+    found = {run.name: (sweep.path, sweep.point_of(run)) for run, sweep in find([path])[0]}
+    where, point = found["0-a"]
+    assert (where, point.number) == (path, 0)
+    assert found["alone"] == (None, None)

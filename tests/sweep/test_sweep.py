@@ -149,7 +149,9 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     assert len(by_state["queued"]) >= 2
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume grid --allow own"
 
-    before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
+    before = {
+        name: (folder / name / "status.json").read_bytes() for name in by_state.get("finished", ())
+    }
     (tmp_path / "armed").touch()
     process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
     wait_for(
