@@ -34,7 +34,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests import forks
+from llmexp.settings import values
+from tests import forks, suggestions
 
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
@@ -191,6 +192,21 @@ def train(cwd: Path, name: str, *overrides: str, **env: str) -> Result:
     result = llmexp("train", *TINY, f"hydra.run.dir={name}", *overrides, cwd=cwd, **env)
     assert result.code == 0, result.err + result.out
     return result
+
+
+@pytest.fixture
+def suggestions_are_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test has refused in its own process, what the refusal suggests can be pasted."""
+    texts: list[str] = []
+
+    def made(kind: type, text: str, *_: Any, **__: Any) -> Any:
+        texts.append(text)
+        return ValueError.__new__(kind, text)
+
+    monkeypatch.setattr(values.ConfigError, "__new__", made)
+    yield
+    for text in texts:
+        suggestions.check(text)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from llmexp.run.budget import solve_budget
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.values import ConfigError
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 small = st.integers(1, 40)
 
 

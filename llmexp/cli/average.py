@@ -83,7 +83,8 @@ def chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
         path, step = named_checkpoint(name)
         steps = rundir.saved_steps(path)
         if step is not None and last is not None:
-            raise ConfigError(f"{name} --last {last}: give the step or --last; for example {path}")
+            text = "give the step or --last; for example"
+            raise ConfigError(f"{name} --last {last}: {text} {shlex.quote(str(path))}")
         if len(steps) < (last or 1):
             there = ", ".join(map(str, steps)) or "none yet"
             way = f"checkpoint.keep={max(2, last or 1)} keeps more"

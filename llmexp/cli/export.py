@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     )
     if done.padding:
         print(
-            f"left out: {done.padding} rows of the vocabulary behind the tokenizer's ids "
+            f"left out: {done.padding:,} rows of the vocabulary behind the tokenizer's ids "
             "(--keep-padding writes them)"
         )
     print(f"use it: transformers.AutoModelForCausalLM.from_pretrained({str(args.folder)!r})")

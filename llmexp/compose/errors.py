@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.values import ConfigError, flatten, hint, nearest, refuse
+from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
 
 MOST = 18  # names in a list of what there is
 
@@ -101,7 +101,8 @@ def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:
         if longer and other == choices[section]:
             return ""
         if longer:
-            return f" Did you mean {section}={other} {section}.{longer[0]}={value}?"
+            word = pasteable(f"{section}.{longer[0]}={value}")
+            return f" Did you mean {section}={other} {word}?"
     return ""
 
 

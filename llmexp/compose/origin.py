@@ -22,7 +22,7 @@ from llmexp.compose.forking import OPTION, PREFIX
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.config import OPEN_SECTIONS, Config, conf_dir, plain
 from llmexp.settings.knobs import dead, defaults, fields
-from llmexp.settings.values import ConfigError, flatten, refuse
+from llmexp.settings.values import ConfigError, flatten, pasteable, refuse
 
 COMMAND_LINE = "the command line"
 CONFIG_NAME = "config"
@@ -118,9 +118,15 @@ SWEEP_ONLY = (
     "hydra.sweep.",
 )  # fmt: skip
 RUN_ONLY = {
-    "hydra.run.dir": "names the folder of a single run; that of a sweep is hydra.sweep.dir={value}",
-    "train.stop_step": "does nothing in a sweep, whose points train to their end; leave it out, or "
-    "for shorter points give train.max_steps={value}",
+    "hydra.run.dir": (
+        "names the folder of a single run; that of a sweep is",
+        "hydra.sweep.dir",
+    ),
+    "train.stop_step": (
+        "does nothing in a sweep, whose points train to their end; leave it out, or for shorter "
+        "points give",
+        "train.max_steps",
+    ),
 }
 
 
@@ -136,7 +142,9 @@ def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
             text = "does nothing without -m, which makes the command a sweep"
             raise refuse(key, value, f"{text}; add -m, or leave it out")
         if multirun and key in RUN_ONLY and value != "null":
-            raise refuse(key, value, RUN_ONLY[key].format(value=value.partition(",")[0]))
+            text, instead = RUN_ONLY[key]
+            word = pasteable(f"{instead}={value.partition(',')[0]}")
+            raise refuse(key, value, f"{text} {word}")
 
 
 def typed_keys(overrides: Sequence[str]) -> set[str]:

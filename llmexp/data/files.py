@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.system.fileio import sha256
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
-READ_SAVED = "data=corpus data.sources.main.hf="
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
@@ -74,7 +73,7 @@ def _match_files(key: str, pattern: str) -> list[Path]:
         names = _files_below(key, expanded)
     paths = [Path(name) for name in names if not os.path.isdir(name)]
     if not paths:
-        text = f"{names[0]} is a folder; for its files write {key}={names[0]}"
+        text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
         raise refuse(key, pattern, text)
     for path in paths:
         if path.exists() and not path.is_file():  # to read from it could wait for ever
@@ -112,7 +111,10 @@ def _files_below(key: str, folder: str) -> list[str]:
     """
     if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
         of_source = key.endswith(".files")
-        way = f"{key.removesuffix('files')}hf={folder}" if of_source else READ_SAVED + folder
+        way = "" if of_source else "data=corpus "
+        way += typed(
+            f"{key.removesuffix('files')}hf" if of_source else "data.sources.main.hf", folder
+        )
         raise refuse(key, folder, f"this folder was made by save_to_disk of datasets; use {way}")
     found, hidden = list[str](), 0
     for path in sorted(Path(folder).rglob("*")):

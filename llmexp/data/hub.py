@@ -9,7 +9,7 @@ from typing import Any
 
 from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, need_package, reading
-from llmexp.settings.values import refuse
+from llmexp.settings.values import refuse, typed
 
 
 def read_dataset(
@@ -35,7 +35,7 @@ def read_dataset(
 def _of_folder(datasets: Any, key: str, name: str, split: str) -> Any:
     """Return one split of a folder that `save_to_disk` wrote. Raises ValueError."""
     if not any(Path(name).glob("**/state.json")):
-        files = f"{key.removesuffix('hf')}files={name}/*.parquet"
+        files = typed(f"{key.removesuffix('hf')}files", f"{name}/*.parquet")
         text = f"this folder was not made by save_to_disk; for files in it use {files}"
         raise refuse(key, name, text)
     with reading(key, name):

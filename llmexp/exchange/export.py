@@ -170,7 +170,7 @@ def export_model(
     facts = {
         "weights": "their exponential moving average (train.ema)" * (weights == "ema"),
         "stored as": rounding(stored, trained),
-        "vocabulary": padding and f"{form.vocabulary:,} ids; {padding} rows of padding left out",
+        "vocabulary": padding and f"{form.vocabulary:,} ids; {padding:,} rows of padding left out",
     }
     with new_folder(folder) as draft:
         size = write_weights(draft, loaded, rules, form)

@@ -53,15 +53,17 @@ def loss_text(value: float) -> str:
 
 def rounded(value: float) -> str:
     """Return a large number with three digits and a letter: 81.9k, 1.64M."""
+    value = float(f"{value:.3g}")  # what rounds up to the next letter has it
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / size:.3g}{letter}"
+            return f"{value / size:,.12g}{letter}"
     return f"{value:.3g}"
 
 
 def gib(size: float) -> str:
-    """Return bytes as GiB, with three digits and no unit."""
-    return f"{size / 2**30:,.3g}"
+    """Return bytes as GiB, with three digits or whole, and no unit."""
+    found = size / 2**30
+    return f"{found:,.0f}" if found >= 999.5 else f"{found:.3g}"
 
 
 def readable_size(size: float) -> str:

@@ -210,7 +210,8 @@ def planned_line(records: Records) -> tuple[str, bool]:
     for key in ("entity", "group", "name", "run_id"):
         if (value := getattr(fields, key)) is not None:
             where.append(f"{key} {value}")
-    line = f"{records.rows:,} rows, {records.state} ({', '.join(where)}"
+    count = f"{records.rows:,} row{'s' * (records.rows != 1)}"
+    line = f"{count}, {records.state} ({', '.join(where)}"
     line += f"; tags {', '.join(fields.tags)})" if fields.tags else ")"
     if position and position.step >= 0:
         line += f"; those up to step {position.step:,} were handed to wandb before, and are sent "

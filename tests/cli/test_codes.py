@@ -9,6 +9,8 @@ from llmexp.__main__ import run as command
 from tests.conftest import TINY, llmexp
 from tests.tools import printed
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 SPLIT = ["batch.real_batch_size=7", "batch.micro_batch_size=2"]
 NO_FILE = ["data=text", "data.train_files=nope"]
 

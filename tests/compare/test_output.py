@@ -21,7 +21,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.table import show, to_json, to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
-from llmexp.system.text import readable_size, shown
+from llmexp.system.text import gib, readable_size, rounded, shown
 from tests.compare.synthetic import make_run, make_sweep
 from tests.tools import printed
 
@@ -165,6 +165,10 @@ def test_figures_are_readable():
     assert [readable_size(size) for size in sizes] == [
         "1023 B", "1.0 KiB", "10 KiB", "1023 KiB", "1.0 MiB", "3.0 TiB",
     ]  # fmt: skip
+    counts = (0.5, 123.4, 999.96, 81_920, 999_960, 1.64e6, 3.3333e12)
+    assert [rounded(c) for c in counts] == ["0.5", "123", "1k", "81.9k", "1M", "1.64M", "3,330G"]
+    sizes = (0.0039, 15.96, 999.4, 999.7, 3354.2)
+    assert [gib(n * 2**30) for n in sizes] == ["0.0039", "16", "999", "1,000", "3,354"]
 
 
 def test_the_list_of_runs_names_its_loss(tmp_path, capsys):

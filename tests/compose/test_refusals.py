@@ -15,6 +15,8 @@ from llmexp.settings.values import ConfigError
 from llmexp.train.assembly import placement
 from tests.conftest import TINY, llmexp
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,11 @@ from llmexp.__main__ import run
 from llmexp.exchange.reading import WeightSource, check_weights
 from llmexp.settings.knobs import fields
 from llmexp.settings.values import NO_DEFAULT, refuse, typed
+from tests.suggestions import PARSER, suggested
+from tests.suggestions import check as check_suggestions
 
-PARSER = OverridesParser.create()
 SOURCE = Path(__file__).parents[2] / "llmexp"
+SLOT = "\0"
 
 
 def read(text: str) -> object:
@@ -54,31 +57,38 @@ def test_the_example_of_each_knob_is_read():
             assert PARSER.parse_override(word).key_or_group == key
 
 
-def literals() -> list[tuple[str, str]]:
-    """The suggestions that stand in the source, a 7 in the place of each value."""
-    found = []
+def messages() -> Iterator[tuple[str, str]]:
+    """Give each text in the source but docstrings; what it fills in is a key or a 7."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            texts = [p.value if isinstance(p, ast.Constant) else "x7" for p in parts]
-            if not all(isinstance(text, str) for text in texts) or not isinstance(
-                node, ast.JoinedStr | ast.Constant
-            ):
+        tree = ast.parse(path.read_text())
+        parts = {id(part) for node in ast.walk(tree) for part in getattr(node, "values", ())}
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                pieces = [
+                    one.value if isinstance(one, ast.Constant) else SLOT for one in node.values
+                ]
+            elif isinstance(node, ast.Constant) and id(node) not in parts | docs:
+                pieces = [node.value]
+            else:
                 continue
-            pattern = r"for example ((?:llmexp \w+ )?(?:-m )?[\w.+]+=.*?)(?:;|$|\n|, | or )"
-            found += [
-                (f"{path.name}:{node.lineno}", m) for m in re.findall(pattern, "".join(texts))
-            ]
-    return found
+            text = "".join(map(str, pieces))
+            text = re.sub(rf"{SLOT}(?=(\.\w+)*=)", "user", text).replace(SLOT, "7")
+            yield f"{path.name}:{node.lineno}", text
 
 
 def test_the_suggestions_in_the_source_are_read():
-    found = literals()
-    assert len(found) > 20
-    for where, text in found:
-        for word in shlex.split(text):
-            if "=" in word and not word.isupper() and "LLMEXP_" not in word:
-                assert PARSER.parse_override(word), (where, word)
+    found = {(where, word) for where, text in messages() for word in suggested(text)}
+    assert len(found) > 130
+    for where, word in found:
+        assert PARSER.parse_override(word), (where, word)
+
+
+@pytest.mark.parametrize("wrong", ["model.rope_scaling={'factor': 8.0}", "'name=a:b c:{'"])
+def test_a_suggestion_that_cannot_be_read_is_found(wrong):
+    check_suggestions(f"llmexp: {wrong}: is refused; for example train.seed=1 (or name=a, or so).")
+    with pytest.raises(HydraException):
+        check_suggestions(f"llmexp: model.n_layers=x: no; for example {wrong}; or so")
 
 
 def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
@@ -106,3 +116,26 @@ def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
 def test_advice_leads_on(words, said, capsys):
     assert run(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["data=text", "data.train_files=my docs*"], "data.train_files", "my docs"),
+        (["data=text", "data.train_files=my saved"], "data.sources.main.hf", "my saved"),
+        (["data=corpus", "data.sources.a.files=my saved"], "data.sources.a.hf", "my saved"),
+        (["data=corpus", "data.sources.a.hf=my docs"], "data.sources.a.files", "my docs/*.parquet"),
+        (["data.files='my docs/a,b.txt'"], "data.train_files", "my docs/a,b.txt"),
+        (["-m", "train.seed=1,2", "hydra.run.dir=my docs (1)"], "hydra.sweep.dir", "my docs (1)"),
+    ],
+)
+def test_paths_with_spaces_come_back_from_a_shell(words, key, value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my docs", "my saved"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "my saved" / "state.json").write_text("{}")
+    words = [re.sub(r"=(my [^*]*)(\*?)$", r"='\1\2'", word) for word in words]
+    more = ["data.val.v.share=0.1"] if "data=corpus" in words else []
+    assert run(["plan", *words, *more]) == 2
+    found = [PARSER.parse_override(word) for word in suggested(capsys.readouterr().err)]
+    assert (found[-1].key_or_group, found[-1].value()) == (key, value)

@@ -23,6 +23,8 @@ zstandard = pytest.importorskip("zstandard")
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import feather, parquet  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 TEXTS = ["Hello\nworld", "", "Grüße, 你好 \U0001f600", "a" * 1_200_000, '{"text": "no"}']
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
 PACKED[".bz2"] = bz2.compress

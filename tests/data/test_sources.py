@@ -30,6 +30,8 @@ from tests.tools import option
 
 from .common import SHARED
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 BYTES = tokenizers.byte_level()
 

@@ -25,6 +25,8 @@ from llmexp.data.tokenizers import PATTERNS, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import SMALLEST, train_bpe
 from llmexp.data.work import documents_to_train
 
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
 
