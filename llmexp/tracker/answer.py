@@ -113,6 +113,8 @@ def _sent_within(
             ended.append(f"wandb  {send_answer(store, answer, sweep)}")
             if is_installed():
                 ended.append(f"view   {workspace(sweep)}")
+        except TrackerError as error:
+            ended.append(lacking(str(error)))
         except BaseException as error:  # nobody else hears of it
             ended.append(lacking(one_line(error)))
 

@@ -168,7 +168,8 @@ from llmexp.tracker.answer import SweepAnswer, deliver
 sweep = Path("s")
 marks = {run: {} for run in sweep.glob("*-*")}
 answer = SweepAnswer("it is decided", {"name": ["a"]}, "<p>", marks)
-print(deliver(sweep, lambda: answer, lambda: sys.argv[1:] == ["stopped"]))
+asked = iter([False] * int(sys.argv[1]))  # whether the sweep was stopped
+print(deliver(sweep, lambda: answer, lambda: next(asked, True)))
 print("the sweep goes on")
 """
 
@@ -177,6 +178,7 @@ print("the sweep goes on")
     ("behaviour", "module", "expected"),
     [
         ("hangs", "", "not done after 2 s"),
+        ("hangs", "", "stopped"),
         ("hangs after start", "", "not done after 2 s"),
         ("rate limited", "", "not done after 2 s"),
         ("ok", "raise SystemExit(3)", "SystemExit: 3"),
@@ -192,7 +194,7 @@ def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
         (tmp_path / "path" / "wandb.py").write_text(module)
     with FakeWandb(behaviour) as server:
         done = subprocess.run(
-            [sys.executable, "-c", DELIVER],
+            [sys.executable, "-c", DELIVER, "3" if expected == "stopped" else "1000"],
             cwd=tmp_path,
             env=os.environ
             | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
