@@ -180,7 +180,7 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     assert list(frame.columns) == list(table[0])
     assert frame["val/loss"].tolist() == [float(row["val/loss"]) for row in table]
     assert frame["name"].tolist() == [row["name"] for row in table]
-    switched = dataclasses.replace(answer.comparison.entries[0], values={"optimizer.lr": False})
+    switched = dataclasses.replace(answer.comparison.settings[0], values={"optimizer.lr": False})
     changed = dataclasses.replace(answer.comparison, entries=(switched,))
     assert llmexp.Answer(changed).frame()["optimizer.lr"].tolist() == [False]
     losses = answer.figures["losses"]

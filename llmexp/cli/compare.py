@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmexp.compare import table
 from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
-from llmexp.compare.records import Comparison
+from llmexp.compare.records import Result
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     )
     for problem in comparison.problems:
         warn(problem)
-    if not comparison.entries:
+    if not comparison.settings:
         raise ConfigError(NO_RUN)
     for path in args.out:
         _write(comparison, path)
@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
     return DONE
 
 
-def _page(comparison: Comparison) -> str:
+def _page(comparison: Result) -> str:
     """Return the page; plotly is imported only where one is asked for."""
     from llmexp.compare.page import page
 
     return page(comparison)
 
 
-_FORMS: dict[str, Callable[[Comparison], str]] = {
+_FORMS: dict[str, Callable[[Result], str]] = {
     ".json": table.to_json, ".csv": table.to_csv, ".md": table.to_markdown, ".html": _page,
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ def _check(path: Path) -> None:
     raise ConfigError(f"--out {path}: {why}")
 
 
-def _write(comparison: Comparison, path: Path) -> None:
+def _write(comparison: Result, path: Path) -> None:
     """Write the comparison in the form that the file's name asks for; raise OSError in words."""
     try:
         fileio.write_whole(path, _FORMS[path.suffix.lower()](comparison))

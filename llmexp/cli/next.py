@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> int:
 def proposed(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
     found = investigate(paths, negligible=negligible)
-    for problem in found.c.problems:
+    for problem in found.problems:
         warn(problem)
-    if not found.c.entries:
+    if not found.settings:
         raise ConfigError(NO_RUN.replace("compare", "next"))
     return propose(found)

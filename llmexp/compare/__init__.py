@@ -15,7 +15,7 @@ judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
-comparing      all of the above in order: runs -> `Comparison`
+comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_verdict, plot_training,
                plot_settings, plot_screen and plot_search make its figures

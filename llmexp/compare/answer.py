@@ -13,26 +13,26 @@ from pathlib import Path
 import numpy as np
 
 from llmexp.compare import budgets
-from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
+from llmexp.compare.evidence import FEW, same_rows
 from llmexp.compare.figures import half_width
-from llmexp.compare.judging import RESOLUTION, SMALL, Findings
-from llmexp.compare.records import TWIN, listed
+from llmexp.compare.judging import RESOLUTION, SMALL
+from llmexp.compare.records import REACHED, TWIN, Floor, Result, Setting, Verdict, listed
 from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
-from llmexp.compare.target import REACHED, UNITS_IN_WORDS, cap_of
+from llmexp.compare.target import UNITS_IN_WORDS, cap_of
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
 
 
-def headline(f: Findings) -> str:
+def headline(f: Result) -> str:
     """State the result in one line."""
     if not f.ranked:
         return _nothing_to_rank(f)
-    if f.c.target:
+    if f.target:
         return _to_target(f)
-    if f.c.screen:
-        return screen_line(f)
+    if f.screen:
+        return screen_line(f, f.screen)
     if f.tasks > 1:
         return (
             f"No ranking: the runs have {f.tasks} different validation texts, so their losses "
@@ -46,14 +46,14 @@ def headline(f: Findings) -> str:
         second = f.ranked[1]
         return f"{_leads(f, 'has')}; next is {second.label}, {f.figure(second)}{_by_items(f)}."
     if f.verdicts == {Verdict.ROUNDING}:
-        twins = all(r.entry.values.get(TWIN) for r in f.ranked[1:])
+        twins = all(r.values.get(TWIN) for r in f.ranked[1:])
         return (_won(f) if twins else "") or _one_computation(f)
     if all(len(r.seeds) == 1 for r in f.ranked):
         return _one_seed(f)
     return _by_seeds(f)
 
 
-def _nothing_to_rank(f: Findings) -> str:
+def _nothing_to_rank(f: Result) -> str:
     if not f.metric.better:
         return f"No ranking: neither a higher nor a lower figure of {f.metric.title} is better."
     if f.mixed and f.metric.key.endswith("/loss"):
@@ -61,31 +61,31 @@ def _nothing_to_rank(f: Findings) -> str:
     return f"No ranking: no run that takes part has a {f.metric.title}."
 
 
-def _to_target(f: Findings) -> str:
+def _to_target(f: Result) -> str:
     """Say who reaches the target first, and how surely."""
     best, others = f.ranked[0], f.ranked[1:]
     if not f.reached:
-        return f"No run reaches {f.c.target}."
-    key, unit = f.metric.key, UNITS_IN_WORDS[f.c.align]
+        return f"No run reaches {f.target}."
+    key, unit = f.metric.key, UNITS_IN_WORDS[f.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)
-    cap = cap_of(f.c.taking_part, f.c.align)
-    there = (r for r in (*few, *undecided) if r.entry.figures.get(REACHED))
+    cap = cap_of(f.taking_part, f.align)
+    there = (r for r in (*few, *undecided) if r.figures.get(REACHED))
     at_cap = (r for r in there if best.capped and r.capped)
     tied = [r for r in at_cap if abs(r.size or 0.0) <= RESOLUTION * cap]
 
-    def when(r: Rival) -> str:
-        if key in r.entry.figures:
-            return f"after {rounded(r.entry.figures[key])} {unit}"
-        return f"in {round(r.entry.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
+    def when(r: Setting) -> str:
+        if key in r.figures:
+            return f"after {rounded(r.figures[key])} {unit}"
+        return f"in {round(r.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
 
     if tied:
         names = listed([r.label for r in (best, *tied)])
         return (
-            f"Undecided: {names} reach {f.c.target} behind {rounded(cap)} {unit}, where the first "
+            f"Undecided: {names} reach {f.target} behind {rounded(cap)} {unit}, where the first "
             f"run that never does ends: {best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
         )
-    start = f"{best.label} reaches {f.c.target} {'first, ' if others else ''}{when(best)}"
+    start = f"{best.label} reaches {f.target} {'first, ' if others else ''}{when(best)}"
     if not others:
         return f"{start}."
     near = (undecided or few or worse or others)[0]
@@ -109,19 +109,19 @@ def _of_others(count: int, others: int, what: str) -> str:
     return f"{count} of the {others} others {'is' if count == 1 else 'are'} {what}."
 
 
-def _leads(f: Findings, start: str, of: str = "") -> str:
+def _leads(f: Result, start: str, of: str = "") -> str:
     """Return `accum=1 has the lowest val loss, 2.6`."""
     best = f.ranked[0]
     return f"{best.label} {start} the {f.extreme} {f.metric.title}{of}, {f.figure(best)}"
 
 
-def _by_items(f: Findings) -> str:
+def _by_items(f: Result) -> str:
     """Tell whether the items of a task tell the first two models apart.
 
     The errors of both count as if they had answered other items: at most that wide where both err
     on the same.
     """
-    first, second = (r.entry for r in f.ranked[:2])
+    first, second = f.ranked[:2]
     halves = [half for e in (first, second) if (half := half_width(e, f.metric))]
     if len(halves) < 2:
         return ""
@@ -131,14 +131,14 @@ def _by_items(f: Findings) -> str:
     return f"; the items {verb} these models apart, {size} between them"
 
 
-def _won(f: Findings) -> str:
+def _won(f: Result) -> str:
     """Name the setting that successive halving left in; empty where there was none, or a search."""
-    only, ranked = f.ranked[0], [r.entry for r in f.ranked]
-    dropped = [e for e in f.c.entries if any(r.rung is not None for r in e.runs)]
-    out = [e for e in dropped if e not in ranked]
+    only = f.ranked[0]
+    dropped = [e for e in f.settings if any(r.rung is not None for r in e.runs)]
+    out = [e for e in dropped if e not in f.ranked]
     if not out or any(r.trial for e in out for r in e.runs):
         return ""
-    ended = all(r.state == "finished" for r in only.entry.runs if r.rung is None)
+    ended = all(r.state == "finished" for r in only.runs if r.rung is None)
     verb = "won" if ended else "is left in"
     shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
     when = " and ".join(f"{s:.3g}" for s in shares)
@@ -152,7 +152,7 @@ def _won(f: Findings) -> str:
     )
 
 
-def _alone(f: Findings) -> str:
+def _alone(f: Result) -> str:
     if won := _won(f):
         return won
     only = f.ranked[0]
@@ -161,7 +161,7 @@ def _alone(f: Findings) -> str:
     return f"{only.label}: {_over_seeds(only, f)}{more}."
 
 
-def _over_seeds(r: Rival, f: Findings) -> str:
+def _over_seeds(r: Setting, f: Result) -> str:
     """Give the metric of one setting: mean, interval, deviation and range over its seeds."""
     values = list(r.seeds.values())
     low, high = f.digits(min(values)), f.digits(max(values))
@@ -170,8 +170,8 @@ def _over_seeds(r: Rival, f: Findings) -> str:
     if len(values) == 2:
         more = "the sweep plans more" if seeds_to_go([r]) else f"add {_more_seeds(r)}"
         return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval; {more}"
-    low_end, high_end = r.entry.intervals[f.metric.key]
-    mean = r.entry.figures[f.metric.key]
+    low_end, high_end = r.intervals[f.metric.key]
+    mean = r.figures[f.metric.key]
     return (
         f"{f.metric.title} {with_interval(mean, (high_end - low_end) / 2, f.metric.digits)} over "
         f"{len(values)} seeds (standard deviation {np.std(values, ddof=1):.2g}, range {low} to "
@@ -179,32 +179,32 @@ def _over_seeds(r: Rival, f: Findings) -> str:
     )
 
 
-def _more_seeds(r: Rival) -> str:
-    if any(run.trial for run in r.entry.runs):
+def _more_seeds(r: Setting) -> str:
+    if any(run.trial for run in r.runs):
         return f"sweep.search.seeds={len(r.seeds) + 2}"
-    used = [run.config.get(SEED) for run in r.entry.runs]
+    used = [run.config.get(SEED) for run in r.runs]
     free = [s for s in range(1, 100) if s not in used]
     return f"{SEED}=" + ",".join(map(str, free[:2]))
 
 
-def seeds_to_go(rivals: Sequence[Rival]) -> dict[Path, int]:
+def seeds_to_go(rivals: Sequence[Setting]) -> dict[Path, int]:
     """Return how many seeds of these settings each sweep has still to train.
 
     Sweeps that have none are left out.
     """
     found = Counter[Path]()
     for r in rivals:
-        found.update({run.sweep: run.planned for run in r.entry.runs if run.sweep})
+        found.update({run.sweep: run.planned for run in r.runs if run.sweep})
     return +found
 
 
-def _one_computation(f: Findings) -> str:
+def _one_computation(f: Result) -> str:
     """Describe cuts of one batch, twins and repeats, which nothing but rounding sets apart."""
     start = f"One computation, run {len(f.ranked)} ways: "
     if any(len(r.seeds) > 1 for r in f.ranked):
         rounding = f"; rounding makes {f.floor.size:.2g} of it" if f.floor else ""
         return f"{start}{_over_seeds(f.ranked[0], f)}{rounding}."
-    figures = [r.entry.figures[f.metric.key] for r in f.ranked]
+    figures = [r.figures[f.metric.key] for r in f.ranked]
     low, high = f.digits(min(figures)), f.digits(max(figures))
     start += f"{f.metric.title} {low}"
     if f.floor is None:
@@ -213,42 +213,42 @@ def _one_computation(f: Findings) -> str:
             "spread."
         )
     if not f.floor.size:
-        if same_rows([r for rival in f.ranked for r in rival.entry.taking_part]):
+        if same_rows([r for rival in f.ranked for r in rival.taking_part]):
             return f"{start}, the same to the last bit."
         return f"{start} in each, but other rows differ, so rounding does move these runs."
     return f"{start} to {high}. The spread of {f.floor.size:.2g} is what rounding makes."
 
 
-def _unequal(f: Findings) -> str:
+def _unequal(f: Result) -> str:
     """Give both readings of runs with unequal budgets.
 
     They are those where all have come, and at each run's own end.
     """
     rivals = [r for group in f.budgets for r in group]
     equal = budgets.equal(round(r.place.planned) for r in rivals if r.place)
-    if equal and not f.apart:
+    if equal and not f.own_ends:
         return (
-            f"No ranking at equal {f.c.align}: the runs stand at other parts of their schedules "
+            f"No ranking at equal {f.align}: the runs stand at other parts of their schedules "
             "there. --align tokens reads them at their ends."
         )
     first = f.ranked[0]
     start = "No ranking, the budgets differ. Lowest"
     if equal:
-        start = f"No ranking: the runs were never all evaluated at equal {f.c.align}. Lowest"
+        start = f"No ranking: the runs were never all evaluated at equal {f.align}. Lowest"
     if f.metric.key != "val/loss":
         return f"{start} {f.metric.title}: {first.label}, {f.figure(first)}."
     start += " val loss:"
-    ends = {r: r.entry.figures.get("final val/loss", math.inf) for r in rivals}
+    ends = {r: r.figures.get("final val/loss", math.inf) for r in rivals}
     last = min(ends, key=ends.__getitem__)
     end = f"{last.label} at its own end ({f.digits(ends[last])})"
-    if f.without or (f.apart and not equal):
-        return f"{start} {end}. At equal {f.c.align} not all have an evaluation."
-    if last is first and ends[last] == first.entry.figures["val/loss"]:
+    if f.without or (f.own_ends and not equal):
+        return f"{start} {end}. At equal {f.align} not all have an evaluation."
+    if last is first and ends[last] == first.figures["val/loss"]:
         return f"{start} {end}."
-    return f"{start} {first.label} at equal {f.c.align} ({f.figure(first)}), {end}."
+    return f"{start} {first.label} at equal {f.align} ({f.figure(first)}), {end}."
 
 
-def _one_seed(f: Findings) -> str:
+def _one_seed(f: Result) -> str:
     rival = f.those(Verdict.FEW_SEEDS)[0]
     lead = abs(rival.size or 0.0)
     apart = f"{lead:.2g} {_side(f)}" if lead else "the same as"
@@ -260,7 +260,7 @@ def _one_seed(f: Findings) -> str:
     return f"{start}, {apart} {rival.label}{rounding}; {seeds}."
 
 
-def _at_least(f: Findings, floor: Floor, size: float) -> str:
+def _at_least(f: Result, floor: Floor, size: float) -> str:
     """Say how many seeds tell such a difference if seeds spread no wider than rounding does."""
     needed = seeds_needed(floor.spread, size, len(f.ranked), len(f.ranked) - 1)
     if needed is None:
@@ -268,7 +268,7 @@ def _at_least(f: Findings, floor: Floor, size: float) -> str:
     return f"{max(FEW, needed)} seeds each are the least that would tell"
 
 
-def _by_seeds(f: Findings) -> str:
+def _by_seeds(f: Result) -> str:
     best = f.ranked[0]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     alike, undecided = f.those(*SMALL), f.those(Verdict.UNDECIDED)
@@ -299,16 +299,16 @@ def _by_seeds(f: Findings) -> str:
     return f"{start}, but too few seeds are shared ({counts})."
 
 
-def _within(alike: Sequence[Rival]) -> str:
+def _within(alike: Sequence[Setting]) -> str:
     """Say how far settings that are alike can be from the leading one."""
     ends = [abs(r.difference.mean) + r.difference.half for r in alike if r.difference]
     return f"to within {max(ends):.2g}" if max(ends, default=0.0) > 1e-12 else "to the last bit"
 
 
-def _between(best: Rival, other: Rival, f: Findings) -> str:
-    """Say how the leading entry stands to one that is not decided, and what would decide it."""
+def _between(best: Setting, other: Setting, f: Result) -> str:
+    """Say how the leading setting stands to one that is not decided, and what would decide it."""
     assert other.difference is not None
-    ours, theirs = (f.metric.sign * r.entry.figures[f.metric.key] for r in (best, other))
+    ours, theirs = (f.metric.sign * r.figures[f.metric.key] for r in (best, other))
     start = f"Undecided: {_leads(f, 'has')}"
     if theirs < ours:
         start = (
@@ -321,7 +321,7 @@ def _between(best: Rival, other: Rival, f: Findings) -> str:
     )
 
 
-def needed(other: Rival, f: Findings) -> int | None:
+def needed(other: Setting, f: Result) -> int | None:
     """Return the seeds a setting that would decide an undecided one; None for too many."""
     d = other.difference
     if d is None or other.verdict != Verdict.UNDECIDED:
@@ -329,9 +329,9 @@ def needed(other: Rival, f: Findings) -> int | None:
     return d.seeds_needed(max(abs(d.mean), f.negligible))
 
 
-def _seeds_to_go(other: Rival, f: Findings) -> str:
+def _seeds_to_go(other: Setting, f: Result) -> str:
     wanted = needed(other, f)
-    if f.looks and not f.c.target:  # which the looks did not judge
+    if f.looks and not f.target:  # which the looks did not judge
         return f.looks[-1].why or "the sweep has not come to its end"
     if other.capped:
         return "longer runs would tell"
@@ -342,5 +342,5 @@ def _seeds_to_go(other: Rival, f: Findings) -> str:
     return f"{plural(wanted - other.difference.seeds, 'more seed')} each would tell"
 
 
-def _side(f: Findings, other: bool = False) -> str:
+def _side(f: Result, other: bool = False) -> str:
     return "below" if (f.metric.sign > 0) != other else "above"

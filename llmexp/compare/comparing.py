@@ -1,6 +1,6 @@
 """Runs in, a comparison out: what differs, what came of it, in which order, and what follows.
 
-records -> left out | entries -> figures at one position -> budgets, verdicts, floor -> headline,
+records -> left out | found -> figures at one position -> budgets, verdicts, floor -> headline,
 notes, why
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
 from llmexp.compare.figures import columns_of, figures, left_out, own_keys
-from llmexp.compare.judging import NEGLIGIBLE, Findings, find_out, standings
+from llmexp.compare.judging import NEGLIGIBLE, by_budget, judge
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
-from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
+from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting, as_dict
 from llmexp.compare.screened import screen_of
-from llmexp.compare.target import REACHED, aimed, target_of, without_gaps
+from llmexp.compare.target import aimed, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
@@ -39,7 +39,7 @@ def compare(
     sort: str | None = None,
     negligible: float | str | None = None,
     target: str | None = None,
-) -> Comparison:
+) -> Result:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
@@ -60,7 +60,7 @@ def investigate(
     sort: str | None = None,
     negligible: float | str | None = None,
     target: str | None = None,
-) -> Findings:
+) -> Result:
     """Find out what the runs under the paths show, as `compare` does."""
     if align not in ALIGNMENTS:
         raise ConfigError(
@@ -88,10 +88,10 @@ def _size(given: float | str) -> float:
     return size
 
 
-def answered(f: Findings) -> Comparison:
+def answered(f: Result) -> Result:
     """Return the comparison with what was found out, in words."""
     notes, why = notes_and_why(f)
-    return replace(f.c, entries=standings(f), headline=headline(f), notes=notes, why=why)
+    return replace(f, settings=by_budget(f), headline=headline(f), notes=notes, why=why)
 
 
 def findings(
@@ -102,7 +102,7 @@ def findings(
     sort: str | None = None,
     negligible: float | None = None,
     target: str | None = None,
-) -> Findings:
+) -> Result:
     """Find out what runs show that have been read."""
     out = left_out(records, align, sort or "val/loss")
     alive = [r for r in records if r not in out]
@@ -123,44 +123,45 @@ def findings(
     groups = settings.folded(records)
     differing = settings.differing_keys([group[0] for group in groups])
     mixed = len({_tokenizer(r) for r in taking_part} - {""}) > 1
-    entries = [
-        settings.entry_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
+    found = [
+        settings.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    entries = [without_gaps(e) for e in entries]
-    metric = _metric(entries, sort, mixed, better)
-    factors = settings.factors([e for e in entries if e.out not in APART], differing)
-    entries = settings.labelled(_ranked(entries, metric, mixed), factors)
-    columns = _columns(entries, metric, mixed, at, align, better)
+    metric = _metric(found, sort, mixed, better)
+    found = _ranked(found, metric, mixed)
+    factors = settings.factors([s for s in found if s.out not in APART], differing)
+    settings.label(found, factors)
+    columns = _columns(found, metric, mixed, at, align, better)
+    metric = next((column for column in columns if column.key == metric.key), metric)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
-    c = Comparison(
-        entries=tuple(entries),
+    of_sweeps = {r.negligible for r in records}
+    if negligible is None and len(of_sweeps) == 1:
+        (negligible,) = of_sweeps
+    result = Result(
+        settings=found,
         differing=differing,
         columns=columns,
-        metric=metric.key,
+        metric=metric,
         align=align,
         align_at=at,
         batch=_batch(taking_part),
         problems=(*problems, *damage),
         factors=factors,
         target=aim,
+        negligible=NEGLIGIBLE if negligible is None else negligible,
+        mixed=mixed,
+        limiting=None if read is None else taking_part[read.limiting],
     )
-    metric = next((column for column in columns if column.key == metric.key), metric)
-    of_sweeps = {r.negligible for r in records}
-    if negligible is None and len(of_sweeps) == 1:
-        (negligible,) = of_sweeps
-    negligible = NEGLIGIBLE if negligible is None else negligible
-    last = None if read is None else taking_part[read.limiting]
-    found = find_out(c, metric, negligible, mixed, last)
-    screen = screen_of(c, found.ranked) if found.comparable else None
-    return replace(found, c=replace(c, screen=screen))
+    judge(result)
+    result.screen = screen_of(result) if result.comparable else None
+    return result
 
 
 def _metric(
-    entries: Sequence[Entry], sort: str | None, mixed: bool, better: Mapping[str, str]
+    found: Sequence[Setting], sort: str | None, mixed: bool, better: Mapping[str, str]
 ) -> Column:
-    """Return the column that orders the entries. Raises ConfigError for a name that is none."""
-    columns = {c.key: c for c in columns_of({key for e in entries for key in e.figures}, better)}
+    """Return the column that orders the found. Raises ConfigError for a name that is none."""
+    columns = {c.key: c for c in columns_of({key for e in found for key in e.figures}, better)}
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
         if key not in columns:
@@ -171,45 +172,45 @@ def _metric(
         return columns[key]
     # The figures that are read at one position.
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
-    live = [e for e in entries if not e.out] or entries
+    live = [e for e in found if not e.out] or found
     return columns[next((key for key in order if any(key in e.figures for e in live)), order[0])]
 
 
-def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry]:
-    """Order the entries: the best first, a twin behind what it repeats, last what takes no part."""
-    originals = {e.computation: e for e in entries if not e.values.get(TWIN)}
+def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setting]:
+    """Order settings: the best first, a twin behind what it repeats, last what takes no part."""
+    originals = {e.computation: e for e in found if not e.values.get(TWIN)}
     unordered = mixed and metric.key.endswith("/loss")  # losses per token of several tokenizers
 
-    def place(entry: Entry) -> tuple[bool, float, float, bool]:
-        twin = bool(entry.values.get(TWIN))
-        original = originals.get(entry.computation, entry) if twin else entry
+    def place(s: Setting) -> tuple[bool, float, float, bool]:
+        twin = bool(s.values.get(TWIN))
+        original = originals.get(s.computation, s) if twin else s
         value = original.figures.get(metric.key)
-        if metric.key not in entry.figures or unordered:
+        if metric.key not in s.figures or unordered:
             value = None
         never = 1.0 - original.figures.get(REACHED, 1.0)
-        last = bool(entry.out) or (value is None and never in (0.0, 1.0))
+        last = bool(s.out) or (value is None and never in (0.0, 1.0))
         return last, never, math.inf if value is None else metric.sign * value, twin
 
-    return sorted(entries, key=place)
+    return sorted(found, key=place)
 
 
 def _columns(
-    entries: Sequence[Entry],
+    found: Sequence[Setting],
     metric: Column,
     mixed: bool,
     at: float | None,
     align: str,
     better: Mapping[str, str],
 ) -> tuple[Column, ...]:
-    """Return the columns of which an entry has a figure, the one that orders first.
+    """Return the columns of which an s has a figure, the one that orders first.
 
     The loss at the common position is there only where it is not the final one.
     """
-    known = {key for e in entries for key in e.figures}
-    alive = [e.figures for e in entries if not e.out]
+    known = {key for e in found for key in e.figures}
+    alive = [e.figures for e in found if not e.out]
     titles = {}
     # what was stopped, or runs, has a loss of its own
-    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in entries)
+    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in found)
     if all(of.get("val/loss") == of.get("final val/loss") for of in alive):
         final = metric.key == "final val/loss"
         if final or not unfinished:
@@ -226,12 +227,12 @@ def _columns(
         again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
         if again or what != ("bits_per_byte" if mixed else "loss"):
             known.remove(key)
-    found = [
+    columns = [
         replace(c, title=titles.get(c.key, c.title))
         for c in columns_of(known, better)
         if c.key in known
     ]
-    return tuple(sorted(found, key=lambda c: c.key != metric.key))
+    return tuple(sorted(columns, key=lambda c: c.key != metric.key))
 
 
 def _batch(records: Sequence[Record]) -> str:

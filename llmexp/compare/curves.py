@@ -11,7 +11,7 @@ import numpy as np
 
 from llmexp.compare.figures import has_a_say
 from llmexp.compare.position import positions
-from llmexp.compare.records import Entry
+from llmexp.compare.records import Setting
 from llmexp.settings.labels import short_value
 from llmexp.system.text import number
 
@@ -21,7 +21,7 @@ RATES = ("lr", "learning_rate", "weight_decay", "eps")
 
 @dataclass(frozen=True)
 class Curve:
-    """The rows that all runs of an entry have."""
+    """The rows that all runs of a setting have."""
 
     x: dict[str, np.ndarray]  # by axis; `steps` is always there
     y: np.ndarray  # [runs, rows], finite
@@ -38,9 +38,9 @@ class Curve:
         return self.at(downsample(self.mean, limit))
 
 
-def curve(entry: Entry, key: str) -> Curve | None:
-    """Return the quantity over the steps that the entry's runs share; None where no run has it."""
-    alive = [r for r in entry.runs if has_a_say(r)] or list(entry.runs)
+def curve(setting: Setting, key: str) -> Curve | None:
+    """Return the quantity over the steps that the runs share; None where none has it."""
+    alive = [r for r in setting.runs if has_a_say(r)] or list(setting.runs)
     runs = [r for r in alive if key in r.columns and np.isfinite(r.columns[key]).any()]
     if not runs:
         return None
@@ -57,17 +57,17 @@ def curve(entry: Entry, key: str) -> Curve | None:
     return Curve(x, np.stack([r.columns[key][at] for r, at in rows]))
 
 
-def lineage(entry: Entry, key: str) -> Curve | None:
+def lineage(setting: Setting, key: str) -> Curve | None:
     """Return the quantity over the rows of a fork's parents, up to the first row of its own.
 
     None for a run that is no fork.
     """
-    runs = [r for r in entry.runs if r.parent and len(r.before.get(key, ()))]
-    own = curve(entry, key)
+    runs = [r for r in setting.runs if r.parent and len(r.before.get(key, ()))]
+    own = curve(setting, key)
     if not runs or own is None:
         return None
     parents = tuple(replace(r, columns=r.before, facts={**r.facts, "parent": None}) for r in runs)
-    found = curve(replace(entry, runs=parents), key)
+    found = curve(replace(setting, runs=parents), key)
     if found is None:
         return None
     x = {a: np.append(found.x[a], own.x[a][0]) for a in found.x.keys() & own.x.keys()}
@@ -112,12 +112,12 @@ class Scale:
         return [repr(level) for level in self.levels].index(repr(value))
 
 
-def scale(entries: Sequence[Entry], key: str) -> Scale:
+def scale(settings: Sequence[Setting], key: str) -> Scale:
     """Return the axis of a key.
 
     It is logarithmic for rates, and where their steps are alike as factors.
     """
-    distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
+    distinct = {repr(e.values.get(key)): e.values.get(key) for e in settings}
     levels = sorted(
         distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, short_value(v))
     )
@@ -139,13 +139,15 @@ def _geometric(values: np.ndarray) -> bool:
     return bool(np.std(factors) / np.mean(factors) <= np.std(sums) / np.mean(sums))
 
 
-def grid_cells(entries: Sequence[Entry], down: str, across: str) -> dict[tuple[int, int], Entry]:
-    """Return the entries by their places on the scales of two keys.
+def grid_cells(
+    settings: Sequence[Setting], down: str, across: str
+) -> dict[tuple[int, int], Setting]:
+    """Return the settings by their places on the scales of two keys.
 
     Where a cell has several, it is the best one, which comes first.
     """
-    rows, columns = scale(entries, down), scale(entries, across)
-    found: dict[tuple[int, int], Entry] = {}
-    for e in entries:
+    rows, columns = scale(settings, down), scale(settings, across)
+    found: dict[tuple[int, int], Setting] = {}
+    for e in settings:
         found.setdefault((rows.index(e.values[down]), columns.index(e.values[across])), e)
     return found

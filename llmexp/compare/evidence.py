@@ -10,102 +10,21 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
 from llmexp.compare.inference import Model
 from llmexp.compare.position import positions, rows_until
-from llmexp.compare.records import TWIN, Entry, Record
+from llmexp.compare.records import TWIN, Effect, Floor, Place, Record, Setting
 from llmexp.compare.settings import batch_cut
-from llmexp.compare.statistics import Difference, estimate
+from llmexp.compare.statistics import estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
 from llmexp.system.text import number
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated
-
-
-class Verdict(Enum):
-    """The knowledge of a setting beside the leading one; `mark` is its word in the table."""
-
-    WORSE = "seeds show it", "worse"
-    NEGLIGIBLE = "seeds show a difference too small to matter", "same"
-    SAME = "seeds show that no difference matters", "same"
-    ROUNDING = "the same computation, so what differs is what rounding makes", "same"
-    UNDECIDED = "seeds leave it open", "undecided"
-    FEW_SEEDS = "too few seeds", "undecided"
-    BUDGET = "not comparable", "other budget"
-    TASK = "another validation text", "other task"
-
-    @property
-    def mark(self) -> str:
-        return self.value[1]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a run where its loss is read."""
-
-    tokens: float  # target tokens that it has trained on
-    planned: float  # tokens of its whole budget
-    grain: float  # tokens of one optimizer step
-    decays: bool  # whether its learning rate depends on how far it has come
-
-    @property
-    def progress(self) -> float:
-        """Share of its budget that it has used."""
-        return self.tokens / self.planned
-
-
-@dataclass(eq=False)
-class Rival:
-    """An entry that takes part, and what was found out about it."""
-
-    entry: Entry
-    seeds: dict[str, float]  # the metric by seed; empty where it has none
-    place: Place | None = None  # where it stands when its loss is read
-    budget: int = 0  # rivals of like budgets have the same number
-    # How it stands to the leading one of its budget; None for the leading one of all.
-    verdict: Verdict | None = None
-    size: float | None = None  # of the metric, its minus the leading one's, over the seeds compared
-    difference: Difference | None = None  # over seeds
-    # Equal for one computation in several cuts, and for figures that are equal to the bit.
-    identity: object = None
-    capped: bool = False  # some of `seeds` are the cap of a target, and not where a run reached it
-
-    @property
-    def label(self) -> str:
-        return self.entry.label
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.seeds.values()) / len(self.seeds)
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The spread of a figure over runs that differ in nothing but rounding."""
-
-    size: float  # largest difference between two runs of one computation and one seed
-    spread: float  # standard deviation of the difference of two such runs
-    runs: int
-    source: str  # in words, such as: twins
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The effect of one key, averaged over the other keys."""
-
-    key: str
-    better: str  # its values as text
-    worse: str
-    difference: Difference
-    against: Sequence[str] = ()  # values of the other keys at which seeds show the opposite
-    # Values of the other keys at which seeds show it; None where it does not vary with these.
-    only: Sequence[str] | None = None
 
 
 def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:
@@ -150,16 +69,16 @@ def alike(a: Place, b: Place) -> bool:
     return ended or abs(a.planned - b.planned) <= step
 
 
-def floor_of(rivals: Sequence[Rival], metric: str) -> Floor | None:
+def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
     """Measure what rounding makes, from runs of one computation and one seed.
 
     None where there are no two.
     """
     alike: dict[object, list[Record]] = defaultdict(list)
-    for entry in (r.entry for r in rivals):
-        for run in entry.taking_part:
+    for setting in rivals:
+        for run in setting.taking_part:
             if metric in run.figures:
-                alike[entry.computation, run.seed].append(run)
+                alike[setting.computation, run.seed].append(run)
     sets = [runs for runs in alike.values() if len(runs) > 1]
     if not sets:
         return None
@@ -179,12 +98,12 @@ class Fitted:
     """The model of settings that can be judged together, and the number of each in it."""
 
     model: Model
-    number: Mapping[object, int]  # by `Rival.identity`
+    number: Mapping[object, int]  # by `Setting.identity`
     level: float  # the chance of an error
 
 
 def effects(
-    rivals: Sequence[Rival], keys: Sequence[str], fitted: Fitted, sign: float
+    rivals: Sequence[Setting], keys: Sequence[str], fitted: Fitted, sign: float
 ) -> list[Effect]:
     """Judge for each of several keys the two of its values that differ most.
 
@@ -208,13 +127,13 @@ def effects(
 Cells = Mapping[str, Mapping[str, int]]
 
 
-def _cells(rivals: Sequence[Rival], keys: Sequence[str], key: str, fitted: Fitted) -> Cells:
+def _cells(rivals: Sequence[Setting], keys: Sequence[str], key: str, fitted: Fitted) -> Cells:
     cells: dict[str, dict[str, int]] = defaultdict(dict)
     for r in rivals:
         number = fitted.number.get(r.identity)
         if number is not None:
-            rest = short_label({k: r.entry.values.get(k) for k in keys if k != key})
-            cells[value(r.entry.values.get(key))].setdefault(rest, number)
+            rest = short_label({k: r.values.get(k) for k in keys if k != key})
+            cells[value(r.values.get(key))].setdefault(rest, number)
     return cells
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
-from llmexp.compare.records import APART, Column, Entry, Record, as_dict
+from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, as_dict, is_loss
 from llmexp.compare.rows import elapsed, named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
@@ -27,8 +27,6 @@ MOVE_VALIDATION = (
     "data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio",
     "data.seed",
 )  # fmt: skip
-
-LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
 
 
 def _column(key: str, when: str = "") -> Column:
@@ -68,41 +66,36 @@ _IN_ROWS = {"steps": "step"}
 TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
 
 
-def is_loss(key: str) -> bool:
-    return key in LOSSES or is_of_named_set(key)
-
-
 def is_score(key: str) -> bool:
     return TASK.fullmatch(key) is not None
 
 
-def figure_text(entry: Entry, column: Column) -> str:
+def figure_text(setting: Setting, column: Column) -> str:
     """Return a figure as text, a loss with the half width of its interval.
 
     Empty where it is not known.
     """
-    value = entry.figures.get(column.key)
-    return with_interval(value, half_width(entry, column), column.digits)
+    value = setting.figures.get(column.key)
+    return with_interval(value, half_width(setting, column), column.digits)
 
 
-def difference(entry: Entry) -> str:
-    """Return the difference to the leading entry, with its interval where seeds give one."""
-    s = entry.standing
-    if s.difference is None:
+def difference(setting: Setting) -> str:
+    """Return the difference to the leading setting, with its interval where seeds give one."""
+    if (apart := setting.apart) is None:
         return ""
-    if abs(s.difference) >= 100:
-        return "-+"[s.difference > 0] + with_interval(abs(s.difference), s.half, 3)
-    size = f"{s.difference:+.2g}"
-    return size + (f" ± {s.half:.2g}" if s.half is not None else "")
+    if abs(apart) >= 100:
+        return "-+"[apart > 0] + with_interval(abs(apart), setting.half, 3)
+    size = f"{apart:+.2g}"
+    return size + (f" ± {setting.half:.2g}" if setting.half is not None else "")
 
 
-def half_width(entry: Entry, column: Column) -> float | None:
+def half_width(setting: Setting, column: Column) -> float | None:
     """Return the half width of a loss's interval over seeds, or of a score's over items.
 
     None where there is none, as of rates and times.
     """
     known = is_loss(column.key) or is_score(column.key) or column.key.startswith("target/")
-    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
+    low, high = setting.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
     return (high - low) / 2 or None
 
 

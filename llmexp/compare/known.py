@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from llmexp.compare.judging import Findings
-from llmexp.compare.records import TWIN, Entry, Record
+from llmexp.compare.records import TWIN, Record, Result, Setting
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.runs.rundir import allowed_again
@@ -63,11 +62,11 @@ def before(r: Record) -> float:
 class Known:
     """Hold what the rules ask: the findings, and which overrides made each setting."""
 
-    f: Findings
+    f: Result
 
     @property
     def runs(self) -> list[Record]:
-        return self.f.c.runs
+        return self.f.runs
 
     @cached_property
     def sweep(self) -> ledger.Ledger | None:
@@ -97,10 +96,10 @@ class Known:
         return [key for key in varied if key.lstrip("+") not in apart]
 
     @cached_property
-    def settings(self) -> dict[Entry, dict[str, str]]:
+    def settings(self) -> dict[Setting, dict[str, str]]:
         """Return the overrides that make each setting; empty where they tell none apart."""
         found = {}
-        for e in (e for e in self.f.c.entries if not e.values.get(TWIN)):
+        for e in (e for e in self.f.settings if not e.values.get(TWIN)):
             given, config = self.overrides[e.runs[0].path], e.runs[0].config
             known = all(key in given or key.lstrip("+") in config for key in self.keys)
             if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
@@ -111,7 +110,7 @@ class Known:
 
     def name(self, key: str) -> str:
         """Return a key as the table shows it."""
-        return short_keys(self.f.c.factors).get(key, key)
+        return short_keys(self.f.factors).get(key, key)
 
     @cached_property
     def tokens(self) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmexp.compare.evidence import FEW, Fitted, Rival
+from llmexp.compare.evidence import FEW, Fitted
 from llmexp.compare.inference import Judged, Model, fit, judged
+from llmexp.compare.records import Setting
 from llmexp.compare.statistics import Difference, estimate
 
 Level = tuple[Collection[str] | None, float]  # the seeds that a look is over (None: all); its level
@@ -22,7 +23,7 @@ Level = tuple[Collection[str] | None, float]  # the seeds that a look is over (N
 class Stood(Fitted):
     """The model of all settings over the seeds of the last look, and how the settings stand."""
 
-    lead: Rival
+    lead: Setting
     found: Mapping[object, tuple[Difference, bool]]  # by identity; whether it was shown to be worse
 
 
@@ -30,7 +31,7 @@ class Stood(Fitted):
 class _Seen:
     """Hold what one look saw."""
 
-    members: Sequence[Rival]
+    members: Sequence[Setting]
     model: Model
     best: int
     standing: Mapping[int, Judged]
@@ -47,7 +48,7 @@ class _Seen:
         return estimate(self.model, weights, self.standing[i].rivals, self.level)
 
 
-def stood(candidates: Sequence[Rival], looks: Sequence[Level], sign: float) -> Stood | None:
+def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) -> Stood | None:
     """Judge settings at each look; None where no look had enough seeds.
 
     `sign`: -1 where the higher figure is better.
@@ -80,14 +81,14 @@ def stood(candidates: Sequence[Rival], looks: Sequence[Level], sign: float) -> S
     return Stood(model, {r.identity: i for i, r in enumerate(every)}, last.level, lead, found)
 
 
-def over(r: Rival, seeds: Collection[str] | None) -> Rival:
+def over(r: Setting, seeds: Collection[str] | None) -> Setting:
     """Return a setting as it stands over some of its seeds."""
     if seeds is None:
         return r
     return replace(r, seeds={s: y for s, y in r.seeds.items() if s in seeds})
 
 
-def together(candidates: Sequence[Rival], sign: float) -> tuple[Sequence[Rival], Model | None]:
+def together(candidates: Sequence[Setting], sign: float) -> tuple[Sequence[Setting], Model | None]:
     """Fit the model to the settings that can be judged together.
 
     These share seeds, or have enough seeds of their own, whichever are more.
@@ -102,9 +103,9 @@ def together(candidates: Sequence[Rival], sign: float) -> tuple[Sequence[Rival],
     return [], None
 
 
-def connected(rivals: Sequence[Rival]) -> list[Rival]:
+def connected(rivals: Sequence[Setting]) -> list[Setting]:
     """Return the largest set of settings of which each shares two seeds or more with another."""
-    left, best = list(rivals), list[Rival]()
+    left, best = list(rivals), list[Setting]()
     while left:
         found = [left.pop()]
         for r in found:  # which grows

@@ -12,10 +12,9 @@ from typing import Any
 
 from llmexp.compare.answer import headline, needed
 from llmexp.compare.budgets import Spent, common
-from llmexp.compare.evidence import FEW, Rival, Verdict
-from llmexp.compare.judging import Findings
+from llmexp.compare.evidence import FEW
 from llmexp.compare.known import Known, Step, before
-from llmexp.compare.records import TWIN, Record, listed
+from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, listed
 from llmexp.compare.settings import FORK
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
@@ -34,7 +33,7 @@ TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_
          "batch.gradient_accumulation_steps")  # fmt: skip
 
 
-def propose(f: Findings) -> Step:
+def propose(f: Result) -> Step:
     """Return the step that would tell most."""
     known = Known(f)
     for rule in RULES:
@@ -91,7 +90,7 @@ def budget(k: Known) -> Step | None:
         return None
     spent = [Spent({}, round(p.planned), max(1, round(p.planned / p.grain))) for p in places if p]
     changes = {key: _values(k.settings.values(), key) for key in k.keys}
-    changes[SEED] = list(dict.fromkeys(r.seed for r in f.c.taking_part))
+    changes[SEED] = list(dict.fromkeys(r.seed for r in f.taking_part))
     why = "the settings trained on unequal numbers of tokens, so their losses do not compare."
     return k.step("budget", why, changes | {"train.max_tokens": [str(common(spent))]}, anew=True)
 
@@ -108,7 +107,7 @@ def confirm_search(k: Known) -> Step | None:
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
         why = f"{listed([r.label for r in ranked])} are not told apart."
         return _searched(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
-    best = [r.entry for r in ranked[:FEW]]
+    best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
     if not any("hydra/sweeper" in argument for argument in k.sweep.arguments):
         return _searched(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
@@ -122,7 +121,7 @@ def confirm_search(k: Known) -> Step | None:
 
 def confirm_screen(k: Known) -> Step | None:
     """Confirm the largest effects of a screen, by all combinations of these keys over seeds."""
-    s = k.f.c.screen
+    s = k.f.screen
     if s is None:
         left = Step("nothing", "a screen is judged once all of its runs are there.")
         return left if k.sweep and k.sweep.screen else None
@@ -155,19 +154,18 @@ def _values(settings: Any, key: str) -> list[str]:
     return list(dict.fromkeys(own[key] for own in settings))
 
 
-def _lines(k: Known) -> list[tuple[str, float, dict[float, Rival | None]]]:
+def _lines(k: Known) -> list[tuple[str, float, dict[float, Setting | None]]]:
     """Return key, best value, and the settings that differ from the best one in this number alone.
 
     They stand by their number, null as infinity; None is one that was left out, such as one that
     failed.
     """
-    rivals = {r.entry: r for r in k.f.ranked}
-    own, found = k.settings[k.f.ranked[0].entry], []
+    own, found = k.settings[k.f.ranked[0]], []
     for key in (key for key in k.keys if key.lstrip("+").startswith(TUNED)):
         with contextlib.suppress(ValueError):  # a word is no number
             line = {
-                math.inf if other[key] == "null" else float(other[key]): rivals.get(e)
-                for e, other in reversed(k.settings.items())  # the best one counts
+                math.inf if other[key] == "null" else float(other[key]): s if s.seeds else None
+                for s, other in reversed(k.settings.items())  # the best one counts
                 if all(other[x] == own[x] for x in k.keys if x != key)
             }
             if own[key] != "null":
@@ -178,7 +176,7 @@ def _lines(k: Known) -> list[tuple[str, float, dict[float, Rival | None]]]:
 def _with(k: Known, key: str, value: float, rule: str, why: str) -> Step | None:
     """Return the step that trains the best setting with another value of a key."""
     lead = k.f.ranked[0]
-    own = k.settings[lead.entry]
+    own = k.settings[lead]
     whole = all(text.isdigit() for text in _values(k.settings.values(), key))
     text = str(round(value)) if whole else f"{value:.2g}"
     if text == own[key]:
@@ -246,7 +244,7 @@ def seeds(k: Known) -> Step | None:
     every = [*have, *itertools.islice(free, max(0, count - len(have)))]
     if not k.sweep:  # runs that are there would be trained again
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
-    changes = {key: _values([k.settings[r.entry] for r in chosen], key) for key in k.keys}
+    changes = {key: _values([k.settings[r] for r in chosen], key) for key in k.keys}
     names = listed([r.label for r in chosen])
     why = f"{names} are not told apart; {plural(count, 'seed')} each should tell."
     return k.step("seeds", why, changes | {SEED: every})
@@ -281,7 +279,7 @@ def finer(k: Known) -> Step | None:
 
 def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
-    f, ranked = k.f, [r.entry for r in k.f.ranked]
+    f, ranked = k.f, k.f.ranked
     if len(ranked) < 2 or not f.is_loss or not f.comparable:
         return Step("nothing", headline(f))
     if not k.settings or any(e not in k.settings and not e.values.get(TWIN) for e in ranked):
@@ -291,7 +289,7 @@ def compared(k: Known) -> Step | None:
 
 def _unknown(k: Known) -> str:
     """Say why no command is known that makes more of these runs."""
-    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in k.f.c.entries):
+    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in k.f.settings):
         return "each seed goes on from a trunk of its own, so more seeds need more trunks"
     if any(r.parent for r in k.runs):
         return "a fork takes from its parent what it is not given, so no one command makes these"

@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from llmexp.compare.budgets import Spent, common, equal
-from llmexp.compare.evidence import Effect, Place, Verdict
 from llmexp.compare.figures import has_a_say
-from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.reached import reached
-from llmexp.compare.records import TWIN, Entry, Record, listed
+from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict, listed
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
@@ -27,7 +25,7 @@ _LEFT_OUT = {
     "rows lost": "with lost rows",
     "no rows": "without rows",
 }
-_BATCH = {  # Comparison.batch, with the sizes
+_BATCH = {  # Result.batch, with the sizes
     "iso-batch": "real_batch_size is {} in all runs and only its cut into micro-batches, "
     "accumulation and ranks varies (iso-batch), so losses agree but for rounding.",
     "scaling": "real_batch_size varies, {} sequences, so at equal tokens the runs took different "
@@ -42,12 +40,12 @@ _FACTS = {  # of run.json, printed with its values where there are several
 }
 
 
-def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what must be known beside the result, and what it rests on.
 
     The first are short lines, the most important one first; the second are sentences.
     """
-    made_of = differences(f.c.taking_part)
+    made_of = differences(f.taking_part)
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
@@ -65,13 +63,13 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
 
-def _looks(f: Findings) -> Iterator[str]:
+def _looks(f: Result) -> Iterator[str]:
     """Say why a sweep that decided by itself ended, and what it spent of a full grid of seeds."""
-    if not f.looks or f.c.target:  # which the looks did not judge
+    if not f.looks or f.target:  # which the looks did not judge
         return
     last = f.looks[-1]
-    runs = [r for r in f.c.runs if not r.config.get(TWIN)]
-    settings = len({id(e) for e in f.c.entries if any(r in runs for r in e.runs)})
+    runs = [r for r in f.runs if not r.config.get(TWIN)]
+    settings = len({id(e) for e in f.settings if any(r in runs for r in e.runs)})
     seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
     text = (
         f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. {plural(len(runs), 'run')}"
@@ -88,12 +86,12 @@ def _looks(f: Findings) -> Iterator[str]:
     yield f"{text}, {', '.join(spent)}; {full}, {', '.join(all_of_it)}."
 
 
-def _budgets(f: Findings) -> Iterator[str]:
+def _budgets(f: Result) -> Iterator[str]:
     """Say how far each budget had come where losses are read.
 
     Name the sweep that would settle the question.
     """
-    if f.apart and (every := _like_tokens(f)):
+    if f.own_ends and (every := _like_tokens(f)):
         yield f"train.eval_every_tokens={every} evaluates runs of all batches at like tokens."
     places = _places(f)
     shares = [f"{100 * p.progress:.0f}" for p in places.values()]
@@ -104,7 +102,7 @@ def _budgets(f: Findings) -> Iterator[str]:
         yield f"Done where losses are read: {done}."
     if equal(round(p.planned) for p in places.values()):
         return
-    if any(key.startswith(("train.max_", "fork.step")) for r in f.c.runs for key in r.swept):
+    if any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
         yield (
             "The budget itself was swept: read each run at its own end, as points of a curve over "
             "tokens."
@@ -117,7 +115,7 @@ def _budgets(f: Findings) -> Iterator[str]:
         yield f"To settle it: the same with train.max_tokens={common(spent)} for every point."
 
 
-def _places(f: Findings) -> dict[str, Place]:
+def _places(f: Result) -> dict[str, Place]:
     """Return the place of each budget by its name, the shortest first; nothing where one lacks."""
     known = [g[0].place for g in f.budgets if g[0].place]
     if len(known) < max(2, len(f.budgets)):
@@ -126,24 +124,24 @@ def _places(f: Findings) -> dict[str, Place]:
     return dict(sorted(named, key=lambda pair: pair[1].planned))
 
 
-def _names(f: Findings) -> list[str]:
-    """Name each group of budgets by the one key that tells them apart, else by its first entry."""
-    for key, short in short_keys(f.c.factors).items():
-        values = [{value(r.entry.values.get(key)) for r in group} for group in f.budgets]
+def _names(f: Result) -> list[str]:
+    """Name each group of budgets by the one key that sets them apart, else by its settings."""
+    for key, short in short_keys(f.factors).items():
+        values = [{value(r.values.get(key)) for r in group} for group in f.budgets]
         if all(len(v) == 1 for v in values) and len(set.union(*values)) == len(values):
             return [f"{short}={v.pop()}" for v in values]
     return [listed([r.label for r in group], 1) for group in f.budgets]
 
 
-def _rounding(f: Findings) -> Iterator[str]:
+def _rounding(f: Result) -> Iterator[str]:
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
         yield f"Rounding alone makes {size} here ({f.floor.source})."
 
 
-def _trunk(f: Findings) -> Iterator[str]:
+def _trunk(f: Result) -> Iterator[str]:
     """Say that seeds share what they go on from, where seeds of a setting are forks of one run."""
-    several = [r.entry.taking_part for r in f.ranked if len(r.seeds) > 1]
+    several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
     trunks = [{str(run.parent.get("folder", "")) for run in runs} for runs in several]
     if any(len(found) == 1 and "" not in found for found in trunks):
         yield "The seeds go on from one trunk, so what they show holds for this trunk only."
@@ -151,13 +149,13 @@ def _trunk(f: Findings) -> Iterator[str]:
         yield "Several seeds go on from one trunk, so their spread is less than that of trunks."
 
 
-def _matters(e: Effect, f: Findings) -> bool:
+def _matters(e: Effect, f: Result) -> bool:
     return e.difference.real and abs(e.difference.mean) >= f.negligible
 
 
-def _effect(e: Effect, f: Findings) -> str:
-    short = short_keys(f.c.factors)
-    keys = varying([e for e in f.c.entries if not e.out], f.c.factors)
+def _effect(e: Effect, f: Result) -> str:
+    short = short_keys(f.factors)
+    keys = varying([e for e in f.settings if not e.out], f.factors)
     others = " and ".join(short[key] for key in keys if key != e.key)
     amount = f"{e.difference.text}, averaged over {others} ({e.difference.basis})"
     name = short[e.key]
@@ -174,10 +172,10 @@ def _effect(e: Effect, f: Findings) -> str:
     return f"{what} by {amount}{against if e.against else ''}."
 
 
-def _left_out(f: Findings) -> Iterator[str]:
+def _left_out(f: Result) -> Iterator[str]:
     """Name the runs that take no part, by reason."""
-    by_reason: dict[str, dict[Entry, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for e in f.c.entries:
+    by_reason: dict[str, dict[Setting, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for e in f.settings:
         for r in e.runs:
             if r.out and r.rung is None and r.out != "trial":
                 by_reason[_LEFT_OUT.get(r.out, r.out)][e].append(r)
@@ -189,7 +187,7 @@ def _left_out(f: Findings) -> Iterator[str]:
         yield f"Left out: {'; '.join(parts)}."
 
 
-def _unequal_seeds(f: Findings) -> Iterator[str]:
+def _unequal_seeds(f: Result) -> Iterator[str]:
     """Say that means are over different sets of seeds, where some are."""
     several = [r for r in f.ranked if len(r.seeds) > 1]
     wanted = {seed for r in several for seed in r.seeds}
@@ -203,8 +201,8 @@ def _number(seed: str) -> tuple[int, str]:
     return (int(seed), "") if seed.isdecimal() else (0, seed)
 
 
-def _planned(f: Findings) -> Iterator[str]:
-    left = {r.sweep: r.left for r in f.c.runs if r.sweep and r.left}
+def _planned(f: Result) -> Iterator[str]:
+    left = {r.sweep: r.left for r in f.runs if r.sweep and r.left}
     for sweep, count in left.items():
         are = "is" if count == 1 else "are"
         yield f"{plural(count, 'run')} of the sweep {are} left to train: {how_to_resume(sweep)}"
@@ -212,7 +210,7 @@ def _planned(f: Findings) -> Iterator[str]:
         yield "The tokenizers differ, so losses per token do not compare; bits per byte do."
 
 
-def _tokens(f: Findings) -> Iterator[str]:
+def _tokens(f: Result) -> Iterator[str]:
     """Name the tokens of each budget, where they differ."""
     if places := _places(f):
         budgets = "; ".join(f"{name} {p.planned:,.0f}" for name, p in places.items())
@@ -221,28 +219,28 @@ def _tokens(f: Findings) -> Iterator[str]:
             text += (
                 " A learning rate that has not decayed yet leaves a loss higher than it will be."
             )
-        if any(k.startswith("batch.") for k in f.c.factors):
+        if any(k.startswith("batch.") for k in f.factors):
             text += " experiment=accumulation_scaling is a sweep over accumulation at equal tokens."
         yield text
 
 
-def _where(f: Findings) -> Iterator[str]:
+def _where(f: Result) -> Iterator[str]:
     """Say where the losses are read, and who has no evaluation up to there."""
-    c, runs = f.c, [r for r in f.c.taking_part if has_a_say(r)]
+    runs = [r for r in f.taking_part if has_a_say(r)]
     own_end = not f.is_loss or f.metric.key == "final val/loss"
-    if own_end or c.align_at is None or f.limiting is None or len(runs) < 2:
+    if own_end or f.align_at is None or f.limiting is None or len(runs) < 2:
         return
-    ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, c.align))}
-    which = f"which every run reached ({c.label_of(f.limiting)} ends there)"
-    if f.metric.key.startswith("val/") and c.align_at < min(ends):
+    ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, f.align))}
+    which = f"which every run reached ({f.label_of(f.limiting)} ends there)"
+    if f.metric.key.startswith("val/") and f.align_at < min(ends):
         which = "the last position at which every run was evaluated"
     elif len(ends) == 1:
         which = "where all runs end"
-    elif c.align_at > min(ends):
-        which = f"which every run reached to a step ({c.label_of(f.limiting)} ends there)"
-    text = f"Losses are read at {c.align_at:,.0f} {UNITS[c.align]}, {which}."
-    late = c.align_at * (1 + 1e-9)
-    without = [c.label_of(r) for r in runs if not (evaluations(r, c.align) <= late).any()]
+    elif f.align_at > min(ends):
+        which = f"which every run reached to a step ({f.label_of(f.limiting)} ends there)"
+    text = f"Losses are read at {f.align_at:,.0f} {UNITS[f.align]}, {which}."
+    late = f.align_at * (1 + 1e-9)
+    without = [f.label_of(r) for r in runs if not (evaluations(r, f.align) <= late).any()]
     if without and any("val/loss" in r.columns for r in runs):
         have = "has" if len(without) == 1 else "have"
         text += f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: "
@@ -250,36 +248,36 @@ def _where(f: Findings) -> Iterator[str]:
     yield text
 
 
-def _like_tokens(f: Findings) -> int:
+def _like_tokens(f: Result) -> int:
     """Return tokens between evaluations that all runs can keep to a step.
 
     It is the longest interval that is there, if the shortest run is as long; 0 where nothing is
     known of that.
     """
-    found = [x for r in f.c.taking_part if len(x := evaluations(r, "tokens"))]
+    found = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
     return int(min(max(x[0] for x in found), min(x[-1] for x in found))) if found else 0
 
 
-def _halving(f: Findings) -> Iterator[str]:
+def _halving(f: Result) -> Iterator[str]:
     """Say which runs successive halving left out after which share of the steps.
 
     Say also how the best one stood to the last of them there.
     """
-    rungs = sorted({r.rung for r in f.c.runs if r.rung is not None})
+    rungs = sorted({r.rung for r in f.runs if r.rung is not None})
     if not rungs or not f.ranked:
         return
     out = []
     for share in rungs:
-        last = [r for r in f.c.runs if r.rung == share]
-        names = listed([f.c.label_of(r) for r in last])
+        last = [r for r in f.runs if r.rung == share]
+        names = listed([f.label_of(r) for r in last])
         out.append(f"{names} after {100 * share:.3g} % of the steps")
     yield f"Successive halving left out {'; '.join(out)}."
-    best = f.ranked[0].entry.taking_part[0]
-    known = [(*losses, f.c.label_of(r)) for r in last if (losses := _at_end_of(r, best))]
+    best = f.ranked[0].taking_part[0]
+    known = [(*losses, f.label_of(r)) for r in last if (losses := _at_end_of(r, best))]
     if known and f.metric.better == "lower":
         theirs, ours, step, label = min(known)
         yield (
-            f"At step {step:,.0f}, where the last were left out, {f.c.label_of(best)} had a val "
+            f"At step {step:,.0f}, where the last were left out, {f.label_of(best)} had a val "
             f"loss of {f.digits(ours)}, and the best of these, {label}, {f.digits(theirs)}: what "
             "was left out may be as good."
         )
@@ -294,15 +292,15 @@ def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
     return float(theirs), float(ours), float(steps[-1])
 
 
-def _batch(f: Findings) -> Iterator[str]:
-    runs = [r for e in f.c.entries if not e.out for r in e.runs]
+def _batch(f: Result) -> Iterator[str]:
+    runs = [r for e in f.settings if not e.out for r in e.runs]
     known = [size for r in runs if (size := number(r.facts.get("real_batch_size"))) is not None]
     sizes = [f"{size:,.0f}" for size in (min(known), max(known))] if known else ["?"]
-    if f.c.batch in _BATCH:
-        yield _BATCH[f.c.batch].format(" to ".join(dict.fromkeys(sizes)))
+    if f.batch in _BATCH:
+        yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))
 
 
-def _method(f: Findings) -> Iterator[str]:
+def _method(f: Result) -> Iterator[str]:
     """Say what the intervals mean, and what one seed cannot tell."""
     count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts
     if any(r.difference for r in f.ranked):
@@ -329,8 +327,8 @@ def _method(f: Findings) -> Iterator[str]:
         )
 
 
-def _facts(f: Findings) -> Iterator[str]:
+def _facts(f: Result) -> Iterator[str]:
     for key, sentence in _FACTS.items():
-        found = sorted({str(known) for r in f.c.taking_part if (known := r.facts.get(key))})
+        found = sorted({str(known) for r in f.taking_part if (known := r.facts.get(key))})
         if len(found) > 1 and not (f.mixed and key == "eval_sequences"):
             yield sentence.format(listed(found))

@@ -20,11 +20,10 @@ from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.plotting import looks, templates
-from llmexp.compare.records import Comparison, Record, as_dict
+from llmexp.compare.records import Record, Result, as_dict
 from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
-from llmexp.settings.labels import plural
-from llmexp.settings.labels import short_value as setting
+from llmexp.settings.labels import plural, short_value
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 
@@ -47,7 +46,7 @@ NOISE = (
 )
 
 
-def write_beside(comparison: Comparison, where: Path) -> Path:
+def write_beside(comparison: Result, where: Path) -> Path:
     """Write compare.html into the folder, and the library that it names, once."""
     if not (where / LIBRARY).exists():
         fileio.write_whole(where / LIBRARY, str(get_plotlyjs()))
@@ -55,7 +54,7 @@ def write_beside(comparison: Comparison, where: Path) -> Path:
     return where / "compare.html"
 
 
-def page(comparison: Comparison, inline: bool = True) -> str:
+def page(comparison: Result, inline: bool = True) -> str:
     """Return the page with everything inside, or, without `inline`, with the library beside it.
 
     The template escapes what comes from runs. Besides, the page forbids every request and every
@@ -97,19 +96,19 @@ def _policy(script: str, library: str) -> str:
     )
 
 
-def _title(c: Comparison) -> str:
+def _title(c: Result) -> str:
     sweeps = {record.sweep for record in c.runs}
     sweep = sweeps.pop() if len(sweeps) == 1 else None
     return plural(len(c.runs), "run") + (f" of {'/'.join(sweep.parts[-2:])}" if sweep else "")
 
 
-def _about(c: Comparison) -> str:
+def _about(c: Result) -> str:
     where = "each run at its own end"
     if c.align_at is not None:
         where = f"compared at {c.align_at:,.10g} {UNITS_IN_WORDS[c.align]}"
-    folded = len(c.entries) != len(c.runs)
-    settings = f"{plural(len(c.entries), 'setting')}, seeds folded · " if folded else ""
-    ordered = f"{settings}ordered by {c.metric} · {where}"
+    folded = len(c.settings) != len(c.runs)
+    settings = f"{plural(len(c.settings), 'setting')}, seeds folded · " if folded else ""
+    ordered = f"{settings}ordered by {c.metric.key} · {where}"
     return ordered[0].upper() + ordered[1:]
 
 
@@ -161,23 +160,23 @@ def share(value: Any, before: str = "") -> Cell:
     return Cell("" if number(value) is None else f"{before}{value:.1%}", value)
 
 
-def runs(c: Comparison) -> Iterator[tuple[str, str, Record]]:
+def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
     """Yield the colour and the name of every run with the run."""
-    for entry, look in looks(c).items():
-        for record in entry.runs:
-            yield look.colour, entry.label_of(record), record
+    for setting, look in looks(c).items():
+        for record in setting.runs:
+            yield look.colour, setting.label_of(record), record
 
 
-def run_table(c: Comparison) -> Table | None:
+def run_table(c: Result) -> Table | None:
     """Return a row a setting, the best first.
 
     It has the standing, and the settings and figures that are not alike in all.
     """
     found = shown_columns(c)
-    metric = [found.pop(c.metric)] if c.metric in found else []
+    metric = [found.pop(c.metric.key)] if c.metric.key in found else []
     kept, same = list(metric), []
     for column in found.values():
-        if len(c.entries) > 1 and len(set(column.cells)) == 1:
+        if len(c.settings) > 1 and len(set(column.cells)) == 1:
             same += [f"{column.title} {column.cells[0]}"] * bool(column.cells[0])
         elif all(column.cells != m.cells for m in metric):
             kept.append(column)
@@ -190,7 +189,7 @@ def run_table(c: Comparison) -> Table | None:
     return Table("Runs", heads, rows, after=alike, sortable=True) if rows else None
 
 
-def look_table(c: Comparison) -> Table | None:
+def look_table(c: Result) -> Table | None:
     """Show the looks of a sweep that decided by itself: where seeds went, and what they showed."""
     sweeps = {r.sweep for r in c.runs}
     found = c.runs[0].looks if len(sweeps) == 1 else ()
@@ -209,18 +208,18 @@ def look_table(c: Comparison) -> Table | None:
     return Table("Where seeds went", [*heads, "What follows"], rows, before=LOOKS) if rows else None
 
 
-def clip_table(c: Comparison) -> Table | None:
+def clip_table(c: Result) -> Table | None:
     """Show how often each run was clipped, and how often other limits would have clipped it."""
     rows = []
     for colour, name, record in runs(c):
         if clip := as_dict(record.status.get("clip")):
             by_norm = record.config.get("clip.kind", "norm") == "norm"
             quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
-            limit = setting(record.config.get("clip.max_norm") if by_norm else None)
+            limit = short_value(record.config.get("clip.max_norm") if by_norm else None)
             cells = [Cell(limit), share(clip.get("share"))]
             cells += number_cells(*(quantiles.get(q) for q in ("50", "90", "99")))
             for at in map(as_dict, limits if isinstance(limits, list) else []):
-                cells.append(share(at.get("share"), f"{setting(at.get('limit'))}: "))
+                cells.append(share(at.get("share"), f"{short_value(at.get('limit'))}: "))
             rows.append(Row(colour, name, cells))
     heads = ["Run", "Limit", "Steps clipped", "Norm: median", "90 %", "99 %"]
     most = max((len(row.cells) for row in rows), default=0)
@@ -228,7 +227,7 @@ def clip_table(c: Comparison) -> Table | None:
     return Table("Clipping of each run", heads, rows, before=CLIP) if rows else None
 
 
-def noise_table(c: Comparison) -> Table | None:
+def noise_table(c: Result) -> Table | None:
     """Show the gradient noise scale of each run beside its batch."""
     rows = []
     for colour, name, record in runs(c):

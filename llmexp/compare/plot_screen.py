@@ -6,20 +6,21 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmexp.compare.plotting import FEW, GREY, Plot, plot, text
-from llmexp.compare.records import Comparison
+from llmexp.compare.records import Result
+from llmexp.compare.screening import Screen
 from llmexp.settings.labels import short_keys, short_value
 
 
-def screen_plots(c: Comparison) -> list[Plot]:
+def screen_plots(c: Result) -> list[Plot]:
     """Return a Pareto of the effects and a half-normal plot of all contrasts of a screen."""
-    return [_pareto(c), _half_normal(c)] if c.screen else []
+    return [_pareto(c, c.screen), _half_normal(c, c.screen)] if c.screen else []
 
 
-def _pareto(c: Comparison) -> Plot:
-    names, knobs = short_keys(c.factors), list(reversed(c.screen.knobs.items()))
+def _pareto(c: Result, screen: Screen) -> Plot:
+    names, knobs = short_keys(c.factors), list(screen.knobs.items())[::-1]
     labels = []
     for key, _ in knobs:
-        first, second = map(short_value, c.screen.levels[key])
+        first, second = map(short_value, screen.levels[key])
         labels.append(f"{names[key]}: {second} against {first}")
     trace = go.Bar(
         y=[text(label, 40) for label in labels], x=[k.effect for _, k in knobs], orientation="h",
@@ -29,15 +30,15 @@ def _pareto(c: Comparison) -> Plot:
     )  # fmt: skip
     layout = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
     caption = "Bars in colour are told from noise; the whiskers are 95 % intervals."
-    return plot("effects", f"Effects on {c.metric}", [trace], layout, caption)
+    return plot("effects", f"Effects on {c.metric.key}", [trace], layout, caption)
 
 
-def _half_normal(c: Comparison) -> Plot:
+def _half_normal(c: Result, screen: Screen) -> Plot:
     from scipy.special import ndtri
 
     names = short_keys(c.factors)
-    points = [(abs(k.effect), names[key], k.found) for key, k in c.screen.knobs.items()]
-    for k in c.screen.others:
+    points = [(abs(k.effect), names[key], k.found) for key, k in screen.knobs.items()]
+    for k in screen.others:
         pairs = " = ".join(" x ".join(names[x] for x in p.split(" x ")) for p in k.names)
         points.append((abs(k.effect), pairs or "higher", False))
     points.sort(key=lambda point: point[0])

@@ -10,18 +10,18 @@ import plotly.graph_objects as go
 
 from llmexp.compare.figures import half_width
 from llmexp.compare.plotting import GREY, Plot, looks, metric, plot, text
-from llmexp.compare.records import Column, Comparison, Record
+from llmexp.compare.records import Column, Record, Result
 from llmexp.runs.rundir import by_number
 
 
-def search_plots(c: Comparison) -> list[Plot]:
+def search_plots(c: Result) -> list[Plot]:
     """Return the figure of a search, with a place of its own for each trial that was confirmed."""
     column = metric(c)
     trials = sorted((r for r in c.runs if r.trial), key=lambda r: by_number(r.path))
-    known = [(at, r) for at, r in enumerate(trials, 1) if c.metric in r.figures]
+    known = [(at, r) for at, r in enumerate(trials, 1) if c.metric.key in r.figures]
     if column is None or not known:
         return []
-    values = [r.figures[c.metric] for _, r in known]
+    values = [r.figures[c.metric.key] for _, r in known]
     lowest = itertools.accumulate(values, min if column.sign > 0 else max)
     places = [at for at, _ in known]
     words = [f"trial {at}: {text(c.label_of(r))}<br>{v:.4f}"
@@ -61,14 +61,14 @@ def _ticks(trials: int) -> list[int]:
     return [1, *range(step, trials + 1, step)] if step > 2 else list(range(step, trials + 1, step))
 
 
-def _confirmed(c: Comparison, column: Column, trials: Sequence[Record]) -> list[Any]:
+def _confirmed(c: Result, column: Column, trials: Sequence[Record]) -> list[Any]:
     """Return the fresh seeds of each trial that has some, with their mean and its interval."""
     found, place = [], len(trials) + 1
     for e, look in looks(c).items():
-        fresh = [r for r in e.runs if not r.trial and c.metric in r.figures]
+        fresh = [r for r in e.runs if not r.trial and c.metric.key in r.figures]
         if not fresh or not trials:
             continue
-        values = [r.figures[c.metric] for r in fresh]
+        values = [r.figures[c.metric.key] for r in fresh]
         half = half_width(e, column) if len(e.taking_part) == len(fresh) else None
         words = [f"{look.title}, seed {text(r.seed)}<br>{v:.4f}"
                  for r, v in zip(fresh, values, strict=True)]  # fmt: skip

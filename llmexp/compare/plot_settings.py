@@ -10,42 +10,42 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, grid_cells, scale
-from llmexp.compare.evidence import Verdict
 from llmexp.compare.figures import figure_text, half_width, is_score
-from llmexp.compare.plotting import GREY, LEADING, Plot, looks, menus, metric, palette, plot, text
-from llmexp.compare.records import APART, Comparison, Entry
+from llmexp.compare.plotting import GREY, Plot, looks, menus, metric, palette, plot, text
+from llmexp.compare.records import APART, Result, Setting, Verdict
 from llmexp.settings.labels import short_keys, short_label
 from llmexp.system.text import shown
 
 NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most
-_COMPARED = {"", *LEADING, *(v.mark for v in Verdict), "lowest of budget", "highest of budget"} - {
-    *APART
-}
 
 
-def _swept(c: Comparison) -> list[Entry]:
-    """Return the entries of the same task and length that have a value of every swept key."""
-    family = [e for e in c.entries if e.standing.mark not in APART]
+def _swept(c: Result) -> list[Setting]:
+    """Return the settings of the same task and length that have a value of every swept key."""
+    family = [e for e in c.settings if e.mark not in APART]
     return [e for e in family if all(k in e.values for k in c.factors)]
 
 
-def over_keys(c: Comparison) -> list[Plot]:
+def over_keys(c: Result) -> list[Plot]:
     """Return the figure that orders the table over each swept numeric key.
 
     It has its interval where there are seeds.
     """
-    entries = [e for e in _swept(c) if c.metric in e.figures and e.standing.mark in _COMPARED]
-    scales = {key: scale(entries, key) for key in c.factors if metric(c)}
+    settings = [
+        e
+        for e in _swept(c)
+        if c.metric.key in e.figures and not e.out and e.verdict is not Verdict.TASK
+    ]
+    scales = {key: scale(settings, key) for key in c.factors if metric(c)}
     numeric = {k: s for k, s in scales.items() if len(s.levels) > 1 and s.kind != "category"}
-    return [_over_key(c, key, along, entries) for key, along in numeric.items()]
+    return [_over_key(c, key, along, settings) for key, along in numeric.items()]
 
 
-def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Plot:
+def _over_key(c: Result, key: str, along: Scale, settings: list[Setting]) -> Plot:
     column, look = metric(c), looks(c)
     assert column is not None
-    groups: dict[str, list[Entry]] = defaultdict(list)
-    for e in sorted(entries, key=lambda e: float(e.values[key])):
+    groups: dict[str, list[Setting]] = defaultdict(list)
+    for e in sorted(settings, key=lambda e: float(e.values[key])):
         groups[short_label({k: e.values[k] for k in c.factors if k != key})].append(e)
     few = len(groups) <= NAMED
     legend = few and len(groups) > 1
@@ -73,7 +73,7 @@ def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Pl
     }  # fmt: skip
     if len(along.levels) <= 12:
         layout |= {f"xaxis.{name}": at for name, at in _ticks(along, along.levels).items()}
-    seeds = any(half_width(e, column) for e in entries)
+    seeds = any(half_width(e, column) for e in settings)
     what = "items of the task" if is_score(column.key) else "seeds"
     intervals = f"The bars are 95 % intervals over the {what}."
     caption = intervals if seeds else "One seed each, so there are no intervals."
@@ -85,25 +85,23 @@ def _ticks(along: Scale, places: Any) -> dict[str, Any]:
     return {"tickvals": list(places), "ticktext": [text(words, 16) for words in along.labels]}
 
 
-def maps(c: Comparison) -> list[Plot]:
+def maps(c: Result) -> list[Plot]:
     """Return a map for each pair of swept keys of which a third of the cells are known.
 
     A random search has none.
     """
-    entries = _swept(c)
+    settings = _swept(c)
     plots = []
     for pair in itertools.combinations(c.factors, 2) if c.columns else ():
-        scales = {key: scale(entries, key) for key in pair}
+        scales = {key: scale(settings, key) for key in pair}
         down, across = sorted(pair, key=lambda key: len(scales[key].levels))
-        known = grid_cells(entries, down, across)
+        known = grid_cells(settings, down, across)
         if 3 * len(known) >= len(scales[down].levels) * len(scales[across].levels):
             plots.append(_map(c, {across: scales[across], down: scales[down]}, known))
     return plots[:MAPS]
 
 
-def _map(
-    c: Comparison, scales: Mapping[str, Scale], known: Mapping[tuple[int, int], Entry]
-) -> Plot:
+def _map(c: Result, scales: Mapping[str, Scale], known: Mapping[tuple[int, int], Setting]) -> Plot:
     columns, rows = (range(len(along.levels)) for along in scales.values())
     grid = [[known.get((i, j)) for j in columns] for i in rows]
     look = looks(c)
@@ -115,12 +113,12 @@ def _map(
             values[i][j] = e.figures.get(column.key)
             lines = [shown(values[i][j], column.digits)] if column.key in e.figures else []
             lines += [text(e.state)] if e.state != "finished" else []
-            star = "★ " if look[e].lead and column.key == c.metric else ""
+            star = "★ " if look[e].lead and column.key == c.metric.key else ""
             words[i][j] = star + "<br>".join(lines)
         better = {"coloraxis.reversescale": column.better == "lower"}
         options.append((column.title, [{"z": [values], "text": [words]}, better, [0]]))
     keys = [column.key for column in c.columns]
-    chosen = keys.index(c.metric) if c.metric in keys else 0
+    chosen = keys.index(c.metric.key) if c.metric.key in keys else 0
     first, reverse, _ = options[chosen][1]
     trace = go.Heatmap(
         z=first["z"][0], text=first["text"][0],

@@ -12,16 +12,16 @@ import plotly.graph_objects as go
 from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.figures import own_keys
 from llmexp.compare.plotting import GREY, Look, Plot, looks, menus, packed, plot
-from llmexp.compare.records import Comparison, Entry
+from llmexp.compare.records import Result, Setting
 from llmexp.compare.rows import named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.metrics.plot import running_mean
 
 POINTS = 600  # of a curve at most: about one per pixel
-# of one quantity over all entries, so that 200 runs stay a page that can be mailed
+# of one quantity over all settings, so that 200 runs stay a page that can be mailed
 POINTS_OF_ALL = 40_000
-MANY = 40  # entries at most behind whose losses the rows are shown too; of more they are a fog
-LISTED = 50  # entries at most that the pointer lists; of more it tells the nearest one
+MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
+LISTED = 50  # settings at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
 USUAL = 3  # of these
 OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
@@ -54,8 +54,8 @@ class Line:
         return packed(self.x.get(axis, np.zeros(0)))
 
 
-def losses(c: Comparison) -> Plot | None:
-    """Draw train and validation loss of every entry.
+def losses(c: Result) -> Plot | None:
+    """Draw train and validation loss of every setting.
 
     The rows themselves stand pale behind what is smoothed.
     """
@@ -82,9 +82,9 @@ def losses(c: Comparison) -> Plot | None:
         ("all losses", _range("linear", None)),
         ("log-log", _range("log", None)),
     ]
-    several = any(len(e.runs) > 1 for e in c.entries)
+    several = any(len(e.runs) > 1 for e in c.settings)
     forks = any(r.parent for r in c.runs)
-    caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.entries) > 1)
+    caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.settings) > 1)
     layout = (
         _layout(c, axis, "Loss (nats per token)")
         | _axis(c, axis, target)
@@ -103,19 +103,19 @@ def _range(kind: str, span: list[float] | None) -> list[Any]:
     return [{}, types, [0]]
 
 
-def points(c: Comparison) -> int:
-    return min(POINTS, max(200, POINTS_OF_ALL // max(1, len(c.entries))))
+def points(c: Result) -> int:
+    return min(POINTS, max(200, POINTS_OF_ALL // max(1, len(c.settings))))
 
 
-def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
-    few = len(c.entries) <= MANY
-    train, val = curve(entry, "train/loss"), curve(entry, "val/loss")
-    group = dict(legendgroup=entry.name, showlegend=False, name=look.title)
+def _lines(c: Result, setting: Setting, look: Look) -> list[Line]:
+    few = len(c.settings) <= MANY
+    train, val = curve(setting, "train/loss"), curve(setting, "val/loss")
+    group = dict(legendgroup=setting.name, showlegend=False, name=look.title)
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
-    front = {**group, "zorder": 2 if look.lead else 1, "showlegend": len(c.entries) > 1}
+    front = {**group, "zorder": 2 if look.lead else 1, "showlegend": len(c.settings) > 1}
     lines = []
     for key in ("train/loss", "val/loss"):
-        if (before := lineage(entry, key)) is not None:
+        if (before := lineage(setting, key)) is not None:
             drawn = before.thinned(points(c))
             thin = {**behind, "line": {"color": look.colour, "width": 1, "dash": "dot"}}
             lines.append(Line(thin, drawn.x, [drawn.mean]))
@@ -171,8 +171,8 @@ def _with_band(
     return [Line(band, around, ends), mean]
 
 
-def _layout(c: Comparison, axis: str, title: str) -> dict[str, Any]:
-    count = len(c.entries)
+def _layout(c: Result, axis: str, title: str) -> dict[str, Any]:
+    count = len(c.settings)
     return {
         **_axis(c, axis),
         "yaxis.title.text": title,
@@ -182,14 +182,14 @@ def _layout(c: Comparison, axis: str, title: str) -> dict[str, Any]:
     }
 
 
-def _axis(c: Comparison, axis: str, target: float | None = None) -> dict[str, Any]:
+def _axis(c: Result, axis: str, target: float | None = None) -> dict[str, Any]:
     """Return an axis, with a line where the runs are compared, and one at the target."""
     here: list[dict[str, Any]] = []
     stroke = {"dash": "dot", "color": GREY, "width": 1}
     if target is not None:
         place: dict[str, Any] = dict(x0=0, x1=1, xref="paper", y0=target, y1=target)
         here = [dict(type="line", line=stroke, **place)]
-    elif axis == c.align and c.align_at is not None and len(c.entries) > 1:
+    elif axis == c.align and c.align_at is not None and len(c.settings) > 1:
         place = dict(x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper")
         here = [dict(type="line", line=stroke, **place)]
     return {
@@ -211,14 +211,15 @@ def _later(lines: Sequence[Line]) -> list[float]:
     return [low - pad, high + pad]
 
 
-def other_quantities(c: Comparison) -> Plot | None:
+def other_quantities(c: Result) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: list[tuple[str, list[Any]]] = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
     named = sorted({key for r in c.runs for key in named_sets(r.columns)})
     own = sorted({key for r in c.runs for key in own_keys(r)})
-    for key in dict.fromkeys((*OTHERS, *named, *own, c.metric if c.metric in KEYS else "lr")):
-        found = [curve(e, key) or nothing for e in c.entries]
+    sorted_by = [c.metric.key] if c.metric.key in KEYS else []
+    for key in dict.fromkeys((*OTHERS, *named, *own, *sorted_by)):
+        found = [curve(e, key) or nothing for e in c.settings]
         if any(each is not nothing for each in found):
             drawn = [each.thinned(points(c)) for each in found]
             x = [packed(each.x.get(c.align, each.x["steps"])) for each in drawn]
@@ -233,7 +234,7 @@ def other_quantities(c: Comparison) -> Plot | None:
     traces = [
         go.Scatter(
             x=x, y=y, mode="lines", name=look.title, hovertemplate="%{y:.5~g}",
-            zorder=int(look.lead), line=look.line(2.4, 1.3), showlegend=len(c.entries) > 1,
+            zorder=int(look.lead), line=look.line(2.4, 1.3), showlegend=len(c.settings) > 1,
         )
         for x, y, look in zip(first["x"], first["y"], looks(c).values(), strict=True)
     ]  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from llmexp.compare.figures import difference, is_loss
-from llmexp.compare.plotting import GREY, LEADING, Plot, metric, plot, text
-from llmexp.compare.records import Comparison, Entry
+from llmexp.compare.figures import difference
+from llmexp.compare.plotting import GREY, Plot, metric, plot, text
+from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural
 
 MOST = 40  # settings that have a row of their own, the best ones
@@ -27,16 +27,16 @@ COLOURS = {"worse": "#d9485f", "same": "#2fa58e", "undecided": GREY} | dict.from
 )
 
 
-def verdict_plot(c: Comparison) -> Plot | None:
+def verdict_plot(c: Result) -> Plot | None:
     """Return the settings in order with their seeds and the intervals of their differences.
 
     None where no setting has several seeds, or losses do not compare.
     """
     column = metric(c)
-    rows = [e for e in c.entries if e.standing.mark in SYMBOLS][:MOST]
-    lead = next((e for e in rows if e.standing.mark in LEADING), None)
+    rows = [e for e in c.settings if e.mark in SYMBOLS][:MOST]
+    lead = next((e for e in rows if e.leads), None)
     several = any(len(e.taking_part) > 1 for e in rows)
-    if column is None or lead is None or len(rows) < 2 or not several or not is_loss(c.metric):
+    if column is None or lead is None or len(rows) < 2 or not several or not c.is_loss:
         return None
     names = [text(e.label, 32) for e in rows]
     traces = [
@@ -52,7 +52,7 @@ def verdict_plot(c: Comparison) -> Plot | None:
         "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
         "hovermode": "closest",
     }  # fmt: skip
-    left = len([e for e in c.entries if e.standing.mark in SYMBOLS]) - len(rows)
+    left = len([e for e in c.settings if e.mark in SYMBOLS]) - len(rows)
     more = f" {plural(left, 'further setting')} below are in the table." if left else ""
     caption = (
         "A bar is the 95 % interval of the difference to the leading setting; all hold together. A "
@@ -62,37 +62,37 @@ def verdict_plot(c: Comparison) -> Plot | None:
     return plot("verdict", "The verdict", traces, layout, caption)
 
 
-def _has(rows: Sequence[Entry], mark: str) -> bool:
-    return any(e.standing.mark == mark for e in rows)
+def _has(rows: Sequence[Setting], mark: str) -> bool:
+    return any(e.mark == mark for e in rows)
 
 
-def _seeds(c: Comparison, lead: Entry, rows: Sequence[Entry], names: Sequence[str]) -> Any:
+def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return a small mark for each seed, beside the leading setting's figure of that seed."""
-    ours = {r.seed: r.figures[c.metric] for r in lead.taking_part if c.metric in r.figures}
+    ours = {r.seed: r.figures[c.metric.key] for r in lead.taking_part if c.metric.key in r.figures}
     mean = fsum(ours.values()) / max(1, len(ours))
     x, y, words, opacity = [], list[str](), list[str](), list[float]()
     for e, name in zip(rows, names, strict=True):
         for r in e.taking_part:
-            if c.metric in r.figures:
+            if c.metric.key in r.figures:
                 beside = mean if e is lead else ours.get(r.seed, mean)
-                x.append(r.figures[c.metric] - beside)
+                x.append(r.figures[c.metric.key] - beside)
                 y.append(name)
-                words.append(f"seed {text(r.seed)}: {r.figures[c.metric]:.4f}")
-                opacity.append(0.8 * SYMBOLS[e.standing.mark][1])
+                words.append(f"seed {text(r.seed)}: {r.figures[c.metric.key]:.4f}")
+                opacity.append(0.8 * SYMBOLS[e.mark][1])
     return go.Scatter(
         x=x, y=y, text=words, mode="markers", name="a seed", hovertemplate="%{text}<extra></extra>",
         marker=dict(symbol="line-ns-open", size=9, color=GREY, opacity=opacity, line_width=1.5),
     )  # fmt: skip
 
 
-def _settings(c: Comparison, mark: str, rows: Sequence[Entry], names: Sequence[str]) -> Any:
+def _settings(c: Result, mark: str, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return the settings of one mark, with the intervals of their differences."""
-    found = [(e, n) for e, n in zip(rows, names, strict=True) if e.standing.mark == mark]
+    found = [(e, n) for e, n in zip(rows, names, strict=True) if e.mark == mark]
     symbol, opacity = SYMBOLS[mark]
-    halves = [e.standing.half or 0.0 for e, _ in found]
+    halves = [e.half or 0.0 for e, _ in found]
     words = [f"<b>{n}</b>  {mark}<br>{text(difference(e))}" for e, n in found]
     return go.Scatter(
-        x=[e.standing.difference or 0.0 for e, _ in found], y=[n for _, n in found], text=words,
+        x=[e.apart or 0.0 for e, _ in found], y=[n for _, n in found], text=words,
         mode="markers", name=mark, opacity=opacity, hovertemplate="%{text}<extra></extra>",
         marker=dict(symbol=symbol, size=15 if mark in LEADING else 11, color=COLOURS[mark]),
         error_x=dict(array=halves, color=COLOURS[mark], thickness=2.5, width=5,

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.colors import sample_colorscale
 
-from llmexp.compare.records import Column, Comparison, Entry
+from llmexp.compare.records import Column, Result, Setting
 
-# All are legible on white and on black: distinct ones for a few entries, the rank from best to
+# All are legible on white and on black: distinct ones for a few settings, the rank from best to
 # worst for many.
 FEW = [
     "#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0",
@@ -23,7 +23,6 @@ FEW = [
 ]  # fmt: skip
 MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
 GREY = "#8a93a3"
-LEADING = ("best", "lowest", "highest")
 # Plotly's template, ink and paper of page.css, weak and strong colour of a map.
 SCHEMES = {
     "light": ("plotly_white", "#1c2330", "#ffffff", "#f4f7fd", "#86aef2"),
@@ -66,7 +65,7 @@ def menus(*choices: tuple[Sequence[tuple[str, list[Any]]], int]) -> list[dict[st
 
 @dataclass(frozen=True)
 class Look:
-    """Hold the colour and the name of an entry in every figure.
+    """Hold the colour and the name of a setting in every figure.
 
     The leading one is bolder, and a star.
     """
@@ -83,13 +82,11 @@ class Look:
         return {"color": self.colour, "size": bold if self.lead else usual, "symbol": symbol}
 
 
-def looks(c: Comparison) -> dict[Entry, Look]:
+def looks(c: Result) -> dict[Setting, Look]:
     found = {}
-    for e, colour in zip(c.entries, palette(len(c.entries)), strict=True):
-        lead = e.standing.mark in LEADING
-        found[e] = Look(
-            colour, lead, f"<b>★ {text(e.label, 40)}</b>" if lead else text(e.label, 40)
-        )
+    for e, colour in zip(c.settings, palette(len(c.settings)), strict=True):
+        name = text(e.label, 40)
+        found[e] = Look(colour, e.leads, f"<b>★ {name}</b>" if e.leads else name)
     return found
 
 
@@ -134,5 +131,5 @@ def packed(values: np.ndarray) -> dict[str, str]:
     return {"dtype": "f4", "bdata": base64.b64encode(data).decode()}
 
 
-def metric(c: Comparison) -> Column | None:
-    return next((column for column in c.columns if column.key == c.metric), None)
+def metric(c: Result) -> Column | None:
+    return next((column for column in c.columns if column.key == c.metric.key), None)

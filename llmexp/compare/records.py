@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmexp.compare.screening import Screen
+from llmexp.compare.statistics import Difference
+from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED
+from llmexp.system.text import shown
 
 TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
 APART = ("other task", "too short")
+LEADING = ("best", "lowest", "highest")  # marks of the leading one of several
+LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
+REACHED = "target/reached"  # 1 or 0: the figure that tells whether a run reached its target
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,24 +77,45 @@ class Record:
         return self.facts.get(key, self.config.get(f"batch.{key}"))
 
 
+class Verdict(Enum):
+    """The knowledge of a setting beside the leading one; `mark` is its word in the table."""
+
+    WORSE = "seeds show it", "worse"
+    NEGLIGIBLE = "seeds show a difference too small to matter", "same"
+    SAME = "seeds show that no difference matters", "same"
+    ROUNDING = "the same computation, so what differs is what rounding makes", "same"
+    UNDECIDED = "seeds leave it open", "undecided"
+    FEW_SEEDS = "too few seeds", "undecided"
+    BUDGET = "not comparable", "other budget"
+    TASK = "another validation text", "other task"
+
+    @property
+    def mark(self) -> str:
+        return self.value[1]
+
+
 @dataclass(frozen=True)
-class Standing:
-    """The standing of an entry beside the leading one."""
+class Place:
+    """The place of a run where its loss is read."""
 
-    # best | lowest | highest | same | worse | undecided, or why it is left out: running, ...
-    mark: str
-    difference: float | None = None  # of the metric, this entry's minus the leading one's
-    half: float | None = None  # half width of its 95 % interval; None where seeds give none
-    basis: str = ""  # what the interval rests on, such as: 3 seeds
+    tokens: float  # target tokens that it has trained on
+    planned: float  # tokens of its whole budget
+    grain: float  # tokens of one optimizer step
+    decays: bool  # whether its learning rate depends on how far it has come
+
+    @property
+    def progress(self) -> float:
+        """Share of its budget that it has used."""
+        return self.tokens / self.planned
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
+@dataclass(eq=False)
+class Setting:
     """A line of the table: one run, or the runs that differ in nothing but the seed."""
 
     name: str
     runs: tuple[Record, ...]
-    values: dict[str, Any]  # of the keys that differ between the entries
+    values: dict[str, Any]  # of the keys that differ between the settings
     # mean over the runs by name of the column; what is not known is absent
     figures: dict[str, float]
     # 95 % interval of the mean, where there are several runs
@@ -94,8 +124,20 @@ class Entry:
     note: str = ""  # such as: another tokenizer
     # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
     label: str = ""
-    standing: Standing = Standing("")
-    computation: object = None  # equal for entries that compute the same but for rounding
+    computation: object = None  # equal for settings that compute the same but for rounding
+    # As judged, where it takes part.
+    seeds: Mapping[str, float] = field(default_factory=dict)  # the metric by seed
+    capped: bool = False  # some of `seeds` are the cap of a target, and not where a run reached it
+    place: Place | None = None  # where it stands when its loss is read
+    budget: int = 0  # settings of like budgets have the same number
+    # How it stands to the leading one of its budget; None for the leading one of all.
+    verdict: Verdict | None = None
+    size: float | None = None  # of the metric, its minus the leading one's, over the seeds compared
+    difference: Difference | None = None  # over seeds
+    # Equal for one computation in several cuts, and for figures that are equal to the bit.
+    identity: object = None
+    # best | lowest | highest | the word of its verdict, or why it is left out: running, ...
+    mark: str = ""
 
     @property
     def taking_part(self) -> list[Record]:
@@ -105,6 +147,30 @@ class Entry:
     def out(self) -> str:
         """Say why it takes no part; empty where a run of it does."""
         return "" if self.taking_part else self.runs[0].out
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.seeds.values()) / len(self.seeds)
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether it is the leading one of several."""
+        return self.mark in LEADING
+
+    @property
+    def apart(self) -> float | None:
+        """Return its size; None also where that is not known because of a cap."""
+        return None if self.capped else self.size
+
+    @property
+    def half(self) -> float | None:
+        """Return the half width of the 95 % interval of `apart`; None where seeds give none."""
+        return None if self.capped or self.difference is None else self.difference.half
+
+    @property
+    def basis(self) -> str:
+        """Return what the interval rests on, such as: 3 seeds."""
+        return "" if self.capped or self.difference is None else self.difference.basis
 
     def label_of(self, *runs: Record) -> str:
         """Return the short name of one or some of its runs: accum=1 seed=2,3."""
@@ -119,7 +185,7 @@ class Entry:
 class Column:
     """A column of the table."""
 
-    key: str  # in Entry.figures
+    key: str  # in Setting.figures
     title: str  # with its unit
     better: str = ""  # lower | higher, where one is
     digits: int = 4  # significant ones
@@ -143,13 +209,36 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Everything that the table, the JSON and the page show."""
+class Floor:
+    """The spread of a figure over runs that differ in nothing but rounding."""
 
-    entries: tuple[Entry, ...]  # the best one first
+    size: float  # largest difference between two runs of one computation and one seed
+    spread: float  # standard deviation of the difference of two such runs
+    runs: int
+    source: str  # in words, such as: twins
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The effect of one key, averaged over the other keys."""
+
+    key: str
+    better: str  # its values as text
+    worse: str
+    difference: Difference
+    against: Sequence[str] = ()  # values of the other keys at which seeds show the opposite
+    # Values of the other keys at which seeds show it; None where it does not vary with these.
+    only: Sequence[str] | None = None
+
+
+@dataclass
+class Result:
+    """Everything that was found out, which the answer, the table, the JSON and the page show."""
+
+    settings: Sequence[Setting]  # the best one first
     differing: tuple[str, ...]  # config keys, by section
-    columns: tuple[Column, ...]  # of which some entry has a figure
-    metric: str  # of the order, such as: final val/loss
+    columns: tuple[Column, ...]  # of which some setting has a figure
+    metric: Column  # of the order, such as: final val/loss
     align: str  # tokens | steps | time: where the metric is read off
     # the last common position there (tokens, steps or seconds); None: each run's own end
     align_at: float | None
@@ -158,14 +247,27 @@ class Comparison:
     # of `differing`, those that vary of themselves and not as another's consequence
     factors: tuple[str, ...] = ()
     target: Target | None = None  # that runs are to reach; the metric is where they did
-    screen: Any = None  # screening.Screen, of the knobs of a screen
+    negligible: float = 0.0  # nats below which a difference does not matter
+    mixed: bool = False  # several tokenizers
+    limiting: Record | None = None  # the run that came no further than where losses are read
+    # As judged. Those with the metric, the leading one first; none where no order has a meaning.
+    ranked: Sequence[Setting] = ()
+    without: Sequence[Setting] = ()  # those that take part and have no such figure
+    # All that take part, those of like budgets together, the leading one's first.
+    budgets: Sequence[Sequence[Setting]] = ()
+    tasks: int = 1  # validation texts
+    floor: Floor | None = None
+    effects: Sequence[Effect] = ()
+    screen: Screen | None = None  # of the knobs of a screen
+    looks: Sequence[Look] = ()  # of a sweep that decided by itself how many seeds it trained
+    # In words.
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask
 
     @property
     def runs(self) -> list[Record]:
-        return [r for e in self.entries for r in e.runs]
+        return [r for s in self.settings for r in s.runs]
 
     @property
     def taking_part(self) -> list[Record]:
@@ -176,8 +278,50 @@ class Comparison:
         """Return all that was found, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)
 
+    @property
+    def is_loss(self) -> bool:
+        return is_loss(self.metric.key)
+
+    @property
+    def comparable(self) -> bool:
+        """Tell whether all that take part have one budget and one validation text."""
+        return len(self.budgets) < 2 and self.tasks < 2
+
+    @property
+    def reached(self) -> bool:
+        """Tell whether any run reaches the target; the leading setting has one then."""
+        return any(s.figures.get(REACHED) for s in self.ranked[:1])
+
+    @property
+    def own_ends(self) -> bool:
+        """Tell whether each loss is read at its run's own end, as there is no common position."""
+        forks = any(r.parent for r in self.taking_part)
+        return self.metric.key.startswith("val/") and self.align_at is None and not forks
+
+    @property
+    def extreme(self) -> str:
+        return "lowest" if self.metric.sign > 0 else "highest"
+
+    @property
+    def verdicts(self) -> set[Verdict]:
+        return {s.verdict for s in self.ranked if s.verdict}
+
+    def those(self, *verdicts: Verdict) -> list[Setting]:
+        return [s for s in self.ranked if s.verdict in verdicts]
+
+    def digits(self, number: float) -> str:
+        """Return a number with the digits of the metric."""
+        return shown(number, self.metric.digits)
+
+    def figure(self, setting: Setting) -> str:
+        return self.digits(setting.figures[self.metric.key])
+
     def label_of(self, run: Record) -> str:
-        return next(e.label_of(run) for e in self.entries if run in e.runs)
+        return next(s.label_of(run) for s in self.settings if run in s.runs)
+
+
+def is_loss(key: str) -> bool:
+    return key in LOSSES or is_of_named_set(key)
 
 
 def as_dict(value: Any) -> dict[str, Any]:

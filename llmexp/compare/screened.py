@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from llmexp.compare.evidence import Rival
-from llmexp.compare.judging import Findings
-from llmexp.compare.records import Comparison
+from llmexp.compare.records import Result
 from llmexp.compare.screening import Contrast, Screen, screen
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys, short_value
 
 
-def screen_of(c: Comparison, ranked: Sequence[Rival]) -> Screen | None:
+def screen_of(f: Result) -> Screen | None:
     """Return what the runs of a screen show, once all of them are there."""
-    keys = [key for key in c.factors if key != SEED]
-    if not ranked or not keys or not all(r.screen for r in c.runs):
+    keys = [key for key in f.factors if key != SEED]
+    if not f.ranked or not keys or not all(r.screen for r in f.runs):
         return None
-    settings = [{key: r.entry.values.get(key) for key in keys} for r in ranked]
-    return screen(settings, [r.seeds for r in ranked])
+    settings = [{key: r.values.get(key) for key in keys} for r in f.ranked]
+    return screen(settings, [r.seeds for r in f.ranked])
 
 
-def screen_line(f: Findings) -> str:
+def screen_line(f: Result, s: Screen) -> str:
     """Return the result of a screen in one line."""
-    s: Screen = f.c.screen
     size = f"{plural(len(s.knobs), 'knob')} in {plural(s.runs, 'run')}"
     if not s.found:
         largest = next(iter(s.knobs))
-        return f"No effect of {size} is told; the largest is {_effect(f, s.knobs[largest])}."
-    effects = [_effect(f, s.knobs[key]) for key in s.found]
+        return f"No effect of {size} is told; the largest is {_effect(f, s, s.knobs[largest])}."
+    effects = [_effect(f, s, s.knobs[key]) for key in s.found]
     rest = len(s.knobs) - len(effects)
     more = f" No effect of the {plural(rest, 'other')} is told." if rest else ""
     verb = "is" if len(effects) == 1 else "are"
     return f"{plural(len(effects), 'effect')} of {size} {verb} told: {'; '.join(effects)}.{more}"
 
 
-def _effect(f: Findings, c: Contrast) -> str:
-    s, key, names = f.c.screen, c.names[0], short_keys(f.c.factors)
+def _effect(f: Result, s: Screen, c: Contrast) -> str:
+    key, names = c.names[0], short_keys(f.factors)
     better = s.better(key, f.metric.sign)
     worse = next(level for level in s.levels[key] if level is not better)
     side = f"{names[key]}={short_value(better)} instead of {short_value(worse)}"
@@ -47,14 +44,14 @@ def _effect(f: Findings, c: Contrast) -> str:
     )
 
 
-def mixed(f: Findings) -> Iterator[str]:
+def mixed(f: Result) -> Iterator[str]:
     """Say how the knobs of a screen are confounded, and how to confirm what was found."""
-    runs = [r for r in f.c.runs if r.screen]
-    if not f.c.screen:
-        if runs and len(runs) == len(f.c.runs):
+    runs = [r for r in f.runs if r.screen]
+    if not f.screen:
+        if runs and len(runs) == len(f.runs):
             yield "A screen is judged once all of its runs are there, over the same seeds."
         return
-    s, names = f.c.screen, short_keys(f.c.factors)
+    s, names = f.screen, short_keys(f.factors)
     pairs = {names[k]: [_short(p, names) for p in found] for k, found in s.confounded.items()}
     with_pairs = [f"{k} with {' + '.join(p)}" for k, p in pairs.items() if p]
     if with_pairs:

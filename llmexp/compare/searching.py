@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmexp.compare.figures import half_width
-from llmexp.compare.judging import Findings
-from llmexp.compare.records import TWIN, Record
+from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.settings import varying
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys
@@ -19,13 +18,13 @@ RESAMPLED = 400
 SPARE = 5  # degrees of freedom that the noise needs
 
 
-def searched(f: Findings) -> Iterator[str]:
+def searched(f: Result) -> Iterator[str]:
     """Say what fresh seeds make of the search's own choice, and which knobs mattered."""
-    key, trials = f.metric.key, [r for r in f.c.runs if r.trial]
+    key, trials = f.metric.key, [r for r in f.runs if r.trial]
     known = [r for r in trials if key in r.figures and r.rung is None]
-    if not known or not f.ranked or f.c.target:  # which the search did not choose by
+    if not known or not f.ranked or f.target:  # which the search did not choose by
         return
-    lead = f.ranked[0].entry
+    lead = f.ranked[0]
     if not any(r.trial for r in lead.taking_part):
         own = [f.digits(r.figures[key]) for r in lead.runs if r in known]
         fresh = with_interval(lead.figures[key], half_width(lead, f.metric), f.metric.digits)
@@ -33,9 +32,9 @@ def searched(f: Findings) -> Iterator[str]:
             f"The search chose by the lowest of {plural(len(trials), 'trial')}, which is low by "
             f"chance too: {lead.label} had {', '.join(own)} there; with fresh seeds it has {fresh}."
         )
-    keys = [k for k in varying(f.c.entries, f.c.factors) if k not in (SEED, TWIN)]
+    keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
-        yield importance_words(importances(known, keys, key), len(known), short_keys(f.c.factors))
+        yield importance_words(importances(known, keys, key), len(known), short_keys(f.factors))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
-"""Tell which runs are one setting, and which settings are one computation: runs in, entries out."""
+"""Tell which runs are one setting, and which settings are one computation."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
 from llmexp.compare.figures import columns_of, is_score, over_items
-from llmexp.compare.records import APART, TWIN, Entry, Record
+from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting
 from llmexp.compare.statistics import mean_interval
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
@@ -90,8 +89,8 @@ def computation(record: Record) -> object:
     return _essential(record, without), repr(record.batch("real_batch_size"))
 
 
-def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str = "") -> Entry:
-    """Make the entry of runs that differ in the seed alone.
+def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str = "") -> Setting:
+    """Make the setting of runs that differ in the seed alone.
 
     It has means over those that take part, notes and a state. `tokenizer`: a note on it, where
     several are.
@@ -112,9 +111,13 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
             intervals |= {key: interval} if interval and len(known) > 2 else {}
         if is_score(key) and (interval := over_items(key, usable)):
             intervals[key] = interval
+    if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target
+        figures = {k: v for k, v in figures.items() if not k.startswith("target/")} | {
+            REACHED: figures[REACHED]
+        }
     notes = [*_seeds(group, len(usable)), tokenizer, *(note for r in group for note in _notes(r))]
     notes += [] if first.config else ["without a config"]
-    return Entry(
+    return Setting(
         name=name,
         runs=tuple(group),
         values={key: first.config.get(key) for key in keys},
@@ -146,41 +149,41 @@ def _notes(r: Record) -> list[str]:
     return notes
 
 
-def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys that name the entries.
+def factors(settings: Sequence[Setting], differing: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys that name the settings.
 
-    They are those that vary of themselves among the entries that take part, and the swept ones that
-    only entries that are left out have other values of.
+    They are those that vary of themselves among the settings that take part, and the swept ones
+    that only settings that are left out have other values of.
     """
-    taking_part = [e for e in entries if not e.out]
+    taking_part = [e for e in settings if not e.out]
     if len(taking_part) < 2:
-        taking_part = list(entries)
-    swept = {TWIN, *(key for e in entries for r in e.runs for key in r.swept)}
+        taking_part = list(settings)
+    swept = {TWIN, *(key for e in settings for r in e.runs for key in r.swept)}
     beside = [
         key
-        for key in _independent(entries, differing)
+        for key in _independent(settings, differing)
         if key in swept or key.partition(".")[0] in swept
     ]
     found = {*_independent(taking_part, differing), *beside}
     return tuple(sorted(found, key=lambda key: (key == TWIN, differing.index(key))))
 
 
-def varying(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
-    """Return the keys that have several values among the entries that have a config."""
-    known = [e.values for e in entries if e.values]
+def varying(settings: Sequence[Setting], keys: Sequence[str]) -> list[str]:
+    """Return the keys that have several values among the settings that have a config."""
+    known = [e.values for e in settings if e.values]
     return [key for key in keys if len({repr(values.get(key)) for values in known}) > 1]
 
 
-def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str]:
+def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[str]:
     """Return the keys that vary, less the seed and those that follow from others.
 
     Such are the real batch from the accumulation, and the rate from the batch by optimizer.lr_rule.
     """
-    entries = [e for e in entries if e.values]
-    runs = [r for e in entries for r in e.runs]
+    settings = [e for e in settings if e.values]
+    runs = [r for e in settings for r in e.runs]
     swept = {key for r in runs for key in r.swept}
-    varied = varying(entries, differing)
-    keys = [key for key in varied if all(key in e.values for e in entries) and key != SEED]
+    varied = varying(settings, differing)
+    keys = [key for key in varied if all(key in e.values for e in settings) and key != SEED]
     rules = all(r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for r in runs)
     if rules or "optimizer.lr_rule" in swept:
         keys = [key for key in keys if key in swept or not _RATES.fullmatch(key)]
@@ -189,10 +192,10 @@ def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str
 
     def follows(key: str, other: str) -> bool:
         if key.startswith("optimizer.") and not optimizers_swept:
-            rate = _RATES.fullmatch(key) and None not in (e.values[key] for e in entries)
+            rate = _RATES.fullmatch(key) and None not in (e.values[key] for e in settings)
             if rate or other != "optimizer._target_":
                 return False  # both were chosen, such as by an experiment
-        return _decides(other, key, entries)
+        return _decides(other, key, settings)
 
     def weight(key: str) -> tuple[bool, bool, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
@@ -205,7 +208,7 @@ def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str
     return kept
 
 
-def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
+def _decides(other: str, key: str, settings: Sequence[Setting]) -> bool:
     """Tell whether the value of `key` follows from that of `other`.
 
     That is a key of its section, a batch, a fork or a cooldown that decides the budget, a tokenizer
@@ -220,37 +223,36 @@ def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
     ids = key == "model.vocab_size" and other.startswith("tokenizer.")
     if not budget and not ids and key.partition(".")[0] != other.partition(".")[0]:
         return False
-    pairs = {(repr(e.values[other]), repr(e.values[key])) for e in entries}
+    pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
     return len(pairs) == len({first for first, _ in pairs})
 
 
-def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
-    """Give each entry its short name.
+def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
+    """Give each setting its short name.
 
     Repeats would share one: a single run has the name of its folder, a set of seeds a number behind
     the name.
     """
-    names = [label(e, keys) for e in entries]
-    found = []
-    for i, (e, name) in enumerate(zip(entries, names, strict=True)):
+    names = [_label(s, keys) for s in settings]
+    for i, (s, name) in enumerate(zip(settings, names, strict=True)):
         if names.count(name) > 1:
-            name = e.name if len(e.runs) == 1 else f"{name} ({names[: i + 1].count(name)})"
-        found.append(dataclasses.replace(e, label=name))
-    return found
+            name = s.name if len(s.runs) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        s.label = name
 
 
-def label(entry: Entry, keys: Sequence[str]) -> str:
-    """Return the short name of an entry: accum=1 clip=0.5.
+def _label(s: Setting, keys: Sequence[str]) -> str:
+    """Return the short name of an s: accum=1 clip=0.5.
 
     Where nothing sets it apart, or too much, or where it is none of the family of the others, it is
     its seeds, or the name of its run.
     """
     shown = {}
-    if entry.out not in APART and entry.values and len(keys) <= 4:
-        shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
-    if shown or len(entry.runs) == 1 or len(keys) > 4:
-        return labels.short_label(shown) or entry.name
-    seeds = sorted({s for r in entry.runs if isinstance(s := r.config.get(SEED), int)})
+    if s.out not in APART and s.values and len(keys) <= 4:
+        shown = {key: s.values.get(key) for key in keys if key != TWIN or s.values.get(key)}
+    if shown or len(s.runs) == 1 or len(keys) > 4:
+        return labels.short_label(shown) or s.name
+    given = {r.config.get(SEED) for r in s.runs}
+    seeds = sorted(seed for seed in given if isinstance(seed, int))
     if len(seeds) == 2 or not seeds or seeds[-1] - seeds[0] != len(seeds) - 1:
-        return f"seeds {seeds[0]} and {seeds[1]}" if len(seeds) == 2 else f"{len(entry.runs)} seeds"
+        return f"seeds {seeds[0]} and {seeds[1]}" if len(seeds) == 2 else f"{len(s.runs)} seeds"
     return f"seeds {seeds[0]}-{seeds[-1]}"

@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import difference, figure_text
-from llmexp.compare.records import TWIN, Comparison, Entry
+from llmexp.compare.records import TWIN, Result, Setting
 from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
-from llmexp.settings.labels import short_keys
-from llmexp.settings.labels import short_value as setting
+from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
 
 _STYLES = {
@@ -40,7 +39,7 @@ _NEXT = ("train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
 
 @dataclass(frozen=True)
 class Shown:
-    """A column as every form of the table shows it: its title, and a text for each entry."""
+    """A column as every form of the table shows it: its title, and a text for each setting."""
 
     title: str
     cells: list[str]
@@ -52,26 +51,26 @@ class Shown:
         return max(map(cell_len, texts), default=0) + 2
 
 
-def shown_columns(c: Comparison) -> dict[str, Shown]:
+def shown_columns(c: Result) -> dict[str, Shown]:
     """Return the columns by key: the standing, what differs, the figures."""
-    short, entries = short_keys(c.differing), c.entries
-    sizes = [e.standing.difference for e in entries]
+    short, settings = short_keys(c.differing), c.settings
+    sizes = [e.apart for e in settings]
     found = {
-        "mark": Shown("standing", [_mark(e) for e in entries]),
-        "difference": Shown("difference", [difference(e) for e in entries], sizes),
-        "basis": Shown("basis", [e.standing.basis for e in entries]),
+        "mark": Shown("standing", [_mark(e) for e in settings]),
+        "difference": Shown("difference", [difference(e) for e in settings], sizes),
+        "basis": Shown("basis", [e.basis for e in settings]),
     }
     for key in c.differing:
-        found[key] = Shown(short[key], [_setting(e, key) for e in entries])
+        found[key] = Shown(short[key], [_setting(e, key) for e in settings])
     for k in c.columns:
-        values = [e.figures.get(k.key) for e in entries]
-        found[k.key] = Shown(k.title, [figure_text(e, k) for e in entries], values)
-    found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in entries])
-    found["state"] = Shown("state", [e.state for e in entries])
+        values = [e.figures.get(k.key) for e in settings]
+        found[k.key] = Shown(k.title, [figure_text(e, k) for e in settings], values)
+    found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in settings])
+    found["state"] = Shown("state", [e.state for e in settings])
     return found
 
 
-def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
+def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = False) -> None:
     """Print the result in a line, the table and the notes, at any width.
 
     With `why` also what they rest on.
@@ -89,37 +88,37 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool
         head = Text("\n".join(textwrap.wrap(column.title, 14)), style="dim")
         justify: Any = "right" if numbers else "left"
         table.add_column(head, justify=justify, no_wrap=True, vertical="bottom")
-    for i, e in enumerate(c.entries):
-        style = _STYLES.get(e.standing.mark, "")
+    for i, e in enumerate(c.settings):
+        style = _STYLES.get(e.mark, "")
         table.add_row(*(Text(k.cells[i], style="" if k.title else style) for k in columns))
     console.print(table)
     for line in (*c.notes, *(c.why if why else ())):
         console.print(Text(child.printable(line, encoding)))
-    for entry in c.entries if why else ():
-        if entry.note:
-            console.print(Text(f"{entry.label or entry.name}: {entry.note}", style="dim"))
+    for setting in c.settings if why else ():
+        if setting.note:
+            console.print(Text(f"{setting.label or setting.name}: {setting.note}", style="dim"))
 
 
-def lines(comparison: Comparison, width: int) -> list[str]:
+def lines(comparison: Result, width: int) -> list[str]:
     """Return what `show` prints, line by line."""
     out = io.StringIO()
     show(comparison, out, width)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _fitting(c: Comparison, width: int, encoding: str) -> list[Shown]:
+def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
     """Return the columns that fit: settings, mark and metric always, then the others."""
     found = {
         key: replace(column, cells=[child.printable(cell, encoding) for cell in column.cells])
         for key, column in shown_columns(c).items()
     }
     mark = Shown("", found["mark"].cells)
-    metric = [found[c.metric]] if c.metric in found else []
+    metric = [found[c.metric.key]] if c.metric.key in found else []
     names = _names(c)
     kept = [*names, mark, *metric]
     keys = [column.key for column in c.columns]
     rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
-    if not c.metric.endswith("bits_per_byte"):
+    if not c.metric.key.endswith("bits_per_byte"):
         rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)
     for column in (found[key] for key in rest if key in found):
@@ -134,35 +133,35 @@ def _fitting(c: Comparison, width: int, encoding: str) -> list[Shown]:
     return kept
 
 
-def _names(c: Comparison) -> list[Shown]:
+def _names(c: Result) -> list[Shown]:
     """Return a column for each key that varies, under its short name.
 
-    Where these do not tell the entries apart, it is one with their names.
+    Where these do not tell the settings apart, it is one with their names.
     """
     short = short_keys(c.factors)
-    columns = [Shown(short[key], [_setting(e, key) for e in c.entries]) for key in c.factors]
+    columns = [Shown(short[key], [_setting(e, key) for e in c.settings]) for key in c.factors]
     rows = set(zip(*(column.cells for column in columns), strict=True))
-    named = any(e.label == e.name for e in c.entries)
-    if named or not 0 < len(columns) <= 4 or len(rows) < len(c.entries):
-        return [Shown("run", [_cut(e.label, _MOST) for e in c.entries])]
+    named = any(e.label == e.name for e in c.settings)
+    if named or not 0 < len(columns) <= 4 or len(rows) < len(c.settings):
+        return [Shown("run", [_cut(e.label, _MOST) for e in c.settings])]
     return columns
 
 
-def _setting(entry: Entry, key: str) -> str:
-    value = entry.values.get(key, "")
-    return "" if key == TWIN and not value else _cut(setting(value), 24)
+def _setting(setting: Setting, key: str) -> str:
+    value = setting.values.get(key, "")
+    return "" if key == TWIN and not value else _cut(short_value(value), 24)
 
 
-def _mark(entry: Entry) -> str:
-    unfinished = len(entry.runs) == 1 and entry.state != "finished"
-    return entry.standing.mark or (entry.state if unfinished else "")
+def _mark(setting: Setting) -> str:
+    unfinished = len(setting.runs) == 1 and setting.state != "finished"
+    return setting.mark or (setting.state if unfinished else "")
 
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def to_json(c: Comparison) -> str:
+def to_json(c: Result) -> str:
     """Return strict JSON.
 
     It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
@@ -170,20 +169,20 @@ def to_json(c: Comparison) -> str:
     """
     # Every run has every key, null where it has no such figure or setting.
     named = [column.key for column in c.columns]
-    figures = dict.fromkeys([*named, *(key for e in c.entries for key in e.figures)])
-    settings = [key for key in c.differing if any(key in e.values for e in c.entries)]
+    figures = dict.fromkeys([*named, *(key for e in c.settings for key in e.figures)])
+    settings = [key for key in c.differing if any(key in e.values for e in c.settings)]
     runs = []
-    for e in c.entries:
+    for e in c.settings:
         row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
         row |= {key: _strict(e.values.get(key)) for key in settings}
         row |= figures | e.figures
         row |= {"paths": [str(r.path) for r in e.runs], "intervals": e.intervals}
-        row |= {"note": e.note or None, "label": e.label, "mark": e.standing.mark or None}
-        row |= {"difference": e.standing.difference, "half": e.standing.half}
-        runs.append(row | {"basis": e.standing.basis or None})
+        row |= {"note": e.note or None, "label": e.label, "mark": e.mark or None}
+        row |= {"difference": e.apart, "half": e.half}
+        runs.append(row | {"basis": e.basis or None})
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
-    whole |= {name: getattr(c, name) for name in names}
+    whole |= {name: getattr(c, name) for name in names} | {"metric": c.metric.key}
     whole["screen"] = as_data(c.screen)
     whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
@@ -195,18 +194,18 @@ def _strict(value: Any) -> Any:
     return [_strict(v) for v in value] if isinstance(value, list) else value
 
 
-def columns_in_full(c: Comparison) -> dict[str, list[Any]]:
-    """Return the figures of the entries in full, a list a column, values in their own types.
+def columns_in_full(c: Result) -> dict[str, list[Any]]:
+    """Return the figures of the settings in full, a list a column, values in their own types.
 
     The ends of intervals follow their figure where there are some.
     """
     keys: list[str] = []
     for key in (column.key for column in c.columns):
         keys.append(key)
-        if any(key in e.intervals for e in c.entries):
+        if any(key in e.intervals for e in c.settings):
             keys += [f"{key} low", f"{key} high"]
     rows: list[dict[str, Any]] = []
-    for e in c.entries:
+    for e in c.settings:
         row = dict(e.values) | {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
         for key, (low, high) in e.intervals.items():
             row |= {f"{key} low": low, f"{key} high": high}
@@ -215,14 +214,15 @@ def columns_in_full(c: Comparison) -> dict[str, list[Any]]:
     return {head: [row.get(head) for row in rows] for head in heads}
 
 
-def to_csv(c: Comparison) -> str:
+def to_csv(c: Result) -> str:
     """Return `columns_in_full` as CSV; settings are spelled as overrides are."""
     found = columns_in_full(c)
     for key in set(found) & set(c.differing):
-        there = [key in entry.values for entry in c.entries]
+        there = [key in setting.values for setting in c.settings]
         pairs = zip(found[key], there, strict=True)
         found[key] = [
-            ("" if not known else str(v) if type(v) is float else setting(v)) for v, known in pairs
+            ("" if not known else str(v) if type(v) is float else short_value(v))
+            for v, known in pairs
         ]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -231,9 +231,9 @@ def to_csv(c: Comparison) -> str:
     return out.getvalue()
 
 
-def to_markdown(c: Comparison) -> str:
+def to_markdown(c: Result) -> str:
     """Return the result, the table and the notes."""
-    columns = [Shown("run", [e.name for e in c.entries]), *shown_columns(c).values()]
+    columns = [Shown("run", [e.name for e in c.settings]), *shown_columns(c).values()]
     rows = [[k.title for k in columns], ["---"] * len(columns)]
     rows += map(list, zip(*(k.cells for k in columns), strict=True))
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]

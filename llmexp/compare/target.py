@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import positions
-from llmexp.compare.records import Entry, Record, Target
+from llmexp.compare.records import REACHED, Record, Target
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.settings.values import ConfigError
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}
-REACHED = "target/reached"
 ROWS = {"tokens": "tokens_seen", "steps": "step"}
 
 
@@ -78,14 +77,6 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
 
 def _column(columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     return columns.get(key, np.full(len(columns.get("step", ())), np.nan))
-
-
-def without_gaps(entry: Entry) -> Entry:
-    """Return an entry without means where one of its runs never reached the target."""
-    if entry.figures.get(REACHED, 1.0) == 1.0:
-        return entry
-    figures = {k: v for k, v in entry.figures.items() if not k.startswith("target/")}
-    return dataclasses.replace(entry, figures=figures | {REACHED: entry.figures[REACHED]})
 
 
 def capped(runs: Sequence[Record], key: str, cap: float) -> dict[str, float]:

@@ -16,14 +16,14 @@ from llmexp.system.text import columns
 
 if TYPE_CHECKING:
     from llmexp.compare.known import Step
-    from llmexp.compare.records import Comparison
+    from llmexp.compare.records import Result
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer of a comparison: what `llmexp compare` prints, as data."""
 
-    comparison: Comparison
+    comparison: Result
 
     def __str__(self) -> str:
         from llmexp.compare import table
@@ -82,7 +82,7 @@ def compare(*paths: Any, align: str = "tokens",
 
     how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible}
     comparison = comparing.compare(_paths(paths), target=target, **how)
-    if not comparison.entries:
+    if not comparison.settings:
         raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
     return Answer(comparison)
 

@@ -235,7 +235,7 @@ def leading(ledger: Ledger) -> LedgerEntry | None:
     """Return a finished point of the leading setting, as the answer at the end names it."""
     found = findings(reading.read(find([ledger.path])[0]), negligible=ledger.negligible)
     own = {ledger.path / e.folder: e for e in ledger.points if not e.is_twin}
-    runs = (run.path for rival in found.ranked for run in rival.entry.taking_part)
+    runs = (run.path for s in found.ranked for run in s.taking_part)
     return next((own[path] for path in runs if path in own), None)
 
 

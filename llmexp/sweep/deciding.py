@@ -14,9 +14,7 @@ from statistics import fmean
 
 from llmexp.compare import budgets, reading
 from llmexp.compare.comparing import findings
-from llmexp.compare.evidence import Rival, Verdict
-from llmexp.compare.judging import Findings
-from llmexp.compare.records import Record
+from llmexp.compare.records import Record, Result, Setting, Verdict
 from llmexp.compare.spending import following, level_of
 from llmexp.compose.app import typed_config
 from llmexp.compose.overrides import key_of
@@ -187,7 +185,7 @@ class Deciding:
             count, last = wanted, count
 
     def following(
-        self, f: Findings, going: Sequence[frozenset[str]], runs: int, known: int
+        self, f: Result, going: Sequence[frozenset[str]], runs: int, known: int
     ) -> tuple[int, str]:
         """Return the seeds a setting of the next look, 0 for none, and why.
 
@@ -263,7 +261,7 @@ class Deciding:
             point, overrides=overrides, swept=swept, label=name, config=config, checked=None
         )
 
-    def findings(self, looks: Sequence[Look]) -> Findings:
+    def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""
         ledger = self.current.ledger
         records = [dataclasses.replace(r, looks=looks) for r in self.records()]
@@ -273,7 +271,7 @@ class Deciding:
         """Return the runs of the sweep as they are compared."""
         return reading.read(find([self.current.ledger.path])[0])
 
-    def standing(self, f: Findings) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+    def standing(self, f: Result) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
         """Return the settings that may get further seeds, and those that were shown to be worse."""
         found: tuple[list[frozenset[str]], list[frozenset[str]]] = [], []
         for r in f.ranked:
@@ -283,9 +281,9 @@ class Deciding:
         going, worse = (sorted(some, key=list(self.settings).index) for some in found)
         return going, worse
 
-    def setting_of(self, r: Rival) -> frozenset[str] | None:
+    def setting_of(self, r: Setting) -> frozenset[str] | None:
         """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
-        runs = {run.path for run in r.entry.runs}
+        runs = {run.path for run in r.runs}
         its = (s for s, tasks in self.settings.items()
                if any(t.path in runs for t in tasks.values()))  # fmt: skip
         return next(its, None)

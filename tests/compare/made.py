@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
+from llmexp.compare.records import Column, Record, Result, Setting
 
 COLUMNS = (
     Column("final val/loss", "Final val loss", "lower"),
@@ -91,7 +90,7 @@ def record(
 
 def entry(
     number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, state: str = "finished"
-) -> Entry:
+) -> Setting:
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()) or "a run"
     level = 3.0 + 0.0173 * number
     runs = tuple(
@@ -116,10 +115,10 @@ def entry(
     if state == "failed":
         figures = {"tokens_seen": figures["tokens_seen"]}
     intervals = {"final val/loss": (final - 0.006, final + 0.006)} if seeds > 1 else {}
-    return Entry(name, runs, values, figures, intervals, state)
+    return Setting(name, runs, values, figures, intervals, state)
 
 
-def comparison(entries: list[Entry], **more: Any) -> Comparison:
+def comparison(entries: list[Setting], **more: Any) -> Result:
     """The entries in the order that they have, with what else a comparison holds; `more` replaces
     fields."""
     differing = tuple(dict.fromkeys(key for e in entries for key in e.values))
@@ -130,27 +129,21 @@ def comparison(entries: list[Entry], **more: Any) -> Comparison:
         "0.004.",
     )
     fields: dict[str, Any] = dict(
-        entries=tuple(entries), differing=differing, columns=columns, metric="final val/loss",
+        settings=tuple(entries), differing=differing, columns=columns, metric=COLUMNS[0],
         align="tokens",
         align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
     )  # fmt: skip
     judged = [e for e in entries if e.state == "finished" and "final val/loss" in e.figures]
-    marks = {
-        id(e): Standing("worse", 0.0173 * i) if i else Standing("best")
-        for i, e in enumerate(judged)
-    }
-    marked = [
-        replace(e, standing=marks[id(e)] if len(judged) > 1 else Standing(""))
-        if id(e) in marks
-        else e
-        for e in entries
-    ]
-    fields["entries"] = tuple(e if e.label else replace(e, label=e.name) for e in marked)
+    marks = {e: 0.0173 * i for i, e in enumerate(judged) if len(judged) > 1}
+    for e in entries:
+        e.label = e.label or e.name
+        if (size := marks.get(e)) is not None and not e.mark:
+            e.mark, e.size = ("worse", size) if size else ("best", None)
     headline, *notes = more.pop("sentences", sentences) or ("",)
-    return Comparison(**fields | {"headline": headline, "notes": tuple(notes)} | more)
+    return Result(**fields | {"headline": headline, "notes": tuple(notes)} | more)
 
 
-def grid(*, n: int = 300, seeds: int = 1, **keys: list[Any]) -> list[Entry]:
+def grid(*, n: int = 300, seeds: int = 1, **keys: list[Any]) -> list[Setting]:
     """Every pair of values; `__` in a name stands for the dot."""
     names = [key.replace("__", ".") for key in keys]
     points = itertools.product(*keys.values())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare.comparing import answered, compare, findings
 from llmexp.compare.plot_training import other_quantities
-from llmexp.compare.records import Comparison, Record
+from llmexp.compare.records import Record, Result
 from llmexp.compare.table import columns_in_full, show, to_json
 from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
@@ -23,14 +23,14 @@ from tests.compare.synthetic import make_run, make_sweep
 OPTIM = "llmexp.update.optim"
 
 
-def lines_of(comparison: Comparison, width: int = 80) -> list[str]:
+def lines_of(comparison: Result, width: int = 80) -> list[str]:
     out = io.StringIO()
     show(comparison, out, width)
     return out.getvalue().splitlines()
 
 
-def marks(c: Comparison) -> dict[str, str]:
-    return {e.label: e.standing.mark for e in c.entries}
+def marks(c: Result) -> dict[str, str]:
+    return {e.label: e.mark for e in c.settings}
 
 
 def seeds(path: Path, offsets: dict[int, float], **more) -> None:
@@ -70,9 +70,9 @@ def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
         path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
     c = compare([tmp_path], sort="mine/norm")
     # the last row up to step 202 that has it is the one of step 200
-    assert [e.figures["mine/norm"] for e in c.entries] == [200.0, 600.0]
+    assert [e.figures["mine/norm"] for e in c.settings] == [200.0, 600.0]
     assert "has the lowest mine/norm, 200; next is" in c.headline
-    assert c.metric == c.columns[0].key == "mine/norm"
+    assert c.metric.key == c.columns[0].key == "mine/norm"
     assert json.loads(to_json(c))["runs"][1]["mine/norm"] == 600.0
     assert columns_in_full(compare([tmp_path]))["mine/norm"]  # a column by itself
     for key in ("mine/odd", "weight_norm"):  # of which nobody says which way is better
@@ -351,13 +351,13 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
     seeds(tmp_path / "same", {s: -2 * o + 0.002 for s, o in spread.items()}, max_norm=2.0)
     seeds(tmp_path / "far", {s: o + 0.1 + 0.001 * s for s, o in spread.items()}, max_norm=3.0)
     c = compare([tmp_path])
-    assert sorted((e.name, len(e.runs)) for e in c.entries) == [
+    assert sorted((e.name, len(e.runs)) for e in c.settings) == [
         ("far x3", 3),
         ("near x3", 3),
         ("same x3", 3),
     ]
     assert "train.seed" not in c.differing
-    near = next(e for e in c.entries if e.name == "near x3")
+    near = next(e for e in c.settings if e.name == "near x3")
     ends = [2.6 + 3 * math.exp(-5) + own for own in spread.values()]
     half = 4.302653 * np.std(ends, ddof=1) / math.sqrt(3)
     assert near.figures["val/loss"] == pytest.approx(np.mean(ends), rel=1e-12)
@@ -394,11 +394,11 @@ def test_real_negligible_same_and_undecided(tmp_path, gap, scatter, mark, start)
         tmp_path / "b", {s: gap + scatter * float(x) for s, x in enumerate(shape, 1)}, max_norm=2.0
     )
     c = compare([tmp_path])
-    other = next(e for e in c.entries if "2.0" in e.label)
+    other = next(e for e in c.settings if "2.0" in e.label)
     if gap:
-        assert other.standing.mark == mark
+        assert other.mark == mark
         # t(0.975, 4)
-        assert other.standing.half == pytest.approx(2.776445 * scatter / math.sqrt(5), rel=1e-4)
+        assert other.half == pytest.approx(2.776445 * scatter / math.sqrt(5), rel=1e-4)
         assert c.headline.startswith(start)
     else:
         assert sorted(marks(c).values()) == ["lowest", "same"]
@@ -546,7 +546,7 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty(draws):
         noise = rng.standard_normal(3 * count)[seeds] + scatter * rng.standard_normal((count, 3))
         places = np.ndindex(count, 3)
         records = [trained(i, int(seeds[i, k]), 3 + 0.01 * noise[i, k]) for i, k in places]
-        alarms += any(e.standing.mark == "worse" for e in answered(findings(records)).entries)
+        alarms += any(e.mark == "worse" for e in answered(findings(records)).settings)
     assert 0 < alarms <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)  # nor is it blind
 
 
@@ -563,9 +563,7 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
     for align in ("tokens", "steps", "time"):
         c = compare([sweep], align=align)
         assert c.headline.startswith("No ranking, the budgets differ."), align
-        found = [
-            (e.values["batch.gradient_accumulation_steps"], e.standing.mark) for e in c.entries
-        ]
+        found = [(e.values["batch.gradient_accumulation_steps"], e.mark) for e in c.settings]
         assert (
             len({a for a, _ in found[:2]}) == len({a for a, _ in found[2:4]}) == 1
         )  # one budget after another
@@ -578,13 +576,13 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
         assert (
             ends == ["at equal", "at its own end"][align != "tokens" :]
         )  # one reading where both are the same
-        assert [e.standing.difference for e in c.entries[1::2]] == pytest.approx([0.01] * 3)
+        assert [e.apart for e in c.settings[1::2]] == pytest.approx([0.01] * 3)
         assert any("Done where" in note for note in c.notes) == (
             align == "tokens"
         )  # else all are at their ends
     c = compare([sweep])
-    equal = {e.label: e.figures["val/loss"] for e in c.entries}
-    end = {e.label: e.figures["final val/loss"] for e in c.entries}
+    equal = {e.label: e.figures["val/loss"] for e in c.settings}
+    end = {e.label: e.figures["final val/loss"] for e in c.settings}
     # at a quarter of its steps
     assert equal["accum=4 clip=0.5"] == pytest.approx(2.6 + 3 * math.exp(-100 / 80) - 0.4)
     first, last = min(equal, key=equal.get), min(end, key=end.get)
@@ -656,8 +654,8 @@ def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):
     make_run(tmp_path / "other", max_norm=12.0, offset=-5.0, data___target_=text)
     c = compare([tmp_path])
     assert c.headline == alone.headline
-    assert [e.label for e in c.entries[:4]] == [e.label for e in alone.entries]
-    assert {e.name: e.standing.mark for e in c.entries[4:]} == {
+    assert [e.label for e in c.settings[:4]] == [e.label for e in alone.settings]
+    assert {e.name: e.mark for e in c.settings[4:]} == {
         "trial": "too short", "begun": "preempted", "broken": "failed", "other": "other task",
     }  # fmt: skip
     (left,) = [note for note in c.notes if note.startswith("Left out: ")]
@@ -678,7 +676,7 @@ def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finishe
         )  # fmt: skip
     c = compare([tmp_path])
     assert c.align_at == 200 * 8 * 128
-    found = {e.name: e for e in c.entries}
+    found = {e.name: e for e in c.settings}
     # Evaluated at 100, 200, ...
     assert found["long"].figures["val/loss"] == pytest.approx(2.6 + 3 * math.exp(-200 / 80))
     assert found["long"].figures["final val/loss"] == pytest.approx(2.6 + 3 * math.exp(-400 / 80))
@@ -767,7 +765,7 @@ def test_the_answer_of_successive_halving(tmp_path):
         f"clip=1.0 won the successive halving: val loss {2.65 + 3 * math.exp(-5):.5g}; 3 others "
         "were left out after 25 and 50 % of the steps."
     )
-    assert [e.standing.mark for e in c.entries] == ["", "out at 50%", "out at 50%", "out at 25%"]
+    assert [e.mark for e in c.settings] == ["", "out at 50%", "out at 50%", "out at 25%"]
     there = 2.65 + 3 * math.exp(-2.5)
     assert any(
         f"At step 200, where the last were left out, clip=1.0 had a val loss of {there:.5g}" in s
@@ -817,7 +815,7 @@ def test_what_only_names_or_records_is_left_out_unless_nothing_else_differs(tmp_
 def test_the_name_of_folded_seeds(tmp_path, names, folded):
     for seed, name in enumerate(names, 1):
         make_run(tmp_path / name, seed=seed, steps=20)
-    assert [e.name for e in compare([tmp_path]).entries] == [folded]
+    assert [e.name for e in compare([tmp_path]).settings] == [folded]
 
 
 def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
@@ -826,7 +824,7 @@ def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
     (waits / "metrics.jsonl").write_text("")
     error = {"error": "ValueError('a\\nb')"}
     make_run(tmp_path / "2", max_norm=2.0, state="failed", status=error)
-    found = {e.name: e for e in compare([tmp_path]).entries}
+    found = {e.name: e for e in compare([tmp_path]).settings}
     assert found["0 x2"].note == "the figures are of 1 seed; 1 of 2 seeds finished, 1 queued"
     assert found["2"].note == "ValueError('a b')"
 

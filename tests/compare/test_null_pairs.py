@@ -49,7 +49,7 @@ def test_pairs_of_one_seed_are_never_called_different_though_they_are(pairs):
         pair = [r for r in records if r.config["train.seed"] == seed]
         c = answered(findings(pair))
         assert c.headline.startswith("Undecided, one seed each"), c.headline
-        apart.append(abs(c.entries[1].standing.difference))
+        apart.append(abs(c.settings[1].apart))
     # The premise: a floor of 0.0001 that is assumed would call most of these different.
     assert np.median(apart) > 3e-4
 
@@ -79,5 +79,5 @@ def test_few_null_pairs_of_several_seeds_are_called_different(pairs):
         ours, theirs = drawn[:seeds], drawn[:seeds] if same else drawn[seeds : 2 * seeds]
         pair = [by[first, int(s)] for s in ours] + [by[second, int(s)] for s in theirs]
         c = answered(findings(pair))
-        called += any(e.standing.mark == "worse" for e in c.entries)
+        called += any(e.mark == "worse" for e in c.settings)
     assert called <= 0.05 * 2500

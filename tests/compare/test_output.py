@@ -48,9 +48,9 @@ def test_the_table_fits_and_keeps_settings_marks_and_metric(sweep, width):
     lines = out.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width
     if width >= 40:
-        for entry in comparison.entries:
+        for entry in comparison.settings:
             accum, limit = (part.partition("=")[2] for part in entry.label.split())
-            row = [accum, limit, entry.standing.mark, f"{entry.figures['val/loss']:.5g}"]
+            row = [accum, limit, entry.mark, f"{entry.figures['val/loss']:.5g}"]
             assert sum(line.split()[:4] == row for line in lines) == 1
     if width >= 80:
         assert "difference" in out.getvalue()
@@ -75,7 +75,7 @@ def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_f
     assert llmexp(["compare", str(sweep), "--json"]) == 0
     text = capsys.readouterr().out
     whole = printed("compare", text)
-    assert [r["name"] for r in whole["runs"]] == [e.name for e in comparison.entries]
+    assert [r["name"] for r in whole["runs"]] == [e.name for e in comparison.settings]
     assert whole["sentences"] == list(comparison.sentences)
     files = [tmp_path / f"t.{form}" for form in ("json", "csv", "md")]
     assert llmexp(["compare", str(sweep), *(f"--out={path}" for path in files)]) == 0
@@ -83,7 +83,7 @@ def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_f
     as_json, as_csv, as_markdown = (path.read_text() for path in files)
     assert as_json == text
     rows = list(csv.DictReader(io.StringIO(as_csv)))
-    for given, row, entry in zip(whole["runs"], rows, comparison.entries, strict=True):
+    for given, row, entry in zip(whole["runs"], rows, comparison.settings, strict=True):
         for column in comparison.columns:
             assert given[column.key] == float(row[column.key]) == entry.figures[column.key]
         assert str(given["clip.max_norm"]) == f"{float(row['clip.max_norm'])}"

@@ -19,7 +19,8 @@ from llmexp.compare.curves import AXES, scale
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
-from llmexp.compare.records import Comparison, Standing
+from llmexp.compare.records import Column, Result
+from llmexp.compare.statistics import Difference
 from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
@@ -49,9 +50,9 @@ def menu(figure: dict[str, Any], number: int) -> list[list[Any]]:
     return [button["args"] for button in figure["layout"]["updatemenus"][number]["buttons"]]
 
 
-def labelled(made: Comparison) -> Comparison:
+def labelled(made: Result) -> Result:
     return replace(
-        made, entries=tuple(replace(e, label=short_label(e.values)) for e in made.entries)
+        made, settings=tuple(replace(e, label=short_label(e.values)) for e in made.settings)
     )
 
 
@@ -107,18 +108,19 @@ def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
 def test_the_title_names_the_sweep_where_all_runs_are_of_it():
     made = comparison(grid(n=20, **{CLIP: [0.5, 1.0]}))
     assert "<h1>2 runs of runs/accumulation_x_clip</h1>" in page(made)
-    first, second = made.entries
+    first, second = made.settings
     alone = replace(second, runs=(replace(second.runs[0], sweep=None),))
-    assert "<h1>2 runs</h1>" in page(replace(made, entries=(first, alone)))
+    assert "<h1>2 runs</h1>" in page(replace(made, settings=(first, alone)))
 
 
 def test_the_answer_is_the_comparisons_own():
     first, second = grid(n=20, **{CLIP: [0.5, 1.0]})
-    second = replace(second, standing=Standing("undecided", 0.0173, 0.0046, "3 seeds"))
+    seeds = Difference(0.0173, 0.0046, "3 seeds", 3, 4.0, 2, 0.005)
+    second = replace(second, mark="undecided", size=0.0173, difference=seeds)
     made = comparison(
         [first, second], headline="clip=0.5 leads.", notes=("Budgets differ.",), why=("A.",)
     )
-    made = replace(made, entries=(replace(made.entries[0], standing=Standing("lowest")), second))
+    made = replace(made, settings=(replace(made.settings[0], mark="lowest"), second))
     html = page(made)
     answer = html[html.index('class="answer"') : html.index("</section>")]
     assert re.findall(r"<p[^>]*>([^<]*)</p>", answer) == [
@@ -172,7 +174,7 @@ def test_a_comparison_of_nothing_is_a_page():
     some = comparison(grid(n=30))
     empty = replace(
         some,
-        entries=(),
+        settings=(),
         columns=(),
         differing=(),
         headline="",
@@ -190,10 +192,12 @@ def test_what_comes_from_runs_is_text():
         facts=record.facts | {"commit": EVIL, "versions": {EVIL: EVIL}},
         status=record.status | {"host": EVIL, "noise": {"verdict": EVIL}},
     )  # fmt: skip
-    standing = Standing(EVIL, 0.5, 0.1, EVIL)
+    judged = dict(mark=EVIL, size=0.5, difference=Difference(0.5, 0.1, EVIL, 3, 4.0, 2, 0.1))
     words = dict(name=EVIL, label=EVIL, note=EVIL, state=EVIL)
-    first = replace(entry(0, {"clip.max_norm": EVIL}), runs=(evil,), standing=standing, **words)
-    more = dict(problems=(EVIL,), metric=EVIL, headline=EVIL, notes=(EVIL,), why=(EVIL,))
+    first = replace(entry(0, {"clip.max_norm": EVIL}), runs=(evil,), **judged, **words)
+    more = dict(
+        problems=(EVIL,), metric=Column(EVIL, EVIL), headline=EVIL, notes=(EVIL,), why=(EVIL,)
+    )
     html = page(comparison([first, entry(1, {"clip.max_norm": 1.0})], **more))
     outline = Outline(html)
     assert not [a for t, a in outline.tags if t == "img"]
@@ -203,7 +207,7 @@ def test_what_comes_from_runs_is_text():
 
 def test_curves_keep_their_spikes_and_their_evaluations():
     made = comparison([entry(0, {}, n=10_000)])
-    columns = made.entries[0].runs[0].columns
+    columns = made.settings[0].runs[0].columns
     columns["train/loss"][6_543] = 77.25
     drawn = figures(page(made))["losses"]
     raw, smoothed, val = drawn["data"][:3]
@@ -234,7 +238,7 @@ def test_curves_keep_their_spikes_and_their_evaluations():
 def test_a_ramp_is_drawn_as_it_is_at_every_level_of_smoothing():
     made = comparison(grid(n=100, **{CLIP: [0.5, 1.0]}))
     ramp = 10.0 - 0.1 * np.arange(100)
-    for one in made.entries:
+    for one in made.settings:
         one.runs[0].columns["train/loss"] = ramp
     for level in menu(figures(page(made))["losses"], 1):
         for drawn in level[0]["y"]:
@@ -248,7 +252,7 @@ def test_a_band_spans_the_seeds():
         t for t in drawn["data"] if t.get("fill") == "toself" and len(array(t["y"])) < 20
     )  # validation
     high, low = np.split(array(band["y"]), 2)
-    seeds = np.stack([r.columns["val/loss"] for r in made.entries[0].runs])
+    seeds = np.stack([r.columns["val/loss"] for r in made.settings[0].runs])
     evaluated = np.isfinite(seeds[0])
     assert high == pytest.approx(seeds[:, evaluated].max(axis=0), rel=1e-6)
     assert low[::-1] == pytest.approx(seeds[:, evaluated].min(axis=0), rel=1e-6)
@@ -256,7 +260,7 @@ def test_a_band_spans_the_seeds():
 
 def test_the_pointer_tells_the_last_evaluation_and_none_before_the_first():
     made = comparison([entry(0, {}, n=30)])
-    columns = made.entries[0].runs[0].columns
+    columns = made.settings[0].runs[0].columns
     _, smoothed, *_ = figures(page(made))["losses"]["data"]
     assert smoothed["customdata"][8] == ""  # the first evaluation is that of the tenth row
     assert smoothed["customdata"][15] == f", val {columns['val/loss'][9]:.4f}"
@@ -298,7 +302,7 @@ def test_each_swept_number_has_its_figure_with_the_intervals_of_the_seeds():
         for t in traces
         for x, y, half in zip(t["x"], t["y"], t["error_y"]["array"], strict=True)
     }
-    for e in made.entries:
+    for e in made.settings:
         low, high = e.intervals["final val/loss"]
         assert points[e.values["optimizer.lr"], e.figures["final val/loss"]] == pytest.approx(
             (high - low) / 2
@@ -310,10 +314,8 @@ def test_settings_of_other_budgets_are_drawn_and_one_alone_has_a_star():
     first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
     made = comparison([first, second, third])
     marks = ("lowest", "lowest of budget", "other budget")
-    entries = tuple(
-        replace(e, standing=Standing(m)) for e, m in zip(made.entries, marks, strict=True)
-    )
-    (trace,) = figures(page(replace(made, entries=entries)))["over clip.max_norm"]["data"]
+    entries = tuple(replace(e, mark=m) for e, m in zip(made.settings, marks, strict=True))
+    (trace,) = figures(page(replace(made, settings=entries)))["over clip.max_norm"]["data"]
     assert trace["x"] == [0.5, 1.0, 2.0]
     assert trace["marker"]["symbol"] == ["star", "circle", "circle"]
 
@@ -326,14 +328,14 @@ def test_the_heat_map_has_each_figure_in_its_place():
         ["1", "2", "4", "8"],
         ["0.5", "1.0", "2.0"],
     )
-    for e in made.entries:
+    for e in made.settings:
         x, y = (
             [1, 2, 4, 8].index(e.values["batch.gradient_accumulation_steps"]),
             [0.5, 1.0, 2.0].index(e.values["clip.max_norm"]),
         )
         assert trace["z"][y][x] == e.figures["final val/loss"]
         assert trace["text"][y][x].endswith(shown(e.figures["final val/loss"], 4))
-        assert ("★" in trace["text"][y][x]) == (e is made.entries[0])
+        assert ("★" in trace["text"][y][x]) == (e is made.settings[0])
     rates = menu(drawn, 0)[[c.key for c in made.columns].index("mean tokens_per_sec")]
     assert rates[1] == {"coloraxis.reversescale": False}  # more is better
     assert not any("★" in words for row in rates[0]["text"][0] for words in row)
@@ -341,7 +343,8 @@ def test_the_heat_map_has_each_figure_in_its_place():
 
 def test_of_two_in_a_cell_the_better_stays_and_what_broke_off_is_in_the_map_but_in_no_line():
     entries = grid(n=20, **FOUR_BY_THREE)  # the best one first
-    broken = replace(entries[0], standing=Standing("failed"), state="failed")
+    runs = (replace(entries[0].runs[0], out="failed"),)
+    broken = replace(entries[0], mark="failed", state="failed", runs=runs)
     again = replace(
         entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()}
     )
@@ -445,9 +448,7 @@ def show(browser, tmp_path):
     wrong: list[str] = []
     contexts = []
 
-    def opened(
-        made: Comparison, width: int = 1280, scheme: str = "light", beside: bool = False
-    ) -> Any:
+    def opened(made: Result, width: int = 1280, scheme: str = "light", beside: bool = False) -> Any:
         where = write_beside(made, tmp_path) if beside else tmp_path / "page.html"
         if not beside:
             where.write_text(page(made), encoding="utf-8")
@@ -520,14 +521,14 @@ def test_sorting_by_click_and_by_keyboard(show):
 def test_the_legend_hides_and_shows_alone(show):
     made = labelled(comparison(grid(n=30, **{CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]})))
     tab = show(made)
-    names = [e.name for e in made.entries]
+    names = [e.name for e in made.settings]
     items = tab.locator(f"{PLOT} .legend .legendtoggle")
 
     def groups() -> set[str]:
         return {t["group"] for t in drawn(tab) if t["visible"] is True and t["group"]}
 
     titles = tab.locator(f"{PLOT} .legend .legendtext").all_text_contents()
-    assert titles == ["★ clip=0.5 accum=1", *(e.label for e in made.entries[1:])]
+    assert titles == ["★ clip=0.5 accum=1", *(e.label for e in made.settings[1:])]
     assert groups() == set(names)
     items.nth(2).click()
     tab.wait_for_function(
@@ -547,7 +548,7 @@ def choose(tab: Any, number: int, option: str, plot: str = PLOT) -> None:
 def test_menus_of_smoothing_axis_and_range_change_what_is_drawn(show):
     made = comparison(grid(n=200, **{CLIP: [0.5, 1.0]}))
     tab = show(made)
-    columns = made.entries[0].runs[0].columns
+    columns = made.settings[0].runs[0].columns
     smoothest = running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist()
     assert np.ptp(np.diff(drawn(tab)[1]["y"])) < 0.5 * np.ptp(np.diff(drawn(tab)[0]["y"]))
     choose(tab, 1, "not smoothed")
@@ -588,7 +589,7 @@ def test_the_pointer_lists_all_runs_there(show):
     tab.mouse.move(place["x"] + 0.6 * place["width"], place["y"] + 0.4 * place["height"])
     tab.wait_for_selector(f"{PLOT} .hoverlayer .legendtext")
     words = tab.locator(f"{PLOT} .hoverlayer .legendtext").all_text_contents()
-    first, *others = (e.label for e in made.entries)
+    first, *others = (e.label for e in made.settings)
     assert [w.partition(" : ")[0] for w in words] == [f"★ {first}", *others]
     assert all(re.fullmatch(r".* : train \d\.\d{4}, val \d\.\d{4}", w) for w in words)
     box = tab.locator(f"{PLOT} .hoverlayer .legend").bounding_box()

@@ -74,7 +74,7 @@ def test_runs_that_end_within_a_step_are_compared_at_their_ends(tmp_path):
     make_run(tmp_path / "large", micro=20, steps=20, val_every=20)  # 400
     c = compare([tmp_path])
     assert c.align_at == 400 * TOKENS
-    assert {e.figures["val/loss"] == e.figures["final val/loss"] for e in c.entries} == {True}
+    assert {e.figures["val/loss"] == e.figures["final val/loss"] for e in c.settings} == {True}
     assert any("which every run reached to a step (batch=8 ends there)" in text for text in c.why)
 
 

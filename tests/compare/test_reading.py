@@ -83,12 +83,12 @@ def test_damaged_rows_are_passed_over(tmp_path, damage):
     file = bad / "metrics.jsonl"
     file.write_text(DAMAGE[damage](file.read_text()))
     c = compare([tmp_path])
-    assert {e.name for e in c.entries} == {"good", "bad"}
+    assert {e.name for e in c.settings} == {"good", "bad"}
     json.loads(to_json(c), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    record = next(r for e in c.entries for r in e.runs if r.path == bad)
+    record = next(r for e in c.settings for r in e.runs if r.path == bad)
     lengths = {len(column) for column in record.columns.values()}
     assert len(lengths) <= 1
-    assert all(np.isfinite(v) for e in c.entries for v in e.figures.values())
+    assert all(np.isfinite(v) for e in c.settings for v in e.figures.values())
     if damage in ("a torn line inside", "a foreign line", "steps twice", "too deep"):
         assert any("bad" in p for p in c.problems)
     assert good.is_dir()
@@ -103,7 +103,7 @@ def test_damaged_files_are_reported_and_passed_over(tmp_path, name, text):
     make_run(tmp_path / "good", max_norm=2.0)
     (make_run(tmp_path / "bad") / name).write_text(text)
     c = compare([tmp_path])
-    assert {e.name for e in c.entries} == {"good", "bad"}
+    assert {e.name for e in c.settings} == {"good", "bad"}
     json.loads(to_json(c))
 
 
@@ -127,7 +127,7 @@ def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text
     sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {"max_norm": 2.0}}, ["clip.max_norm"])
     (sweep / "sweep.json").write_text(text)
     c = compare([sweep])
-    assert len(c.entries) == 2
+    assert len(c.settings) == 2
     assert sum(said in p for p in c.problems) == 1
 
 
@@ -151,7 +151,7 @@ def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_
         f"{i}-{i}" for i in range(11)
     ]  # by number: 10 after 9
     assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
-    assert compare(["empty"]).entries == ()
+    assert compare(["empty"]).settings == ()
 
 
 def test_names_are_unique_and_control_characters_are_gone(tmp_path):
@@ -190,9 +190,9 @@ def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kep
     )
     assert sum(said in p for p in c.problems) == 1
     assert c.align_at == 400 * 8 * 128
-    assert [e.name for e in c.entries] == ["a", "b", "torn"]
-    assert said in c.entries[-1].note
-    assert not {"val/loss", "final val/loss", "train/loss"} & set(c.entries[-1].figures)
+    assert [e.name for e in c.settings] == ["a", "b", "torn"]
+    assert said in c.settings[-1].note
+    assert not {"val/loss", "final val/loss", "train/loss"} & set(c.settings[-1].figures)
     assert "Left out: 1 run with lost rows (clip=3.0)." in c.notes
     assert "clip=1.0 has the lowest" in c.headline
 

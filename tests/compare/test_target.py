@@ -51,8 +51,8 @@ def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path):
     offsets = planted(tmp_path, {0.1: 0.0, 0.2: 0.3})
     for align, unit in (("tokens", TOKENS), ("steps", 1), ("time", 0.5)):
         c = compare([tmp_path], target="val/loss=3.2", align=align)
-        assert c.metric == f"target/{align}"
-        for entry in c.entries:
+        assert c.metric.key == f"target/{align}"
+        for entry in c.settings:
             for run in entry.runs:
                 lr, seed = run.config["optimizer.lr"], run.config["train.seed"]
                 at, after, by = (unit * x for x in crossing(offsets[lr, seed], 3.2, 20))
@@ -62,14 +62,14 @@ def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path):
                 assert after < at <= by
             mean = np.mean([r.figures[f"target/{align}"] for r in entry.runs])
             assert entry.figures[f"target/{align}"] == pytest.approx(mean)
-        assert [e.standing.mark for e in c.entries] == ["best", "worse"]
+        assert [e.mark for e in c.settings] == ["best", "worse"]
         assert c.headline.startswith("lr=0.1 reaches val/loss=3.2 first, after ")
         assert "before lr=0.2 (3 seeds). The other is slower." in c.headline
 
 
 def test_a_target_below_the_first_evaluation_is_known_from_the_start_only(tmp_path):
     make_run(tmp_path / "a", val_every=100)
-    (entry,) = compare([tmp_path], target="val/loss=5").entries
+    (entry,) = compare([tmp_path], target="val/loss=5").settings
     assert entry.figures["target/after"] == 0
     assert entry.figures["target/tokens"] == entry.figures["target/by"] == 100 * TOKENS
     assert entry.figures["target/steps"] == 100
@@ -80,28 +80,28 @@ def test_settings_that_never_get_there_or_get_there_together_are_not_told_apart(
     planted(tmp_path, {0.1: 0.0, 0.2: 0.3, 0.3: 0.9})
     nobody = compare([tmp_path], target="val/loss=1", align=align)
     assert nobody.headline == "No run reaches val/loss=1."
-    assert {e.standing.mark for e in nobody.entries} == {""}
+    assert {e.mark for e in nobody.settings} == {""}
     at_once = compare([tmp_path], target="val/loss=9", align=align)  # at the first evaluation
     assert "0 of the 2 others are slower" in at_once.headline
-    assert [e.standing.mark for e in at_once.entries][1:] == ["same", "same"]
+    assert [e.mark for e in at_once.settings][1:] == ["same", "same"]
 
 
 def test_runs_that_never_do_count_as_such(tmp_path):
     planted(tmp_path, {0.1: 0.0, 0.2: 0.05, 0.3: 0.8})
     c = compare([tmp_path], target="val/loss=3.2")
-    assert [e.label for e in c.entries] == ["lr=0.1", "lr=0.2", "lr=0.3"]
-    never = c.entries[-1]
+    assert [e.label for e in c.settings] == ["lr=0.1", "lr=0.2", "lr=0.3"]
+    never = c.settings[-1]
     assert never.figures["target/reached"] == 0
     assert "target/tokens" not in never.figures
-    assert (never.standing.mark, never.standing.difference) == ("worse", None)
+    assert (never.mark, never.apart) == ("worse", None)
     assert any(n.startswith("3 of 9 runs never reached it (lr=0.3") for n in c.notes)
     # One of three seeds: no mean is made of the other two.
     make_run(tmp_path / "0.1-4", offset=0.9, seed=4, val_every=20, optimizer__lr=0.1)
     c = compare([tmp_path], target="val/loss=3.2")
-    partly = next(e for e in c.entries if e.label == "lr=0.1")
+    partly = next(e for e in c.settings if e.label == "lr=0.1")
     assert partly.figures["target/reached"] == pytest.approx(0.75)
     assert "target/tokens" not in partly.figures
-    assert "lr=0.1 in 3 of 4 runs" in c.headline or partly.standing.mark == "worse"
+    assert "lr=0.1 in 3 of 4 runs" in c.headline or partly.mark == "worse"
     none = compare([tmp_path], target="val/loss=0.1")
     assert none.headline == "No run reaches val/loss=0.1."
 
@@ -118,8 +118,8 @@ def test_what_is_reached_behind_the_end_of_a_run_that_never_does_has_no_order(tm
             "Undecided: lr=0.1 and lr=0.2 reach val/loss=3.2 behind 61.4k tokens, where the first "
             "run that never does ends: lr=0.1 after "
         )
-        assert {e.standing.mark for e in c.entries} == {"lowest", "undecided"}
-        assert {e.standing.difference for e in c.entries} == {None}
+        assert {e.mark for e in c.settings} == {"lowest", "undecided"}
+        assert {e.apart for e in c.settings} == {None}
 
 
 def test_a_target_given_as_a_number_alone_is_refused(tmp_path):
@@ -154,7 +154,7 @@ def test_a_fork_has_reached_what_its_parents_have(tmp_path):
     (path / "lineage.jsonl").write_text("\n".join(rows[:200]) + "\n")
     (path / "metrics.jsonl").write_text("\n".join(rows[200:]) + "\n")
     make_run(tmp_path / "whole", val_every=20)
-    fork, whole = (compare([tmp_path / name], target="val/loss=3.2").entries[0].figures
+    fork, whole = (compare([tmp_path / name], target="val/loss=3.2").settings[0].figures
                    for name in ("fork", "whole"))  # fmt: skip
     for key in ("target/tokens", "target/steps", "target/time", "target/after"):
         assert fork[key] == pytest.approx(whole[key])

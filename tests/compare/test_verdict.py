@@ -12,7 +12,7 @@ import pytest
 from llmexp.compare.comparing import answered, findings
 from llmexp.compare.page import look_table, page
 from llmexp.compare.plot_verdict import verdict_plot
-from llmexp.compare.records import Comparison, Record
+from llmexp.compare.records import Record, Result
 from llmexp.runs.ledger import Look
 
 # The first one is clearly worse, the second is not told apart from the third.
@@ -32,7 +32,7 @@ def record(setting: int, seed: int, loss: float, looks: list[Look]) -> Record:
     )  # fmt: skip
 
 
-def decided() -> Comparison:
+def decided() -> Result:
     looks = [
         Look(["1", "2"], 0.03, 3, ["lr=2.0", "lr=3.0"], ["lr=1.0"], "2 get 3 seeds"),
         Look(["1", "2", "3"], 0.02, 3, ["lr=2.0", "lr=3.0"], [], "all 3 seeds are trained"),
@@ -44,29 +44,29 @@ def decided() -> Comparison:
 
 def test_the_picture_has_each_setting_its_seeds_and_its_interval():
     c = decided()
-    assert [e.standing.mark for e in c.entries] == ["lowest", "undecided", "worse"]
+    assert [e.mark for e in c.settings] == ["lowest", "undecided", "worse"]
     plot = verdict_plot(c)
     assert plot is not None
     seeds, *marks = plot.figure.data
-    best, undecided, worse = c.entries
+    best, undecided, worse = c.settings
     by_row = {
         name: [x for x, y in zip(seeds.x, seeds.y, strict=True) if y == name] for name in seeds.y
     }
     assert {name: len(x) for name, x in by_row.items()} == {"lr=2.0": 3, "lr=3.0": 3, "lr=1.0": 2}
     # A seed stands beside the same seed of the leading setting.
-    ours = {r.seed: r.figures[c.metric] for r in best.runs}
+    ours = {r.seed: r.figures[c.metric.key] for r in best.runs}
     for e in (undecided, worse):
-        apart = [r.figures[c.metric] - ours[r.seed] for r in e.runs]
+        apart = [r.figures[c.metric.key] - ours[r.seed] for r in e.runs]
         assert sorted(by_row[e.label]) == pytest.approx(sorted(apart))
     drawn = {trace.name: trace for trace in marks}
     assert set(drawn) == {"lowest", "undecided", "worse"}
     for e in (undecided, worse):
-        trace = drawn[e.standing.mark]
-        assert list(trace.x) == pytest.approx([e.standing.difference])
-        assert list(trace.error_x.array) == pytest.approx([e.standing.half])
+        trace = drawn[e.mark]
+        assert list(trace.x) == pytest.approx([e.apart])
+        assert list(trace.error_x.array) == pytest.approx([e.half])
     assert drawn["undecided"].opacity < drawn["worse"].opacity  # pale, also in grey
     assert len({trace.marker.symbol for trace in marks}) == 3
-    assert list(plot.figure.layout.yaxis.categoryarray) == [e.label for e in reversed(c.entries)]
+    assert list(plot.figure.layout.yaxis.categoryarray) == [e.label for e in reversed(c.settings)]
 
 
 def test_one_seed_each_has_no_verdict_to_draw():

@@ -12,8 +12,7 @@ import pytest
 from scipy import stats
 
 from llmexp.compare.comparing import findings
-from llmexp.compare.evidence import Verdict
-from llmexp.compare.records import Record
+from llmexp.compare.records import Record, Verdict
 from llmexp.compare.spending import ALPHA, expected_runs, following, level_of
 from llmexp.runs import ledger as ledgers
 from llmexp.runs.ledger import LedgerEntry, Look
@@ -63,7 +62,7 @@ class Simulated(Deciding):
         return next(iter(setting))
 
     def setting_of(self, r):
-        return frozenset([r.entry.runs[0].path.name.partition("-")[0]])
+        return frozenset([r.runs[0].path.name.partition("-")[0]])
 
     def worse(self) -> set[int]:
         """The settings that `compare` calls worse when the sweep has stopped."""
@@ -73,7 +72,7 @@ class Simulated(Deciding):
 
 def called_worse(records: list[Record]) -> set[int]:
     found = findings(records, negligible=0.0).those(Verdict.WORSE)
-    return {int(r.entry.runs[0].path.name.partition("-")[0]) for r in found}
+    return {int(r.runs[0].path.name.partition("-")[0]) for r in found}
 
 
 def draw(rng, means, seeds: int = FULL) -> np.ndarray:

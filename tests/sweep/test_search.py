@@ -109,15 +109,15 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
 
     # The headline has the fresh seeds' figure; the search's own stands once, and is called low.
     c = compare([runs])
-    best = c.entries[0]
+    best = c.settings[0]
     trial, *fresh = sorted(best.runs, key=lambda r: r.seed != "1234")
     assert [r.seed for r in best.taking_part] == ["1", "2"] == [r.seed for r in fresh]
     values = [r.figures["val/loss"] for r in fresh]
     assert best.figures["val/loss"] == pytest.approx(sum(values) / 2)
     assert "add sweep.search.seeds=4" in c.headline
     assert c.headline.startswith(f"{best.label}: val loss {min(values):.5}")
-    assert [e.standing.mark for e in c.entries[1:]] == ["trial"] * 2
-    others = [e.figures["val/loss"] for e in c.entries[1:]]
+    assert [e.mark for e in c.settings[1:]] == ["trial"] * 2
+    others = [e.figures["val/loss"] for e in c.settings[1:]]
     assert trial.figures["val/loss"] < min(others)
     (note,) = (note for note in c.notes if "low by chance too" in note)
     assert f"had {trial.figures['val/loss']:.5}" in note

@@ -57,8 +57,8 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
     assert answer.variables["notes"].startswith(found.headline)
     table = json.loads(server.files["compare/table.table.json"])
     shown = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
-    for entry, line in zip(found.entries, shown, strict=True):
-        standing = (entry.standing.mark, entry.standing.difference, entry.standing.half)
+    for entry, line in zip(found.settings, shown, strict=True):
+        standing = (entry.mark, entry.apart, entry.half)
         assert (line["name"], line["mark"], line["difference"], line["half"]) == (
             entry.name, *standing)  # fmt: skip
         figures = {c.key: entry.figures[c.key] for c in found.columns if c.key in entry.figures}
@@ -67,15 +67,14 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
     assert server.files[answer.summary["compare/table"]["path"]]
     assert (answer.exit_code, answer.variables["displayName"]) == (0, "answer")
     assert len(server.runs) == len(found.runs) + 1
-    for entry in found.entries:
+    for entry in found.settings:
         for one in entry.runs:
             position = read_position(one.path)
             assert position is not None
             there = server.runs[position.run_id]
             assert there.variables["groupName"] == answer.variables["groupName"]
-            standing = entry.standing
-            figures = (None, None) if one.out else (standing.difference, standing.half)
-            values = zip(MARKS, (one.out or standing.mark, *figures), strict=True)
+            figures = (None, None) if one.out else (entry.apart, entry.half)
+            values = zip(MARKS, (one.out or entry.mark, *figures), strict=True)
             known = {k: v for k, v in values if v not in (None, "")}
             assert {k: v for k, v in there.summary.items() if k in MARKS} == known
             assert "final val/loss" in there.summary

@@ -132,8 +132,8 @@ def test_a_sweep_over_branch_points_is_killed_and_resumed(trunk):
     second = Result(0, "", "", cwd / "swept" / "1-step_8")
     assert [r.json("run.json")["max_steps"] for r in (first, second)] == [5, 10]
     compared = compare([cwd / "swept"])
-    assert [entry.label for entry in compared.entries] == ["from=8", "from=4"]
-    for entry, steps in zip(compared.entries, (8, 4), strict=True):
+    assert [entry.label for entry in compared.settings] == ["from=8", "from=4"]
+    for entry, steps in zip(compared.settings, (8, 4), strict=True):
         drawn = lineage(entry, "train/loss")
         losses = [row["train/loss"] for row in trunk.rows()[:steps]]
         assert drawn.y[0].tolist() == [*losses, entry.runs[0].columns["train/loss"][0]]
@@ -298,7 +298,7 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, capsys):
     compared = compare([cwd / "trunks"])
     groups = sorted(
         (e.values["optimizer.lr"], *sorted(str(r.config["fork.run"]) for r in e.runs))
-        for e in compared.entries
+        for e in compared.settings
     )
     assert groups == [
         (0.01, "faster"), (0.01, "second", "trunk"), (0.03, "faster"), (0.03, "second", "trunk"),

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.compare.records import Entry, Record
+from llmexp.compare.records import Record, Setting
 from llmexp.compare.settings import factors
 from llmexp.run.batch import solve_rates
 from llmexp.settings.values import ConfigError
@@ -113,7 +113,7 @@ def test_a_rate_that_follows_the_batch_is_no_setting_of_its_own(rules, swept):
         record = Record(
             Path("run"), "run", None, "finished", config, {}, {}, {}, swept=tuple(swept)
         )
-        entries.append(Entry("run", (record,), config, {}, {}, "finished"))
+        entries.append(Setting("run", (record,), config, {}, {}, "finished"))
     differing = sorted(
         {k for e in entries for k in e.values if len({f.values[k] for f in entries}) > 1}
     )
