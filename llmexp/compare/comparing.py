@@ -111,8 +111,7 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     at = None if read is None else read.at
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
-    better = {k: v for r in records for k, v in as_dict(r.facts.get("better")).items()}
-    better = {k: v for k, v in better.items() if v in ("lower", "higher")}
+    better = _better(records)
     records = [
         replace(r, out=out.get(r, ""), figures=figures(r, align, read, more)) for r in records
     ]
@@ -155,6 +154,12 @@ def findings(
     judge(result)
     result.screen = screen_of(result) if result.comparable else None
     return result
+
+
+def _better(records: Sequence[Record]) -> dict[str, str]:
+    """Return which way the figures of hooks are better, as these have declared it."""
+    declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
+    return {key: way for key, way in declared if way in ("lower", "higher")}
 
 
 def _metric(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmexp.compare.records import Record, as_dict
-from llmexp.compare.rows import Columns
+from llmexp.compare.rows import read_columns
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
@@ -33,7 +33,8 @@ def _named(record: Record, levels: int) -> Record:
 
 def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
-    folder, columns = RunFolder(path, strict=False), Columns(path / rundir.METRICS)
+    folder = RunFolder(path, strict=False)
+    columns, damage = read_columns(path / rundir.METRICS)
     config = folder.flat_config
     if str(config.get("model._target_")).endswith(".GPT2"):
         config.setdefault("model.gelu", default_of("model.gelu"))  # a run of before this key
@@ -51,7 +52,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         facts=facts,
         status=folder.status,
         columns=columns,
-        problems=tuple(clean(p) for p in (*columns.problems, *folder.problems)),
+        problems=tuple(clean(p) for p in (*damage, *folder.problems)),
         swept=tuple(ledger.swept) if ledger else (),
         negligible=ledger.negligible if ledger else None,
         looks=ledger.looks if ledger else (),
@@ -62,5 +63,5 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         left=sweep.to_train.total(),
         lost=lost,
         last=folder.last_row(),
-        before=Columns(path / LINEAGE) if as_dict(facts.get("parent")) else {},
+        before=read_columns(path / LINEAGE)[0] if as_dict(facts.get("parent")) else {},
     )

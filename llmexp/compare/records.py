@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llmexp.compare.screening import Screen
 from llmexp.compare.statistics import Difference
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
-from llmexp.settings.knobs import SEED
+from llmexp.settings.knobs import SEED, is_record
 from llmexp.system.text import shown
 
 TWIN = "train.twin"
@@ -62,6 +63,12 @@ class Record:
     @property
     def seed(self) -> str:
         return str(self.config.get(SEED))
+
+    @cached_property
+    def essence(self) -> dict[str, str]:
+        """Return what of the config decides a result, as text by key, in order."""
+        whole = {TWIN: 0, **self.config}  # a run of before the twins is its own twin 0
+        return {key: repr(whole[key]) for key in sorted(whole) if not is_execution(key)}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -318,6 +325,14 @@ class Result:
 
     def label_of(self, run: Record) -> str:
         return next(s.label_of(run) for s in self.settings if run in s.runs)
+
+
+def is_execution(key: str) -> bool:
+    """Tell whether a key names, records or carries out a run.
+
+    Such keys are shown only where nothing else differs.
+    """
+    return is_record(key) or key == "hooks"
 
 
 def is_loss(key: str) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 from llmexp.compare.figures import columns_of, is_score, over_items
-from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting
+from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
-from llmexp.settings.knobs import SEED, affects, is_record
+from llmexp.settings.knobs import SEED, affects
 from llmexp.system.text import one_line
 
 FORK = "fork.run"
@@ -22,14 +22,6 @@ _PREFERRED = (
 )
 _RATES = re.compile(r"optimizer\.(lr|\w+_lr|reference_batch)")  # what optimizer.lr_rule writes
 _NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed_?[0-9]+[,+]?")
-
-
-def is_execution(key: str) -> bool:
-    """Tell whether a key names, records or carries out a run.
-
-    Such keys are shown only where nothing else differs.
-    """
-    return is_record(key) or key == "hooks"
 
 
 def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
@@ -62,17 +54,11 @@ def folded(records: Sequence[Record]) -> list[list[Record]]:
         setting: object = r.path.resolve()
         if SEED in r.config:
             trunk = r.parent.get("setting") or r.config.get(FORK)
-            setting = _essential(r, {SEED, FORK}), trunk
+            setting = _without(r, SEED, FORK), trunk
         run = setting, repr(r.config.get(SEED))
         groups.setdefault((setting, repeats[run]), []).append(r)
         repeats[run] += 1
     return list(groups.values())
-
-
-def _essential(record: Record, without: Collection[str]) -> tuple[tuple[str, str], ...]:
-    whole = {TWIN: 0, **record.config}  # a run of before the twins is its own twin 0
-    kept = [key for key in whole if key not in without and not is_execution(key)]
-    return tuple(sorted((key, repr(whole[key])) for key in kept))
 
 
 def computation(record: Record) -> object:
@@ -83,10 +69,14 @@ def computation(record: Record) -> object:
     """
     if not record.config:
         return record.path
-    without = {SEED, TWIN}
+    cuts: Iterable[str] = ()
     if not any("dropout" in k and v not in (0, None) for k, v in record.config.items()):
-        without |= {key for key in record.config if affects(key) == "rounding"}
-    return _essential(record, without), repr(record.batch("real_batch_size"))
+        cuts = (key for key in record.config if affects(key) == "rounding")
+    return _without(record, SEED, TWIN, *cuts), repr(record.batch("real_batch_size"))
+
+
+def _without(record: Record, *keys: str) -> frozenset[tuple[str, str]]:
+    return frozenset((k, v) for k, v in record.essence.items() if k not in keys)
 
 
 def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str = "") -> Setting:

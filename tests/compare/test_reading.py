@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.reading import read
-from llmexp.compare.rows import Columns, elapsed
+from llmexp.compare.rows import elapsed, read_columns
 from llmexp.compare.table import to_json
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
@@ -36,7 +36,7 @@ numbers = st.floats(-1e6, 1e6) | st.sampled_from([0.0, -0.0, 1e-30, 3.0000000000
         st.tuples(st.booleans(), st.booleans(), numbers, numbers, numbers), min_size=1, max_size=20
     )
 )  # fmt: skip
-def test_the_quick_reader_and_the_whole_one_read_what_is_there(tmp_path, rows):
+def test_what_is_read_is_what_is_there(tmp_path, rows):
     path = tmp_path / "metrics.jsonl"
     lines = []
     for i, (with_loss, with_val, loss, val, lr) in enumerate(rows, 1):
@@ -46,14 +46,12 @@ def test_the_quick_reader_and_the_whole_one_read_what_is_there(tmp_path, rows):
         row |= {"val/loss": val, "val/ppl": 2.0, "val/bits_per_byte": val / 2} if with_val else {}
         lines.append(json.dumps(row, separators=(",", ":")))
     path.write_text("\n".join(lines) + "\n")
-    columns, wanted = Columns(path), slow(path.read_text())
+    (columns, problems), wanted = read_columns(path), slow(path.read_text())
     for key in ("train/loss", "val/loss", "val/bits_per_byte"):
         assert (key in columns) == (key in wanted)
-    assert not columns.whole, "the usual form is read the quick way"
+    assert problems == ()
     for key in wanted:
         np.testing.assert_array_equal(columns[key], wanted[key])
-    assert "no such key" not in columns
-    assert columns.get("no such key", 5) == 5
 
 
 DAMAGE = {
@@ -151,7 +149,7 @@ def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_
         f"{i}-{i}" for i in range(11)
     ]  # by number: 10 after 9
     assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
-    assert compare(["empty"]).settings == ()
+    assert not compare(["empty"]).settings
 
 
 def test_names_are_unique_and_control_characters_are_gone(tmp_path):
