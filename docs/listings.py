@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Listing:
     small: tuple[str, ...] = ()  # overrides that make the same lines in a few seconds
     code: int = 0  # exit code
     before: tuple[str, ...] = ()  # commands that run first, in the same folder
+    corpus: bool = False  # the folder holds the files that docs/corpus.md makes
 
     @property
     def line(self) -> str:
@@ -49,6 +51,25 @@ SMALL = (
 )  # fmt: skip
 TRAINED = "train hydra.run.dir=run train.max_steps=200"
 EXPORTED = "export run --to hf my-model"
+LONG = "train hydra.run.dir=trunk schedule=constant train.max_steps=200"
+AVERAGED = (
+    "train hydra.run.dir=outputs/trunk schedule=constant train.ema=0.98 train.max_steps=300 "
+    "checkpoint.every=20 checkpoint.keep=null"
+)
+AVERAGE = "average outputs/trunk --last 5"
+FITTING = "batch.micro_batch_size=auto batch.real_batch_size=32 batch.memory_gib=0.55"
+TOKENIZER = (
+    "tokenizer --vocab-size 4096 data=corpus data.sources.code.files=code.jsonl.zst "
+    "data.sources.prose.files=prose.jsonl.zst"
+)
+TABLE = (r"Undecided", r".*tell\.$", r"weight  ", r" +0\.[159]  ")
+MIX = (
+    "train -m data=corpus data.sources.code.files=code.jsonl.zst "
+    "data.sources.code.weight=0.1,0.5,0.9 data.sources.prose.files=prose.jsonl.zst "
+    "data.sources.prose.weight=0.5 data.val.prose.files=prose-val.jsonl.zst "
+    "data.val.code.files=code-val.jsonl.zst train.max_steps=100 tracker=none hydra.sweep.dir=mix"
+)
+PLAN = "tracker=none precision=bf16 model.vocab_size=50257"
 TRUNK = (
     "train hydra.run.dir=trunk schedule=constant train.max_steps=200 checkpoint.keep_every=50 "
     "batch.sequence_length=64 batch.micro_batch_size=4 model.n_layers=2 model.d_model=64 "
@@ -90,6 +111,83 @@ LISTINGS = (
         before=(TRUNK,),
     ),
     Listing(
+        "README.md",
+        "plan plan.device=l4 model=gpt2_small tokenizer=bytes batch.sequence_length=1024 "
+        f"batch.micro_batch_size=64 {PLAN}",
+        (r"(device|precision|folder|memory|fits|would fit)  ",),
+        ("tracker=none",),
+    ),
+    Listing("README.md", MIX, TABLE, (*SMALL, "train.max_steps=10"), corpus=True),
+    Listing("README.md", "compare mix --sort val/code/loss", TABLE, before=(MIX,), corpus=True),
+    Listing(
+        "docs/branches.md",
+        "resume trunk train.max_steps=400",
+        (r"the warm-up stays",),
+        before=(LONG,),
+    ),
+    Listing(
+        "docs/branches.md",
+        "resume cut train.max_steps=20",
+        code=2,
+        before=(
+            "train hydra.run.dir=cut schedule=wsd train.max_steps=16 checkpoint.every=4 "
+            "checkpoint.keep=null",
+        ),
+    ),
+    Listing(
+        "docs/averages.md",
+        "evaluate outputs/trunk --weights ema",
+        ("run ", "(set|val) "),
+        before=(AVERAGED,),
+    ),
+    Listing("docs/averages.md", AVERAGE, before=(AVERAGED,)),
+    Listing(
+        "docs/averages.md",
+        "evaluate outputs/trunk/averages/220-300",
+        ("val ",),
+        before=(AVERAGED, AVERAGE),
+    ),
+    Listing(
+        "docs/averages.md",
+        "average outputs/trunk@300 outputs/trunk@310",
+        code=2,
+        before=(AVERAGED,),
+    ),
+    Listing("docs/exchange.md", EXPORTED, before=(TRAINED,)),
+    Listing(
+        "docs/exchange.md",
+        "plan model.init_from=my-model model.d_ff=256 model.vocab_size=384",
+        code=2,
+        before=(TRAINED, EXPORTED),
+    ),
+    Listing(
+        "docs/plan.md",
+        "plan -m --measure tracker=none precision=fp32 batch.micro_batch_size=2,4 "
+        "train.max_tokens=300000",
+        small=(*SMALL, "train.max_tokens=6000"),
+    ),
+    Listing(
+        "docs/plan.md",
+        "plan plan.device=h200 plan.price_per_gpu_hour=3 model=gpt2_small tokenizer=bytes "
+        "model.vocab_size=50257",
+        (r"(fits|speed|time|cost)  ",),
+        ("tracker=none",),
+    ),
+    Listing(
+        "docs/plan.md",
+        f"train {FITTING} precision=fp32 tracker=none",
+        (r"batch\.micro_batch_size=auto", r"batch  "),
+        (*SMALL, "batch.memory_gib=8"),
+    ),
+    Listing("docs/corpus.md", TOKENIZER, corpus=True),
+    Listing(
+        "docs/corpus.md",
+        "prepare --config-dir mine experiment=mix",
+        (r"(corpus|source|code|prose|train) ",),
+        before=(TOKENIZER,),
+        corpus=True,
+    ),
+    Listing(
         "docs/knobs.md",
         "explain clip.max_norm experiment=shakespeare_nanogpt_cpu clip.max_norm=0.5",
     ),
@@ -108,6 +206,16 @@ LISTINGS = (
         (*SMALL, "precision=fp32"),
     ),
 )
+
+# Blocks whose lines depend on more than their command: who runs the command sees others.
+BY_HAND = {
+    "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/train/test_averages.py
+    # needs Ray; a sweep as that of the README, with a tokenizer of its own
+    "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
+    "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
+    "docs/inside.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
+    "docs/sweeps.md": ("sweep.decide=true",),  # what the looks find; tests/sweep/test_deciding.py
+}
 
 
 def shown(output: str, keep: tuple[str, ...]) -> list[str]:
@@ -132,16 +240,37 @@ def find(listing: Listing, text: str) -> re.Match[str]:
     return found
 
 
+def lay_out(listing: Listing, folder: Path) -> None:
+    """Make the files that docs/corpus.md makes, if a listing needs them."""
+    if not listing.corpus:
+        return
+    text = (ROOT / "docs" / "corpus.md").read_text()
+    code, mix = (re.search(rf"```{kind}\n(.*?)```", text, re.S) for kind in ("python", "yaml"))
+    assert code is not None
+    assert mix is not None
+    subprocess.run([sys.executable, "-c", code[1]], cwd=folder, check=True)
+    (folder / "mine" / "experiment").mkdir(parents=True)
+    (folder / "mine" / "experiment" / "mix.yaml").write_text(mix[1])
+
+
 def written(listing: Listing, folder: str) -> list[str]:
     """Run the command in `folder`, after those before it; return what it prints."""
     env = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    lay_out(listing, Path(folder))
     for command in (*listing.before, listing.command):
         done = subprocess.run(
             arguments(command), cwd=folder, env=env, capture_output=True, text=True
         )
         wanted = listing.code if command == listing.command else 0
         assert done.returncode == wanted, done.stderr
-    return shown(done.stdout if listing.code == 0 else done.stderr, listing.keep)
+    return shown(printed(listing, done.stdout, done.stderr), listing.keep)
+
+
+def printed(listing: Listing, out: str, err: str) -> str:
+    """Return what a listing shows of: the output, before it what `auto` prints; or the refusal."""
+    if listing.code:
+        return textwrap.fill(err, int(COLUMNS), break_long_words=False, break_on_hyphens=False)
+    return (err if FITTING in listing.command else "") + out
 
 
 def arguments(command: str) -> list[str]:
