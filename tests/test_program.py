@@ -181,7 +181,7 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     assert frame["val/loss"].tolist() == [float(row["val/loss"]) for row in table]
     assert frame["name"].tolist() == [row["name"] for row in table]
     switched = dataclasses.replace(answer.comparison.settings[0], values={"optimizer.lr": False})
-    changed = dataclasses.replace(answer.comparison, entries=(switched,))
+    changed = dataclasses.replace(answer.comparison, settings=(switched,))
     assert llmexp.Answer(changed).frame()["optimizer.lr"].tolist() == [False]
     losses = answer.figures["losses"]
     drawn = [numbers(trace.y) for trace in losses.data]
