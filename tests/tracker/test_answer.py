@@ -178,7 +178,6 @@ print("the sweep goes on")
     [
         ("hangs", "", "not done after 2 s"),
         ("hangs", "", "stopped"),
-        ("hangs after start", "", "not done after 2 s"),
         ("rate limited", "", "not done after 2 s"),
         ("ok", "raise SystemExit(3)", "SystemExit: 3"),
         ("ok", "import time; time.sleep(60)", "not done after 2 s"),
