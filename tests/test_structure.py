@@ -43,7 +43,7 @@ SIZES = {
     "runs": 11_650,
     "exchange": 9_950,
     "tracker": 9_150,
-    "compare": 50_300,
+    "compare": 49_100,
     "train": 35_000,
     "evaluate": 2_550,
     "forecast": 9_650,

@@ -4,7 +4,7 @@ In reading order, along the data flow:
 records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
 figures        which runs take part, and their figures at their end or at a common position
-target         where runs first reach a figure (in words: reached)
+target         where runs first reach a figure
 settings       which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep
 statistics     means, intervals, differences, seeds that would be needed

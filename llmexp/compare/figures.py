@@ -14,7 +14,7 @@ import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
 from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, as_dict, is_loss
-from llmexp.compare.rows import elapsed, named_sets
+from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import number, with_interval
@@ -261,7 +261,9 @@ def _losses(
     goes back into the rows `before`, of a fork's parents.
     """
     found = {}
-    for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if evaluated else ():
+    for key in (
+        ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns)) if evaluated else ()
+    ):
         if len(seen := _finite(columns, key, rows)):
             found[key] = float(seen[-1])
     if len(known := _finite(columns, "val/loss", None)):

@@ -9,12 +9,11 @@ from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.figures import has_a_say
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
-from llmexp.compare.reached import reached
 from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict, listed
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
-from llmexp.compare.target import UNITS
+from llmexp.compare.target import UNITS, reached
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import short_value as value

@@ -9,20 +9,19 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.figures import half_width
-from llmexp.compare.plotting import GREY, Plot, looks, metric, plot, text
-from llmexp.compare.records import Column, Record, Result
+from llmexp.compare.plotting import GREY, Plot, looks, plot, text
+from llmexp.compare.records import Record, Result
 from llmexp.runs.rundir import by_number
 
 
 def search_plots(c: Result) -> list[Plot]:
     """Return the figure of a search, with a place of its own for each trial that was confirmed."""
-    column = metric(c)
     trials = sorted((r for r in c.runs if r.trial), key=lambda r: by_number(r.path))
     known = [(at, r) for at, r in enumerate(trials, 1) if c.metric.key in r.figures]
-    if column is None or not known:
+    if c.metric not in c.columns or not known:
         return []
     values = [r.figures[c.metric.key] for _, r in known]
-    lowest = itertools.accumulate(values, min if column.sign > 0 else max)
+    lowest = itertools.accumulate(values, min if c.metric.sign > 0 else max)
     places = [at for at, _ in known]
     words = [f"trial {at}: {text(c.label_of(r))}<br>{v:.4f}"
              for (at, r), v in zip(known, values, strict=True)]  # fmt: skip
@@ -38,10 +37,10 @@ def search_plots(c: Result) -> list[Plot]:
                     "symbol": "circle-open", "line_width": 1.6},
             hovertemplate="%{text}<extra></extra>",
         ),
-        *_confirmed(c, column, trials),
+        *_confirmed(c, trials),
     ]  # fmt: skip
     layout: dict[str, Any] = {
-        "height": 340, "yaxis.title.text": text(column.title), "xaxis.title.text": "trial",
+        "height": 340, "yaxis.title.text": text(c.metric.title), "xaxis.title.text": "trial",
         "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
         "xaxis.showgrid": False,
     }  # fmt: skip
@@ -61,7 +60,7 @@ def _ticks(trials: int) -> list[int]:
     return [1, *range(step, trials + 1, step)] if step > 2 else list(range(step, trials + 1, step))
 
 
-def _confirmed(c: Result, column: Column, trials: Sequence[Record]) -> list[Any]:
+def _confirmed(c: Result, trials: Sequence[Record]) -> list[Any]:
     """Return the fresh seeds of each trial that has some, with their mean and its interval."""
     found, place = [], len(trials) + 1
     for e, look in looks(c).items():
@@ -69,7 +68,7 @@ def _confirmed(c: Result, column: Column, trials: Sequence[Record]) -> list[Any]
         if not fresh or not trials:
             continue
         values = [r.figures[c.metric.key] for r in fresh]
-        half = half_width(e, column) if len(e.taking_part) == len(fresh) else None
+        half = half_width(e, c.metric) if len(e.taking_part) == len(fresh) else None
         words = [f"{look.title}, seed {text(r.seed)}<br>{v:.4f}"
                  for r, v in zip(fresh, values, strict=True)]  # fmt: skip
         mean = sum(values) / len(values)

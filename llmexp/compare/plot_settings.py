@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, grid_cells, scale
 from llmexp.compare.figures import figure_text, half_width, is_score
-from llmexp.compare.plotting import GREY, Plot, looks, menus, metric, palette, plot, text
+from llmexp.compare.plotting import GREY, Plot, looks, menus, palette, plot, text
 from llmexp.compare.records import APART, Result, Setting, Verdict
 from llmexp.settings.labels import short_keys, short_label
 from llmexp.system.text import shown
@@ -36,14 +36,13 @@ def over_keys(c: Result) -> list[Plot]:
         for e in _swept(c)
         if c.metric.key in e.figures and not e.out and e.verdict is not Verdict.TASK
     ]
-    scales = {key: scale(settings, key) for key in c.factors if metric(c)}
+    scales = {key: scale(settings, key) for key in c.factors if c.metric in c.columns}
     numeric = {k: s for k, s in scales.items() if len(s.levels) > 1 and s.kind != "category"}
     return [_over_key(c, key, along, settings) for key, along in numeric.items()]
 
 
 def _over_key(c: Result, key: str, along: Scale, settings: list[Setting]) -> Plot:
-    column, look = metric(c), looks(c)
-    assert column is not None
+    column, look = c.metric, looks(c)
     groups: dict[str, list[Setting]] = defaultdict(list)
     for e in sorted(settings, key=lambda e: float(e.values[key])):
         groups[short_label({k: e.values[k] for k in c.factors if k != key})].append(e)

@@ -13,7 +13,6 @@ from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.figures import own_keys
 from llmexp.compare.plotting import GREY, Look, Plot, looks, menus, packed, plot
 from llmexp.compare.records import Result, Setting
-from llmexp.compare.rows import named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.metrics.plot import running_mean
 
@@ -215,7 +214,7 @@ def other_quantities(c: Result) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: list[tuple[str, list[Any]]] = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
-    named = sorted({key for r in c.runs for key in named_sets(r.columns)})
+    named = sorted({key for r in c.runs for key in filter(is_of_named_set, r.columns)})
     own = sorted({key for r in c.runs for key in own_keys(r)})
     sorted_by = [c.metric.key] if c.metric.key in KEYS else []
     for key in dict.fromkeys((*OTHERS, *named, *own, *sorted_by)):

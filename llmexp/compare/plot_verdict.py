@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.figures import difference
-from llmexp.compare.plotting import GREY, Plot, metric, plot, text
+from llmexp.compare.plotting import GREY, Plot, plot, text
 from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural
 
@@ -32,11 +32,10 @@ def verdict_plot(c: Result) -> Plot | None:
 
     None where no setting has several seeds, or losses do not compare.
     """
-    column = metric(c)
     rows = [e for e in c.settings if e.mark in SYMBOLS][:MOST]
     lead = next((e for e in rows if e.leads), None)
     several = any(len(e.taking_part) > 1 for e in rows)
-    if column is None or lead is None or len(rows) < 2 or not several or not c.is_loss:
+    if c.metric not in c.columns or lead is None or len(rows) < 2 or not several or not c.is_loss:
         return None
     names = [text(e.label, 32) for e in rows]
     traces = [
@@ -45,7 +44,7 @@ def verdict_plot(c: Result) -> Plot | None:
     ]
     layout = {
         "height": 90 + 34 * len(rows),
-        "xaxis.title.text": f"{text(column.title)}, difference to {text(lead.label, 24)}",
+        "xaxis.title.text": f"{text(c.metric.title)}, difference to {text(lead.label, 24)}",
         "xaxis.zeroline": True, "xaxis.nticks": 7,
         "yaxis": dict(type="category", categoryorder="array", categoryarray=names[::-1],
                       automargin=True),

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.colors import sample_colorscale
 
-from llmexp.compare.records import Column, Result, Setting
+from llmexp.compare.records import Result, Setting
 
 # All are legible on white and on black: distinct ones for a few settings, the rank from best to
 # worst for many.
@@ -129,7 +129,3 @@ def packed(values: np.ndarray) -> dict[str, str]:
     """Return numbers in Plotly's form; as float32 they are exact to far less than a pixel."""
     data = np.asarray(values).astype("<f4").tobytes()
     return {"dtype": "f4", "bdata": base64.b64encode(data).decode()}
-
-
-def metric(c: Result) -> Column | None:
-    return next((column for column in c.columns if column.key == c.metric.key), None)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.folder import parse_row
 
 Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
@@ -60,11 +59,6 @@ def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 def _is_row(row: object) -> bool:
     step = row.get("step") if isinstance(row, dict) else None
     return type(step) in (int, float) and abs(step) < 2**53  # type: ignore[arg-type]
-
-
-def named_sets(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the keys of the losses on named validation sets."""
-    return [key for key in columns if is_of_named_set(key)]
 
 
 def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:

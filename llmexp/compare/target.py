@@ -1,18 +1,20 @@
-"""Find where runs first reach a target, such as a validation loss."""
+"""Find where runs first reach a target, such as a validation loss, and say how exactly."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from llmexp.compare.position import positions
-from llmexp.compare.records import REACHED, Record, Target
+from llmexp.compare.records import REACHED, Record, Result, Target, listed
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set
+from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import rounded
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}
@@ -89,3 +91,22 @@ def cap_of(runs: Sequence[Record], align: str) -> float:
     """Return the end of the first of the runs to end that never reached the target."""
     never = [positions(r, align) for r in runs if r.figures.get(REACHED) == 0.0]
     return min((float(where[-1]) for where in never if len(where)), default=math.inf)
+
+
+def reached(f: Result) -> Iterator[str]:
+    """Say how exactly it is known where runs reached the target, and how the others count."""
+    if f.target is None or not f.ranked:
+        return
+    unit, runs = UNITS[f.align], f.taking_part
+    widths = [r.figures["target/by"] - r.figures["target/after"] for r in runs
+              if "target/by" in r.figures]  # fmt: skip
+    if widths:
+        most = f"up to {rounded(max(widths))} {unit} apart"
+        yield f"Between two evaluations, {most}, the target is placed by a straight line."
+    if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
+        cap = rounded(cap_of(runs, f.align))
+        yield (
+            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); to "
+            f"judge, all that had not by {cap} {unit}, where the first of them ends, count as if "
+            "they had there."
+        )
