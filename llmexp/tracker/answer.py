@@ -126,8 +126,9 @@ def _sent_within(
     until = time.monotonic() + limit_s
     while thread.is_alive() and time.monotonic() < until and not stopped():
         thread.join(0.1)
-    lines = list(ended)
-    if thread.is_alive():
+    alive = thread.is_alive()
+    lines = list(ended)  # after the look at the thread, which may end meanwhile
+    if alive:
         lines.append(lacking("stopped" if stopped() else f"not done after {limit_s:g} s"))
         store.give_up(kill=True)  # which the thread reports as an error
     return "\n".join(lines)
