@@ -59,10 +59,10 @@ def replayed(result: Result, step: int, *more: str) -> dict:
     return json.loads(found.out)
 
 
-def spike_of(result: Result) -> int:
-    """The first step whose norm is above three times what the steps before have."""
-    norms = [row["grad_norm"] for row in result.rows()]
-    return next(s + 1 for s in range(20, 32) if norms[s] > 3 * np.median(norms[max(0, s - 16) : s]))
+def spike_of(result: Result, case: str) -> int:
+    """The window of chance, or the step with the largest norm soon after the damage."""
+    norms = {row["step"]: row["grad_norm"] for row in result.rows()}
+    return STEP if case == "garbage" else max(range(24, 30), key=lambda step: norms[step])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,7 +71,7 @@ def spike_of(result: Result) -> int:
 )
 def test_a_planted_cause_is_told(tmp_path, case, seed):
     result = planted(tmp_path, case, seed)
-    step = spike_of(result)
+    step = spike_of(result, case)
     found = replayed(result, step)
     assert found["cause"] == CAUSE[case], found["sentence"]
     assert found["sentence"].startswith(f"the {CAUSE[case]}: ")
