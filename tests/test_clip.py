@@ -76,3 +76,24 @@ def test_no_limit_measures_and_leaves_alone(kind):
     np.testing.assert_array_equal(flat(made), before)
     assert float(after) == pytest.approx(np.linalg.norm(before), rel=1e-14)
     assert not clipped
+
+
+@given(st.integers(0, 50), st.floats(0.001, 2))
+def test_by_units(seed, ratio):
+    """AGC as its authors write it: rows of a matrix, whole vectors."""
+    made = parameters(seed)
+    rng = np.random.default_rng(seed + 1)
+    for p in made:
+        p.data = torch.tensor(rng.normal(size=p.shape) * (rng.random() > 0.3), dtype=p.dtype)
+    wanted, any_clipped = [], False
+    for p in made:
+        g, w = p.grad.numpy().copy(), p.detach().numpy()
+        units = [()] if g.ndim == 1 else range(len(g))
+        for unit in units:
+            limit = ratio * max(np.linalg.norm(w[unit]), 1e-3)
+            if np.linalg.norm(g[unit]) > limit:
+                any_clipped = True
+                g[unit] *= limit / np.linalg.norm(g[unit])
+        wanted.append(g.ravel())
+    assert clipping.clip_units(ALONE, made, ratio) == any_clipped
+    np.testing.assert_allclose(flat(made), np.concatenate(wanted), rtol=1e-12)

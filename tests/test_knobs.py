@@ -108,6 +108,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "schedule.end_ratio": {"schedule.end_ratio": 0.6},
     "clip.max_norm": {"clip.max_norm": 0.01},
     "clip.max_value": {"clip.max_value": 1e-4},
+    "clip.warmup_steps": {"clip.warmup_steps": 2},
+    "clip.window": {"clip.window": 2},
+    "clip.z": {"clip.z": 0.3},
+    "clip.quantile": {"clip.quantile": 0.6},
     "precision.init_scale": {"precision.init_scale": 1e30},
     "precision.growth_interval": {"precision.growth_interval": 1},
     "batch.micro_batch_size": {"batch.micro_batch_size": 4, "batch.gradient_accumulation_steps": 1},
@@ -122,11 +126,15 @@ OTHER: dict[str, dict[str, Any]] = {
 }
 # Values beside which a knob of a section that is no group can act within a few windows.
 LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_window": 8}
+CLIPPING = {"train.max_steps": 14, "clip.z": 0.1, "clip.quantile": 0.1}
+FOLLOWING = CLIPPING | {"clip.warmup_steps": 2}
 SKIPPING = {**LONG, "metrics.skip_outliers": True}
 WITH: dict[str, dict[str, Any]] = {
     "model.residual": {"precision.kind": "bf16"},
     "data.val_labels": {"data.val_files": "more.bin"},
     "train.tail": {"train.max_steps": None, "train.max_tokens": 120},
+    "clip.warmup_steps": CLIPPING,
+    **dict.fromkeys(("clip.z", "clip.decay", "clip.quantile", "clip.window"), FOLLOWING),
     "metrics.outlier_sigma": SKIPPING,
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
@@ -208,6 +216,7 @@ def trained(config: Config) -> tuple[str, list[float]]:
         seen = step.read()
         updates += seen.applied
         s.outliers.add(seen.loss, seen.grad_norm)
+        s.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
         figures += [seen.loss, seen.grad_norm, seen.grad_norm_post_clip, step.lr, seen.code]

@@ -24,7 +24,8 @@ class Norms:
 
     def __init__(self, kind: str, limit: float | None) -> None:
         self.limit = limit if kind == "norm" else None
-        self.by_value = kind == "value"
+        self.moving = kind in ("zscore", "quantile")
+        self.by_value = kind in ("value", "adaptive")
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         # at the last row: steps, the sum of their coefficients, and how many were clipped
@@ -32,8 +33,8 @@ class Norms:
         # by number: how many, and the sum of 1 / (norm + EPSILON)
         self._bins: dict[int, list[float]] = {}
 
-    def add(self, norm: float, clipped: bool) -> None:
-        """One applied update; `norm` is finite and at least 0."""
+    def add(self, norm: float, clipped: bool, after: float | None = None) -> None:
+        """Take an applied update; `norm` is finite and at least 0, `after` that after clipping."""
         padded = norm + EPSILON
         number = min(max(math.floor(math.log2(padded) * PER_OCTAVE), LOWEST), HIGHEST)
         found = self._bins.setdefault(number, [0, 0.0])
@@ -41,7 +42,10 @@ class Norms:
         found[1] += 1 / padded
         self.steps += 1
         self.clipped += clipped
-        self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
+        if self.moving and after is not None and norm > 0:
+            self._coefficients += after / norm
+        else:
+            self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
 
     def take(self) -> dict[str, float]:
         """Return how many updates since the last row were clipped and how far, and start over.

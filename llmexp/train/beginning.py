@@ -126,7 +126,7 @@ def restore(
         for name, part in saved.items():
             # older checkpoints have none; a fork with another clip limit starts its clip table
             # anew, since shares at two limits cannot be added
-            if name in loaded.state and not (forked and clips and name == "norms"):
+            if name in loaded.state and not (forked and clips and name in ("norms", "limit")):
                 part.load_state_dict(loaded.state[name])
         progress, meter = (
             Progress(**loaded.state["progress"]),

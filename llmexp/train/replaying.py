@@ -23,6 +23,7 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.system import fileio
 from llmexp.system.redact import clean
 from llmexp.train.loop import Due, take_step
+from llmexp.train.set_up import limit_of
 from llmexp.train.state import Loop
 from llmexp.train.step import Outcome, accumulate, at_least_one, loss_factor, on_host
 from llmexp.train.verdicts import finish_step
@@ -92,7 +93,7 @@ def look_into(
         setup = loop.setup
         if asked["max_norm"] is not None:
             limit = dataclasses.replace(setup.clip, kind="norm", max_norm=asked["max_norm"])
-            loop.setup = dataclasses.replace(loop.setup, clip=limit)
+            loop.setup = dataclasses.replace(loop.setup, clip=limit, limit=limit_of(limit))
         if asked["lr"] is not None:
             base = setup.optimizers[0].param_groups[0]["initial_lr"]
             rate = asked["lr"] / base

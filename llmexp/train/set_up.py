@@ -8,11 +8,18 @@ from llmexp import mesh
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
+from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.train.step import Setup
 from llmexp.update import precision
+from llmexp.update.limits import Limit
+
+
+def limit_of(clip: Clip) -> Limit:
+    knobs = (clip.max_norm, clip.z, clip.decay, clip.quantile, clip.window, clip.warmup_steps)
+    return Limit(clip.kind, *knobs)
 
 
 def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
@@ -56,6 +63,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
             config.precision.growth_interval,
         ),
         clip=config.clip,
+        limit=limit_of(config.clip),
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),

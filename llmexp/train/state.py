@@ -74,7 +74,8 @@ class Saving:
 
 def saved_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
     """Return what besides the progress has a state that a checkpoint keeps, by name."""
-    return {"norms": norms, "noise": noise, "outliers": setup.outliers, "scaler": setup.scaler}
+    found = {"norms": norms, "noise": noise, "outliers": setup.outliers, "scaler": setup.scaler}
+    return found | ({"limit": setup.limit} if setup.limit.moving else {})
 
 
 @dataclass

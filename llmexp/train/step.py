@@ -23,6 +23,7 @@ from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
+from llmexp.update.limits import Limit
 from llmexp.update.twin import seed_of
 
 # Outcome codes of a window; its update is applied for the first two.
@@ -45,6 +46,7 @@ class Setup:
     optimizers: list[Optimizer]
     scaler: precision.Scaler
     clip: Clip
+    limit: Limit
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None
@@ -143,13 +145,10 @@ def train_step(
     skip = must_skip(loss, norm, count)
     if layers is not None:
         layers.before_update()
-    clip = setup.clip
-    by_update = optim.clips_in_update(setup.optimizers, norm)
-    norm_after, clipped, factor = clipping.clip(
-        setup.mesh, clip.kind, gradients, norm, clip.max_norm, clip.max_value, by_update
-    )
+    updates = settle_last()
+    norm_after, clipped, factor = clip_gradients(setup, gradients, norm)
 
-    lr = optim.set_rate(setup.optimizers, setup.rate_factor(settle_last()))
+    lr = optim.set_rate(setup.optimizers, setup.rate_factor(updates))
     limits = setup.outliers.limits  # by the settled steps: all before this one
     if limits is not None and setup.skip_outliers:
         skip = skip_outliers(setup.mesh, skip, loss, norm, limits)
@@ -162,6 +161,21 @@ def train_step(
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     figures = count, skip, loss, norm, norm_after, clipped, scale, *small
     return StepResult(lr, own_nll, taken, limits, *figures)
+
+
+def clip_gradients(setup: Setup, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
+    """Clip by the run's rule, and return what `clipping.clip` does."""
+    clip = setup.clip
+    if clip.kind == "adaptive":  # all but the output head, as its authors do
+        head = getattr(setup.model, "head_weight", None)
+        weights = [p for p in setup.parameters if p.grad is not None and p is not head]
+        clipped = clipping.clip_units(setup.mesh, weights, clip.ratio)
+        return mesh.global_norm(setup.mesh, gradients), clipped, None
+    kind = "norm" if setup.limit.moving else clip.kind
+    by_update = optim.clips_in_update(setup.optimizers, norm)
+    return clipping.clip(
+        setup.mesh, kind, gradients, norm, setup.limit.of(norm), clip.max_value, by_update
+    )
 
 
 def on_host(value: Tensor) -> Any:

@@ -158,4 +158,5 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         if seen.small is not None:
             loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
     if seen.applied:
-        loop.norms.add(seen.grad_norm, seen.clipped)
+        loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
+        loop.setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)

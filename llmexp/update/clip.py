@@ -11,6 +11,8 @@ from torch import Tensor
 
 from llmexp import mesh
 
+LEAST_WEIGHTS = 1e-3  # norm of a unit's weights, in `clip_units`
+
 
 def clip(
     joined: mesh.Mesh,
@@ -61,3 +63,31 @@ def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: float) -> tuple[fl
     if factor < 1:
         torch._foreach_mul_(held, float(factor))
     return float(before * factor), bool(factor < 1)
+
+
+def clip_units(joined: mesh.Mesh, weights: Sequence[Tensor], ratio: float) -> Any:
+    """Clip each unit's gradient to `ratio` times the norm of its weights, in place.
+
+    Adaptive gradient clipping, AGC, is by Brock et al. 2021 (arXiv 2102.06171). A unit is a row of
+    a matrix, the inputs of one output, or a whole vector; weights of a norm below 1e-3 count as
+    that. Return whether anything was clipped: a bool on a CPU, else a 0-dim tensor.
+    """
+    clipped = torch.zeros((), device=joined.device)
+    for weight in weights:
+        gradient: Any = weight.grad
+        limits = _unit_norms(weight.detach()).clamp(min=LEAST_WEIGHTS) * ratio
+        norms = _unit_norms(gradient)
+        gradient.mul_(torch.where(norms > limits, limits / norms.clamp(min=1e-6), 1.0))
+        above = mesh.local_part(norms > limits)
+        if above.numel():
+            clipped = torch.maximum(clipped, above.any().to(clipped.dtype))
+    clipped = mesh.maximum(joined, clipped) > 0
+    return bool(clipped) if clipped.device.type == "cpu" else clipped
+
+
+def _unit_norms(values: Tensor) -> Tensor:
+    """Return the norm of each unit, in a shape that values can be multiplied with."""
+    if values.ndim > 1:
+        dims = tuple(range(1, values.ndim))
+        return torch.linalg.vector_norm(values, dim=dims, keepdim=True)
+    return torch.linalg.vector_norm(values)

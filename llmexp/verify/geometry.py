@@ -67,6 +67,8 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
+    if (kind := config.clip.kind) not in ("norm", "value", "none"):
+        raise refuse("clip.kind", kind, "the reference of verify has no such rule", "norm")
     own = assemble(config)
     real = real_batch(own.run.real_batch_size)
     tail = real // 2 - 1  # so the second half of the ranks has no rows in it

@@ -1,0 +1,94 @@
+"""The limit of the gradient norm: fixed, or from the norms of the steps before."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
+
+
+class Limit:
+    """Give each step the limit of its gradient norm, from the applied updates before it.
+
+    - `norm`: `max_norm`, always.
+    - `quantile`: the quantile `quantile` of the last `window` norms, before clipping (AutoClip,
+      Seetharaman et al. 2020, who take all norms of the run).
+    - `zscore`: ZClip (Kumar et al. 2025, arXiv 2504.02507): where the norm g is more than `z`
+      standard deviations s above the mean m, m + z^2 s^2 / (g - m). Mean and variance follow the
+      norms after clipping, with weight 1 - `decay` for the newest.
+
+    For the first `warmup_steps` updates, and beyond them as an upper bound, it is `max_norm`; None:
+    no limit.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        max_norm: float | None,
+        z: float = 2.5,
+        decay: float = 0.97,
+        quantile: float = 0.9,
+        window: int = 128,
+        warmup_steps: int = 25,
+    ) -> None:
+        self._kind, self._most = kind, max_norm
+        self.moving = kind in ("zscore", "quantile")
+        self._z, self._decay, self._quantile = z, decay, quantile
+        self._needed = warmup_steps
+        self._norms: deque[float] = deque(maxlen=window if kind == "quantile" else warmup_steps)
+        self._mean: float | None = None
+        self._variance = 0.0
+
+    def of(self, norm: Tensor) -> Any:
+        """Return the limit for a norm: a number, a 0-dim tensor on a device, or None."""
+        if self._kind == "quantile" and len(self._norms) >= self._needed:
+            return self._bounded(float(np.quantile(self._norms, self._quantile)))
+        if self._kind == "zscore" and self._mean is not None:
+            return self._by_deviation(norm, self._mean, math.sqrt(self._variance) + EPSILON)
+        return self._most
+
+    def _bounded(self, limit: float) -> float:
+        return limit if self._most is None else min(limit, self._most)
+
+    def _by_deviation(self, norm: Tensor, mean: float, deviation: float) -> Any:
+        if norm.device.type == "cpu":
+            above = float(norm) - mean
+            if not above > self._z * deviation:
+                return self._most
+            return self._bounded(mean + (self._z * deviation) ** 2 / above)
+        above_0 = norm.double() - mean
+        limit = mean + (self._z * deviation) ** 2 / above_0
+        far = torch.full_like(limit, math.inf if self._most is None else self._most)
+        found = torch.where(above_0 > self._z * deviation, limit, far)
+        return torch.minimum(found, far).to(norm.dtype)
+
+    def add(self, norm: float, clipped_norm: float) -> None:
+        """Take the finite norms, before and after clipping, of an applied update."""
+        if not self.moving:
+            return
+        if self._kind == "quantile":
+            self._norms.append(norm)
+        elif self._mean is not None:
+            keep = self._decay
+            self._mean = keep * self._mean + (1 - keep) * clipped_norm
+            self._variance *= keep
+            self._variance += (1 - keep) * (clipped_norm - self._mean) ** 2
+        else:
+            self._norms.append(clipped_norm)
+            if len(self._norms) == self._needed:
+                self._mean = math.fsum(self._norms) / self._needed
+                squares = ((norm - self._mean) ** 2 for norm in self._norms)
+                self._variance = math.fsum(squares) / self._needed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": list(self._norms), "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._norms.extend(state["norms"])
+        self._mean, self._variance = state["mean"], state["variance"]
