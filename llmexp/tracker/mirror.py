@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
+from llmexp.runs.layers import by_layer
 from llmexp.settings import config
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields
@@ -45,13 +46,15 @@ class Sent:
 
 
 class NewRows:
-    """Read the rows of metrics.jsonl as they are written."""
+    """Read the rows of a file as they are written; it may not be there yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
 
     def read(self) -> list[dict[str, Any]]:
         """Return the rows that were written since the last call."""
+        if not self._path.exists():
+            return []
         with open(self._path, "rb") as file:
             file.seek(self._read)
             lines = file.read().splitlines(keepends=True)
@@ -76,16 +79,27 @@ def transfer(
     """Send the rows that the tracker lacks until the run is `over`, then its end."""
     where = store.start(fields, run_dir)
     new, after = NewRows(run_dir / rundir.METRICS), store.position()
+    new_layers, layers = NewRows(run_dir / rundir.LAYERS), dict[int, dict[str, Any]]()
     rows, sent, last_step, ended = 0, 0, -1, False
     while not ended:
         ended = over.wait(INTERVAL_S)  # before the read, which then gets the last rows too
         if found := new.read():
             rows, last_step = rows + len(found), found[-1]["step"]
-        if lacking := [row for row in found if row["step"] > after]:
+            # those of a step are written before its row
+            layers |= {line["step"]: _layers(line) for line in new_layers.read()}
+        lacking = [row | layers.pop(row["step"], {}) for row in found if row["step"] > after]
+        layers = {step: figures for step, figures in layers.items() if step > last_step}
+        if lacking:
             store.rows(lacking)
             sent += len(lacking)
     there = store.finish(replace(end(), rows=rows, last_step=last_step))
     return Sent(rows, sent, where, there)
+
+
+def _layers(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a line of layers.jsonl as a tracker has them."""
+    found = by_layer(line)
+    return {f"layers/{key}": found[key] for key in found.keys() - {"step", "tokens_seen"}}
 
 
 def upload(kind: str, run_dir: Path, fields: Fields, end: End) -> Sent:

@@ -16,6 +16,7 @@ from llmexp.metrics.keys import figures_in
 from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder
+from llmexp.runs.rows import walk_rows
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
@@ -256,6 +257,8 @@ def check_idle(run: Path) -> None:
 def records_to_upload(run: Path, anew: bool) -> Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     folder = RunFolder(run)
+    for _ in walk_rows(run / rundir.LAYERS):
+        pass  # raises for damage
     rows, status = folder.rows, folder.status
     state = str(status.get("state", "unknown"))
     if not rows:

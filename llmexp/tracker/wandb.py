@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from llmexp.settings import config
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import PREEMPTED
@@ -137,7 +139,7 @@ class Wandb(Store):
         for row in rows:
             # With its step, what is sent later lines up; and without `commit` a row with a step
             # would wait for the next one.
-            self._run.log(row, step=row["step"], commit=True)
+            self._run.log(_with_maps(row), step=row["step"], commit=True)
         step, tokens_seen = rows[-1]["step"], int(rows[-1].get("tokens_seen", -1))
         self._position = replace(self._position, tokens_seen=tokens_seen, step=step)
         write_position(self._run_dir, self._position)
@@ -191,6 +193,22 @@ class Wandb(Store):
     def _remove_temporary(self) -> None:
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _with_maps(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with each list over the layers as a histogram with a bin a layer.
+
+    Over steps wandb draws these as a heat map. It takes no more than so many bins.
+    """
+    import wandb
+
+    most = wandb.Histogram.MAX_LENGTH
+    maps = {key: values for key, values in row.items() if isinstance(values, list)}
+    return {key: value for key, value in row.items() if key not in maps} | {
+        key: wandb.Histogram(np_histogram=(np.array(values), np.arange(len(values) + 1)))
+        for key, values in maps.items()
+        if len(values) <= most
+    }
 
 
 def own_files(run_dir: Path) -> Path:
