@@ -35,7 +35,7 @@ import pytest
 from hypothesis import settings
 
 from llmexp.settings import values
-from tests import forks, suggestions
+from tests import forks, leftovers, suggestions
 
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
@@ -97,6 +97,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.module, "FRESH_PROCESSES", False
     ) and not item.get_closest_marker("fresh")
     os.environ.pop("LLMEXP_ALLOW", None)  # by --allow of a command in this process
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """The order of tests does not matter: each leaves the process as it found it."""
+    with leftovers.refused():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

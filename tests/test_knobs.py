@@ -34,6 +34,7 @@ from llmexp.train.evaluation import validate
 from llmexp.train.set_up import set_up
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
+from llmexp.update.precision import settings_kept
 from tests.conftest import ROOT
 from tests.tools import option
 
@@ -206,6 +207,11 @@ def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
 def trained(config: Config) -> tuple[str, list[float]]:
     """(digest of windows, losses, norms, updates and the evaluation, its figures) of a whole run in
     this process."""
+    with settings_kept():
+        return _trained(config)
+
+
+def _trained(config: Config) -> tuple[str, list[float]]:
     parts = assemble(config)
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()

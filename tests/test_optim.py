@@ -16,6 +16,7 @@ from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update import optim
+from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
 
 BUILDERS = {
@@ -119,9 +120,10 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
     found = []
     for within in (False, True):
         monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)
-        s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
-        windows = read_ahead(parts, s.mesh, 0)
-        seen = [train_step(s, next(windows), lambda: 0).read() for _ in range(3)]
+        with settings_kept():
+            s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
+            windows = read_ahead(parts, s.mesh, 0)
+            seen = [train_step(s, next(windows), lambda: 0).read() for _ in range(3)]
         assert all(step.clipped for step in seen)
         found.append([(step.loss, step.grad_norm, step.grad_norm_post_clip) for step in seen])
     np.testing.assert_allclose(*found, rtol=1e-5)

@@ -118,11 +118,11 @@ def placed_model(opened: Opened) -> PlacedModel:
             raise ValueError(f"precision.kind={kind}: {reason}")
     except ValueError as error:
         note, kind = f"{str(error).partition(';')[0]}; computing in fp32", "fp32"
-    precision.apply(kind)
     opened.model.eval().to(device)
     return PlacedModel(opened, WindowLoss(opened.model), device, kind, note)
 
 
+@precision.settings_kept()
 def evaluate_sets(
     model: PlacedModel,
     config: Config,
@@ -130,6 +130,7 @@ def evaluate_sets(
     by_document: bool,
 ) -> dict[str, Any]:
     """Return what `llmexp evaluate` finds on the data of `config`. Raises ConfigError."""
+    precision.apply(model.precision)
     opened = model.opened
     ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
     batch = config.batch
@@ -151,6 +152,7 @@ def evaluate_sets(
     }
 
 
+@precision.settings_kept()
 def evaluate_tasks(
     model: PlacedModel, names: Sequence[str], folder: str | None, by_item: bool
 ) -> dict[str, Any]:
@@ -158,6 +160,7 @@ def evaluate_tasks(
 
     Raises ConfigError.
     """
+    precision.apply(model.precision)
     batch, tokenizer = model.opened.config.batch, model.opened.tokenizer
     found = []
     tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)

@@ -28,7 +28,7 @@ from llmexp.system.devices import Device
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step
-from llmexp.update.precision import deterministic_within, parameter_dtype
+from llmexp.update.precision import parameter_dtype, settings_kept
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
 
@@ -72,9 +72,9 @@ def rehearse(
     config = dataclasses.replace(parts.config, parallelism=cut.parallelism)
     config = with_knobs(config, train={"compile": False})
     counting = Counting("cuda" if real_cuda else "cpu")
-    torch.set_grad_enabled(True)
     gc.collect()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
         stack.enter_context(pretend.pretended(cut.layout.world_size))
         joined = mesh.join(
             "cuda" if real_cuda else "cpu",
@@ -88,7 +88,7 @@ def rehearse(
             stack.enter_context(_as_accelerator())
         stack.enter_context(planned_for(kind, device.gib * 2**30 if device is not None else 0.0))
         stack.enter_context(counting.resizing())
-        stack.enter_context(deterministic_within(config.train.deterministic))
+        stack.enter_context(settings_kept())  # of what `set_up` changes
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         modes = stack.enter_context(contextlib.ExitStack())
         made = dataclasses.replace(

@@ -75,29 +75,32 @@ def make_deterministic() -> None:
 
 
 @contextlib.contextmanager
-def deterministic_within(wanted: bool) -> Iterator[None]:
-    """Make the process deterministic if `wanted`, and put its settings back at the end."""
+def settings_kept() -> Iterator[None]:
+    """Put back what `apply` and `make_deterministic` change, for a process that lives on."""
     name, uninitialized = "CUBLAS_WORKSPACE_CONFIG", torch.utils.deterministic
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (
         os.environ.get(name),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         uninitialized.fill_uninitialized_memory,  # type: ignore[attr-defined]
         torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cudnn.benchmark,
+        cudnn.benchmark,
+        # `allow_tf32` cannot be read where a program has set its newer name
+        matmul.fp32_precision == "tf32",
+        cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
     )
     try:
-        if wanted:
-            make_deterministic()
         yield
     finally:
-        workspace, enabled, warn_only, filled, sdp, benchmark = before
+        workspace, enabled, warn_only, filled, sdp, benchmark, *tf32 = before
         if workspace is None:
             os.environ.pop(name, None)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         uninitialized.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(sdp)
-        torch.backends.cudnn.benchmark = benchmark
+        cudnn.benchmark = benchmark
+        matmul.allow_tf32, cudnn.allow_tf32 = tf32
 
 
 def parameter_dtype(kind: str) -> torch.dtype:

@@ -17,6 +17,7 @@ from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
+from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp
 from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale
@@ -42,10 +43,11 @@ def parts_of(tokens: Path, *overrides: str) -> Parts:
 
 def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:
     """The diagnosis of a step into whose model a bomb was laid, in this process."""
-    s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
-    s.model.train()
-    bombs.lay(kind, s.model.get_submodule(LAYER), after_call)
-    return first_bad(s, next(read_ahead(parts, s.mesh, 0)))
+    with settings_kept():
+        s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
+        s.model.train()
+        bombs.lay(kind, s.model.get_submodule(LAYER), after_call)
+        return first_bad(s, next(read_ahead(parts, s.mesh, 0)))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
+from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
 
 SMALL = [
@@ -50,7 +51,7 @@ def allocated(parts: Parts) -> int:
     )
     ids_bt = torch.zeros(parts.run.micro_batch_size, parts.run.sequence_length, dtype=torch.int64)
     micro_batches = [(ids_bt, ids_bt)] * parts.run.gradient_accumulation_steps
-    with device_memory:
+    with device_memory, settings_kept():
         setup = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
         for number in range(3):
             window = Window(number, micro_batches, parts.run.tokens_per_step, 0)

@@ -22,9 +22,11 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
+from llmexp.system.child import STOP
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.train.assembly.assemble import assemble
+from llmexp.update.precision import settings_kept
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
 from llmexp.verify.geometry import masked_id, real_batch
@@ -184,8 +186,11 @@ def in_process(monkeypatch):
         path.mkdir(parents=True)
         request = {"config": plain(config), "folder": str(path), "fixed": True}
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
-        assert worker.main("-") == 0
+        with settings_kept():
+            assert worker.main("-") == 0
 
+    for name, value in vars(STOP).items():  # what the worker sets is put back
+        monkeypatch.setattr(STOP, name, value)
     every = geometry.cuts_of
     monkeypatch.setattr(geometry, "train_folder", train)
     monkeypatch.setattr(geometry, "cuts_of", lambda own, real: (every(own, real)[0][:2], []))

@@ -42,9 +42,11 @@ def try_model(
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            precision.deterministic_within(deterministic),
+            precision.settings_kept(),
             precision.autocast(arguments[1], device),
         ):
+            if deterministic:
+                precision.make_deterministic()
             wrong = _run(build_model(*arguments).to(device), tokens, ids, wanted)
     except ConfigError:
         raise

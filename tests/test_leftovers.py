@@ -1,0 +1,72 @@
+"""The check that a test leaves nothing behind finds what one would leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+
+import pytest
+import torch
+
+from llmexp.system.child import STOP
+from llmexp.update import precision
+from tests import leftovers
+
+
+def at_work() -> None:
+    STOP.training = True
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (at_work, "STOP.training"),
+        (lambda: os.chdir("/"), "the working folder"),
+        (lambda: precision.apply("tf32"), "torch's TF32"),
+        (precision.make_deterministic, "torch's deterministic algorithms"),
+        (lambda: torch.set_grad_enabled(False), "torch's gradients"),
+        (lambda: torch.set_default_dtype(torch.float64), "torch's dtype"),
+    ],
+)
+def test_what_is_left_is_named(monkeypatch, change, name):
+    monkeypatch.chdir(os.getcwd())
+    monkeypatch.setattr(STOP, "training", False)
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    with precision.settings_kept():
+        with pytest.raises(AssertionError, match=name), leftovers.refused():
+            change()
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+
+
+def test_what_a_command_leaves_is_put_back(monkeypatch):
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    old, environment = signal.getsignal(signal.SIGUSR2), dict(os.environ)
+    with leftovers.refused():
+        os.environ["LLMEXP_ALLOW"] = "mymodel"
+        del os.environ["WANDB_MODE"]
+        sys.path.insert(0, "/nowhere")
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert dict(os.environ) == environment
+    assert "/nowhere" not in sys.path
+    assert signal.getsignal(signal.SIGUSR2) == old
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_settings_of_torch_are_put_back(newer):
+    """Also those that a program has set by their newer names, which torch lets nobody mix."""
+    matmul = torch.backends.cuda.matmul
+    with precision.settings_kept(), warnings.catch_warnings():
+        if newer:
+            matmul.fp32_precision = "tf32"
+        else:
+            matmul.allow_tf32 = True
+        before = leftovers.state()
+        with precision.settings_kept():
+            precision.make_deterministic()
+            precision.apply("fp32")
+            assert leftovers.state() != before
+        assert leftovers.state() == before
