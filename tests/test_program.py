@@ -202,10 +202,15 @@ def test_what_train_refuses_and_what_fails_is_raised(there):
     for paths, given, why in (
         (["nope"], {}, "nope: there is nothing of that name"),
         ([[]], {}, "there is no run to show"),
-        (["one"], {"negligible": -1}, "--negligible -1: a size in nats"),
+        (["one"], {"negligible": -1}, "negligible=-1: a size in nats"),
+        (["one"], {"align": "epochs"}, "align='epochs': must be one of"),
+        (["one"], {"sort": "nope"}, "sort='nope': there is no such figure"),
+        (["one"], {"sort": "lr", "target": "val/loss=2"}, "sort='lr': target= orders the table"),
+        (["one"], {"target": "val/loss"}, "target='val/loss': "),
     ):
-        with pytest.raises(llmexp.ConfigError, match=why):
+        with pytest.raises(llmexp.ConfigError, match=why) as refused:
             llmexp.compare(*paths, **given)
+        assert "--" not in str(refused.value)
     with pytest.raises(TypeError, match="a list is needed"):
         llmexp.train("train.max_steps=1")
 

@@ -6,9 +6,7 @@ The words follow from the verdicts (judging.py); nothing is judged here.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -43,8 +41,7 @@ def headline(f: Result) -> str:
     if len(f.ranked) == 1:
         return _alone(f)
     if not f.is_loss:
-        second = f.ranked[1]
-        return f"{_leads(f, 'has')}; next is {second.label}, {f.figure(second)}{_by_items(f)}."
+        return _by_figure(f)
     if f.verdicts == {Verdict.ROUNDING}:
         twins = all(r.values.get(TWIN) for r in f.ranked[1:])
         return (_won(f) if twins else "") or _one_computation(f)
@@ -131,6 +128,18 @@ def _by_items(f: Result) -> str:
     return f"; the items {verb} these models apart, {size} between them"
 
 
+def _by_figure(f: Result) -> str:
+    """Name the setting that leads by a figure that is no loss, or all that do, and the next."""
+    best, key = f.ranked[0], f.metric.key
+    equal = [r.label for r in f.ranked if r.figures[key] == best.figures[key]]
+    rest = f.ranked[len(equal) :]
+    following = f"; next is {rest[0].label}, {f.figure(rest[0])}" if rest else ""
+    if len(equal) == 1:
+        return f"{_leads(f, 'has')}{following}{_by_items(f)}."
+    what = f.extreme if rest else "same"
+    return f"{listed(equal)} have the {what} {f.metric.title}, {f.figure(best)}{following}."
+
+
 def _won(f: Result) -> str:
     """Name the setting that successive halving left in; empty where there was none, or a search."""
     only = f.ranked[0]
@@ -168,7 +177,8 @@ def _over_seeds(r: Setting, f: Result) -> str:
     if len(values) == 1:
         return f"{f.metric.title} {f.figure(r)}"
     if len(values) == 2:
-        more = "the sweep plans more" if seeds_to_go([r]) else f"add {_more_seeds(r)}"
+        planned = any(run.planned for run in r.runs if run.sweep)
+        more = "the sweep plans more" if planned else f"add {_more_seeds(r)}"
         return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval; {more}"
     low_end, high_end = r.intervals[f.metric.key]
     mean = r.figures[f.metric.key]
@@ -185,17 +195,6 @@ def _more_seeds(r: Setting) -> str:
     used = [run.config.get(SEED) for run in r.runs]
     free = [s for s in range(1, 100) if s not in used]
     return f"{SEED}=" + ",".join(map(str, free[:2]))
-
-
-def seeds_to_go(rivals: Sequence[Setting]) -> dict[Path, int]:
-    """Return how many seeds of these settings each sweep has still to train.
-
-    Sweeps that have none are left out.
-    """
-    found = Counter[Path]()
-    for r in rivals:
-        found.update({run.sweep: run.planned for run in r.runs if run.sweep})
-    return +found
 
 
 def _one_computation(f: Result) -> str:

@@ -13,7 +13,7 @@ from llmexp.compare.curves import Scale, grid_cells, scale
 from llmexp.compare.figures import figure_text, half_width, is_score
 from llmexp.compare.plotting import GREY, Plot, looks, menus, palette, plot, text
 from llmexp.compare.records import APART, Result, Setting, Verdict
-from llmexp.settings.labels import short_keys, short_label
+from llmexp.settings.labels import plural, short_keys, short_label
 from llmexp.system.text import shown
 
 NAMED = 10  # settings of the other keys at most that have colours and names
@@ -31,17 +31,15 @@ def over_keys(c: Result) -> list[Plot]:
 
     It has its interval where there are seeds.
     """
-    settings = [
-        e
-        for e in _swept(c)
-        if c.metric.key in e.figures and not e.out and e.verdict is not Verdict.TASK
-    ]
+    ranked = [e for e in _swept(c) if not e.out and e.verdict is not Verdict.TASK]
+    settings = [e for e in ranked if c.metric.key in e.figures]
     scales = {key: scale(settings, key) for key in c.factors if c.metric in c.columns}
     numeric = {k: s for k, s in scales.items() if len(s.levels) > 1 and s.kind != "category"}
-    return [_over_key(c, key, along, settings) for key, along in numeric.items()]
+    absent = len(ranked) - len(settings)
+    return [_over_key(c, key, along, settings, absent) for key, along in numeric.items()]
 
 
-def _over_key(c: Result, key: str, along: Scale, settings: list[Setting]) -> Plot:
+def _over_key(c: Result, key: str, along: Scale, settings: list[Setting], absent: int) -> Plot:
     column, look = c.metric, looks(c)
     groups: dict[str, list[Setting]] = defaultdict(list)
     for e in sorted(settings, key=lambda e: float(e.values[key])):
@@ -76,6 +74,9 @@ def _over_key(c: Result, key: str, along: Scale, settings: list[Setting]) -> Plo
     what = "items of the task" if is_score(column.key) else "seeds"
     intervals = f"The bars are 95 % intervals over the {what}."
     caption = intervals if seeds else "One seed each, so there are no intervals."
+    if absent:
+        why = f"whose runs do not all reach {c.target}" if c.target else f"without {column.title}"
+        caption += f" Left out: {plural(absent, 'setting')} {why}."
     title = f"{column.title[:1].upper()}{column.title[1:]} over {key}"
     return plot(f"over {key}", title, traces, layout, caption)
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from llmexp.models.common import all_finite, check_length
-from llmexp.settings.values import ConfigError, knob
+from llmexp.settings.values import ConfigError, knob, refuse
 from llmexp.system.fileio import read_object
 
 
@@ -52,7 +52,7 @@ class HuggingFace(nn.Module):
                 self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:
             why = str(error).splitlines()[0]
-            raise ConfigError(f"model.path={path}: {why}") from None
+            raise refuse("model.path", path, why) from None
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -70,37 +70,41 @@ class HuggingFace(nn.Module):
 def _config(path: str | None) -> tuple[Any, Any]:
     """Return the library, and the config of the folder. Raises ConfigError."""
     if not path or not (Path(path) / "config.json").is_file():
-        text = "null" if path is None else path
-        raise ConfigError(
-            f"model.path={text}: a folder with config.json is needed; a model of the hub is "
-            "fetched by: hf download NAME --local-dir FOLDER"
+        why = (
+            "a folder with config.json is needed; a model of the hub is fetched by: "
+            "hf download NAME --local-dir FOLDER"
         )
+        raise refuse("model.path", path, why)
     try:
         library = importlib.import_module("transformers")
     except ImportError:
         raise ConfigError(
             "model=hf needs the package transformers, which is not installed; "
-            "pip install 'llmexp[hf]'"
+            "pip install 'llmexp[hf]'",
+            "model",
         ) from None
     described = _json(Path(path) / "config.json")
     kind = described.get("model_type")
     if code := described.get("auto_map"):
-        raise ConfigError(
-            f"model.path={path}: its config.json names code in the folder (auto_map: {code}), "
-            "which is never run; where transformers has model_type="
-            f"{kind} itself, take auto_map out of config.json"
+        why = (
+            f"its config.json names code in the folder (auto_map: {code}), which is never run; "
+            f"where transformers has model_type={kind} itself, take auto_map out of config.json"
         )
+        raise refuse("model.path", path, why)
     try:
         config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
-        raise ConfigError(f"model.path={path}: transformers knows no model_type={kind}") from None
+        raise refuse("model.path", path, f"transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise ConfigError(f"model.path={path}: {kind} is no causal language model")
+        raise refuse("model.path", path, f"{kind} is no causal language model")
     return library, config
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return read_object(file, f"model.path={file.parent}: {file.name}")
+    try:
+        return read_object(file, file.name)
+    except ValueError as error:
+        raise refuse("model.path", file.parent, str(error)) from None
 
 
 def _files(folder: Path) -> list[str]:
@@ -110,7 +114,7 @@ def _files(folder: Path) -> list[str]:
         return ["model.safetensors"]
     places = _json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise ConfigError(f"model.path={folder}: {index.name} holds no weight_map")
+        raise refuse("model.path", folder, f"{index.name} holds no weight_map")
     return sorted({Path(str(name)).name for name in places.values()})
 
 
@@ -123,20 +127,20 @@ def check_finite(folder: Path) -> None:
                 tensor = held.get_tensor(name)
                 if not all_finite(tensor):
                     text = f"{name} has values that are not finite"
-                    raise ConfigError(f"model.path={folder}: {text}")
+                    raise refuse("model.path", folder, text)
 
 
 def _check_weights(folder: Path) -> None:
     """Raise ConfigError unless the files of weights are there, as whole safetensors."""
     for name in _files(folder):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"model.path={folder}: {name} is missing; pickled weights are not read; download "
-                "it again, or save it anew with transformers: model.save_pretrained(DIR)"
+            why = (
+                f"{name} is missing; pickled weights are not read; download it again, or save it "
+                "anew with transformers: model.save_pretrained(DIR)"
             )
+            raise refuse("model.path", folder, why)
         try:
             safe_open(folder / name, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"model.path={folder}: {name} cannot be read: {error}; download it again"
-            ) from None
+            why = f"{name} cannot be read: {error}; download it again"
+            raise refuse("model.path", folder, why) from None

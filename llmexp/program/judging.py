@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,11 +81,23 @@ def compare(*paths: Any, align: str = "tokens",
     """
     from llmexp.compare import comparing
 
-    how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible}
-    comparison = comparing.compare(_paths(paths), target=target, **how)
+    how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible, "target": target}
+    try:
+        comparison = comparing.compare(_paths(paths), **how)
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
     if not comparison.settings:
         raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
     return Answer(comparison)
+
+
+def _as_arguments(text: str, given: Mapping[str, Any]) -> str:
+    """Return a refusal of flags with their names and values as a program has them."""
+    for name, value in given.items():
+        text = text.replace(f"--{name} {value}:", f"{name}={value!r}:")
+        text = re.sub(rf"for example --{name} (\S+)", rf"for example {name}='\1'", text)
+        text = text.replace(f"--{name}", f"{name}=")
+    return text
 
 
 def next_step(*paths: Any, negligible: float | None = None) -> Step:

@@ -32,6 +32,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task, match
 from llmexp.sweep.points import Point, with_devices
 from llmexp.sweep.running import run_points
+from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import values_of
 from llmexp.system.child import say
 from llmexp.system.text import number
@@ -74,6 +75,10 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
             text = f"the first look of this sweep was over {own[0]} to {own[-1]}; leave the key out"
             raise refuse(SEED, ",".join(texts), text, own[0])
         seeds = own
+    typed = "sweep.first_seeds" in map(key_of, current.arguments)
+    if settings.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
+        text = f"the first look of this sweep is over {plural(len(seeds), 'seed')}; leave it out"
+        raise refuse("sweep.first_seeds", settings.first_seeds, text, len(seeds))
     if len(seeds) > settings.max_seeds:
         text = f"is less than the {len(seeds)} seeds that the first look is over"
         raise refuse("sweep.max_seeds", settings.max_seeds, text, 2 * len(seeds))

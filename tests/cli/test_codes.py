@@ -22,6 +22,7 @@ NO_FILE = ["data=text", "data.train_files=nope"]
         (["plan", *SPLIT], "E-BATCH-DIVIDE", "batch.real_batch_size"),
         (["plan", "-m", "train.max_steps=1,2", "a.b"], "E-COMMAND_LINE-CHECK_OVERRIDES", None),
         (["train", "optimizer.lr=x"], "E-CONVERT-SCALAR", "optimizer.lr"),
+        (["plan", "model=hf"], "E-HF-CONFIG", "model.path"),
         (["compare", "nothing-here"], "E-COMPARE-MAIN", None),
         (["compare", "--bogus"], "E-VALUES-ERROR", None),
         (["next", "nothing-here"], "E-NEXT-PROPOSED", None),

@@ -55,6 +55,27 @@ def test_runs_are_the_same_to_the_last_bit_only_if_all_rows_are(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("norms", "headline"),
+    [
+        ((4.0, 4.0), "clip=1.0 and clip=2.0 have the same mine/norm, 4."),
+        (
+            (4.0, 4.0, 5.0),
+            "clip=1.0 and clip=2.0 have the lowest mine/norm, 4; next is clip=3.0, 5.",
+        ),
+        ((4.0, 5.0, 5.0), "clip=1.0 has the lowest mine/norm, 4; next is clip=2.0, 5."),
+    ],
+)
+def test_equal_figures_are_called_equal(tmp_path, norms, headline):
+    for limit, norm in enumerate(norms, 1):
+        run = tmp_path / str(limit)
+        make_run(run, max_norm=float(limit), facts={"better": {"mine/norm": "lower"}})
+        path = run / "metrics.jsonl"
+        rows = [json.loads(line) | {"mine/norm": norm} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
+    assert compare([tmp_path], sort="mine/norm").headline == headline
+
+
 def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
     """A hook's figure in every fourth row: the last value up to the position at which losses are
     read."""

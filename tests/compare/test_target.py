@@ -11,6 +11,7 @@ import pytest
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.inference import fit, judged
+from llmexp.compare.plot_settings import over_keys
 from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import TINY
@@ -65,6 +66,19 @@ def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path):
         assert [e.mark for e in c.settings] == ["best", "worse"]
         assert c.headline.startswith("lr=0.1 reaches val/loss=3.2 first, after ")
         assert "before lr=0.2 (3 seeds). The other is slower." in c.headline
+
+
+def test_the_figure_over_a_key_counts_the_settings_that_it_leaves_out(tmp_path):
+    """Those that never reach the target, or not with each seed."""
+    noise = planted(tmp_path, {0.1: 0.0, 0.2: 0.1, 0.3: 0.5, 0.4: 9.0}, spread=0.2, every=10)
+    ends = [offset for (rate, _), offset in noise.items() if rate == 0.3]
+    some = 2.6 + 3 * math.exp(-400 / 80) + (min(ends) + max(ends)) / 2
+    for target, left_out in ((4.0, "1 setting"), (some, "2 settings")):
+        (plot,) = over_keys(compare([tmp_path], target=f"val/loss={target:.4f}"))
+        assert f"Left out: {left_out} whose runs do not all reach val/loss=" in plot.caption
+        assert sum(len(trace.x) for trace in plot.figure.data) == 4 - int(left_out[0])
+    (plot,) = over_keys(compare([tmp_path]))
+    assert "Left out" not in plot.caption
 
 
 def test_a_target_below_the_first_evaluation_is_known_from_the_start_only(tmp_path):

@@ -230,6 +230,12 @@ def test_a_model_of_transformers_trains_as_ours_does(
     for name, tensor in weights(theirs, 3).items():
         assert torch.equal(again[name.removeprefix("model.")].double(), tensor), name
     assert "config.json is needed" in told(capsys, "plan", "model=hf", "model.path=nowhere")
+    for kind in ("[]", "{", '{"model_type": "t5"}', '{"model_type": "none"}', '{"auto_map": 1}'):
+        (tmp_path / "kind").mkdir(exist_ok=True)
+        (tmp_path / "kind" / "config.json").write_text(kind)
+        with pytest.raises(ConfigError, match=r"^model\.path=.*/kind: ") as refused:
+            HuggingFace(str(tmp_path / "kind"), pretrained=False)
+        assert refused.value.key == "model.path"
     for what, text in (
         ("cut", "cannot be read"),
         ("gone", "pickled weights are not read"),
@@ -240,8 +246,9 @@ def test_a_model_of_transformers_trains_as_ours_does(
         assert text in told(capsys, "plan", "model=hf", f"model.path={tmp_path / what}", *TINY[6:7])
     shutil.copytree(folder, tmp_path / "lacking")
     broken(tmp_path / "lacking", "lacking")
-    with pytest.raises(ValueError, match="its weights lack transformer"):
+    with pytest.raises(ConfigError, match="its weights lack transformer") as lacking:
         HuggingFace(str(tmp_path / "lacking"))
+    assert lacking.value.key == "model.path"
 
 
 MARK = "import pathlib\npathlib.Path({!r}).write_text('ran')\n"

@@ -276,6 +276,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     for given, says in (
         (["train.seed=7"], "train.seed=7: the first look of this sweep was over 1234 to 1235"),
         (["sweep.decide=false", "sweep.max_tokens=99"], "does nothing without sweep.decide=true"),
+        (["sweep.first_seeds=3"], "sweep.first_seeds=3: the first look of this sweep is over 2"),
     ):
         refused = llmexp("resume", "s", *given, cwd=tmp_path)
         assert (refused.code, says in refused.err) == (2, True), refused.err
@@ -332,6 +333,16 @@ def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
     assert done.code == 2
     assert refused in " ".join(done.err.split())
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("first", [2, 4])
+def test_first_seeds_beside_those_of_a_grid_that_was_trained_are_refused(tmp_path, first):
+    """Also the default number, where it is typed."""
+    current = current_sweep(tmp_path / "s", decide=True, resume="s", first_seeds=first)
+    current.arguments.append(f"sweep.first_seeds={first}")
+    grid = [[f"optimizer.lr={rate}", f"train.seed={s}"] for rate in (1, 2) for s in (1, 2, 3)]
+    with pytest.raises(ConfigError, match=f"first_seeds={first}: the first look .* is over 3 se"):
+        seeded(current, grid)
 
 
 def test_forks_of_several_parents_are_seeds_already(tmp_path):
