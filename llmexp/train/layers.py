@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.models import gpt2, llama
 from llmexp.models.documents import Documents
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
@@ -22,6 +23,7 @@ from llmexp.update import precision
 TOKENS = 512  # of the window's first sequence, at most, in the forward pass
 QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at
 DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
+OUR_ATTENTION = (gpt2.Attention, llama.Attention)
 NORMS = ("grad_norm", "weight_norm", "update_norm")  # of each module with parameters
 BLOCK_FIGURES = (
     "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
@@ -52,6 +54,7 @@ class Layers:
         owners = [name.rpartition(".")[0] or name for name, _ in named]
         self.modules = list(dict.fromkeys(owners))
         self._owner = torch.tensor([self.modules.index(o) for o in owners], device=joined.device)
+        self._told: dict[str, list[str]] = {}  # by figure: the blocks that have it
         self._taken: dict[str, Tensor] = {}
         self._before: list[Tensor] = []
 
@@ -68,15 +71,16 @@ class Layers:
         own_1t = tokens_bt[:1, :TOKENS].to(self._mesh.device, non_blocking=True)
         # the same on all ranks, however the window is cut
         tokens_1t = mesh.from_first(self._mesh, own_1t)
-        found: dict[str, list[Tensor]] = {name: [] for name in BLOCK_FIGURES}
+        found: dict[str, dict[str, Tensor]] = {figure: {} for figure in BLOCK_FIGURES}
         with ExitStack() as stack:
             stack.enter_context(self._loss.evaluating())
-            for block in self._blocks.values():
-                stack.enter_context(self._watched(block, found))
+            for name, block in self._blocks.items():
+                stack.enter_context(self._watched(name, block, found))
             stack.enter_context(precision.autocast(self._arithmetic, self._mesh.device))
             logits_tv = self._loss(tokens_1t)[0]
         logits_tv = logits_tv.to(_exact(logits_tv))
-        self._taken = {name: torch.stack(values) for name, values in found.items() if values}
+        self._told = {figure: list(by_block) for figure, by_block in found.items() if by_block}
+        self._taken = {name: torch.stack(list(found[name].values())) for name in self._told}
         self._taken["logit_max"] = logits_tv.amax()
         self._taken["log_z"] = logits_tv.logsumexp(-1).mean()
 
@@ -106,7 +110,7 @@ class Layers:
         names, values = list(taken), torch.cat([t.double().reshape(-1) for t in taken.values()])
         left, found = iter(values.tolist()), dict[str, Any]()
         for name in names:
-            of = self.modules if name in NORMS else self._blocks
+            of = self.modules if name in NORMS else self._told.get(name, [])
             pairs = {where: next(left) for where in of} if taken[name].ndim else next(left)
             if isinstance(pairs, dict):
                 found[name] = {where: x for where, x in pairs.items() if math.isfinite(x)}
@@ -120,21 +124,23 @@ class Layers:
         return sums.index_add_(0, self._owner, squares).sqrt()
 
     @contextmanager
-    def _watched(self, block: Any, found: dict[str, list[Tensor]]) -> Iterator[None]:
+    def _watched(
+        self, name: str, block: Any, found: dict[str, dict[str, Tensor]]
+    ) -> Iterator[None]:
         """Let a block tell its figures as it runs; modules that it lacks have none."""
-        handles = [block.register_forward_hook(_keeps(found["residual_rms"], rms))]
-        for name, key in (("attention", "attention_rms"), ("mlp", "mlp_rms")):
-            if isinstance(module := getattr(block, name, None), nn.Module):
-                handles.append(module.register_forward_hook(_keeps(found[key], rms)))
+        handles = [block.register_forward_hook(_keeps(found["residual_rms"], name, rms))]
+        for part, key in (("attention", "attention_rms"), ("mlp", "mlp_rms")):
+            if isinstance(module := getattr(block, part, None), nn.Module):
+                handles.append(module.register_forward_hook(_keeps(found[key], name, rms)))
         attention: Any = getattr(block, "attention", None)
-        if hasattr(attention, "heads"):
+        if isinstance(attention, OUR_ATTENTION):
 
             def look_at(module: Any, inputs: tuple[Any, ...]) -> None:
                 q_bhtk, k_bgtk, _ = module.heads(*inputs[:-1])
                 with torch.autocast(q_bhtk.device.type, enabled=False):  # products of 16 bits
                     largest, entropy = attention_figures(q_bhtk, k_bgtk, inputs[-1])
-                found["attention_logit_max"].append(mesh.maximum(self._mesh, largest))
-                found["attention_entropy"].append(mesh.mean_of_split(self._mesh, entropy))
+                found["attention_logit_max"][name] = mesh.maximum(self._mesh, largest)
+                found["attention_entropy"][name] = mesh.mean_of_split(self._mesh, entropy)
 
             handles.append(attention.register_forward_pre_hook(look_at))
         down = getattr(getattr(block, "mlp", None), "down_proj", None)
@@ -144,8 +150,8 @@ class Layers:
                 units_btf = mesh.local_part(inputs[0])  # those of this rank's rows of weights
                 units_btf = units_btf.to(_exact(units_btf)).abs()
                 whole = mesh.mean_of_split(self._mesh, units_btf.square().mean()).sqrt()
-                dead = (units_btf.amax((0, 1)) <= DEAD * whole).to(units_btf.dtype).mean()
-                found["dead_units"].append(mesh.mean_of_split(self._mesh, dead))
+                dead = (units_btf.flatten(0, -2).amax(0) <= DEAD * whole).to(units_btf.dtype).mean()
+                found["dead_units"][name] = mesh.mean_of_split(self._mesh, dead)
 
             handles.append(down.register_forward_pre_hook(count_dead))
         try:
@@ -194,10 +200,12 @@ def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient
 
 
-def _keeps(values: list[Tensor], figure: Callable[[Any], Tensor]) -> Callable[..., None]:
+def _keeps(
+    values: dict[str, Tensor], name: str, figure: Callable[[Any], Tensor]
+) -> Callable[..., None]:
     """Return a forward hook that keeps a figure of the module's output."""
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        values.append(figure(output))
+        values[name] = figure(output)
 
     return hook

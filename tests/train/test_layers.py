@@ -1,0 +1,77 @@
+"""Figures layer by layer of a model of the user's, whose blocks differ."""
+
+from __future__ import annotations
+
+from llmexp.runs.rows import read_rows
+from tests.conftest import llmexp
+
+CODE = '''
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.heads, self.out = 2, nn.Linear(width, width)
+
+    def forward(self, x):
+        return 0 * self.out(x) + 3.0
+
+
+class Flat(nn.Module):
+    """Two hidden units for all tokens in one row, of which the first is dead."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.down_proj = nn.Linear(2, width)
+
+    def forward(self, x):
+        units = x.flatten(0, 1)[:, :2].abs() * torch.tensor([0.0, 1.0])
+        return self.down_proj(units).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, name, part):
+        super().__init__()
+        setattr(self, name, part)
+        self.name = name
+
+    def forward(self, x):
+        return x + getattr(self, self.name)(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self, vocab_size: int, width: int = 8):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        parts = ("mlp", Flat(width)), ("attention", Attention(width)), ("mlp", Flat(width))
+        self.blocks = nn.ModuleList(Block(*part) for part in parts)
+
+    def forward(self, tokens_bt):
+        x = self.embed(tokens_bt)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+'''
+
+
+def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
+    (tmp_path / "mixed.py").write_text(CODE)
+    result = llmexp(
+        "train", "~model", "+model={_target_: mixed.Mixed, vocab_size: null}", "data=synthetic",
+        "data.n_tokens=3000", "batch.sequence_length=12", "batch.real_batch_size=4",
+        "batch.micro_batch_size=2", "train.max_steps=2", "train.sample_tokens=0", "tracker=none",
+        "train.eval_every=null", "metrics.picture=false", "metrics.layers_every=1",
+        "precision=fp32", "hydra.run.dir=run", "--allow", "mixed", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    rows = read_rows(tmp_path / "run" / "layers.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert list(row["residual_rms"]) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert row["attention_rms"] == {"blocks.1": 3.0}
+        assert list(row["mlp_rms"]) == ["blocks.0", "blocks.2"]
+        assert row["dead_units"] == {"blocks.0": 0.5, "blocks.2": 0.5}
+        assert "attention_entropy" not in row
