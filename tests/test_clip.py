@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llmexp import mesh
 from llmexp.update import clip as clipping
+from llmexp.update.limits import Limit
 
 ALONE = mesh.join("cpu", "single", 1, 1, 1)
 
@@ -97,3 +98,15 @@ def test_by_units(seed, ratio):
         wanted.append(g.ravel())
     assert clipping.clip_units(ALONE, made, ratio) == any_clipped
     np.testing.assert_allclose(flat(made), np.concatenate(wanted), rtol=1e-12)
+
+
+def test_a_window_shorter_than_the_warm_up_still_gives_a_limit():
+    limit = Limit("quantile", 50.0, quantile=0.5, window=3, warmup_steps=5)
+    norm = torch.tensor(7.0)
+    for number in range(5):
+        assert limit.of(norm) == 50.0
+        limit.add(float(number), float(number))
+    assert limit.of(norm) == 3.0  # the median of 2, 3, 4
+    again = Limit("quantile", 50.0, quantile=0.5, window=3, warmup_steps=5)
+    again.load_state_dict(limit.state_dict())
+    assert again.of(norm) == 3.0

@@ -41,13 +41,14 @@ class Limit:
         self.moving = kind in ("zscore", "quantile")
         self._z, self._decay, self._quantile = z, decay, quantile
         self._needed = warmup_steps
+        self._updates = 0
         self._norms: deque[float] = deque(maxlen=window if kind == "quantile" else warmup_steps)
         self._mean: float | None = None
         self._variance = 0.0
 
     def of(self, norm: Tensor) -> Any:
         """Return the limit for a norm: a number, a 0-dim tensor on a device, or None."""
-        if self._kind == "quantile" and len(self._norms) >= self._needed:
+        if self._kind == "quantile" and self._updates >= self._needed:
             return self._bounded(float(np.quantile(self._norms, self._quantile)))
         if self._kind == "zscore" and self._mean is not None:
             return self._by_deviation(norm, self._mean, math.sqrt(self._variance) + EPSILON)
@@ -72,6 +73,7 @@ class Limit:
         """Take the finite norms, before and after clipping, of an applied update."""
         if not self.moving:
             return
+        self._updates += 1
         if self._kind == "quantile":
             self._norms.append(norm)
         elif self._mean is not None:
@@ -87,8 +89,10 @@ class Limit:
                 self._variance = math.fsum(squares) / self._needed
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": list(self._norms), "mean": self._mean, "variance": self._variance}
+        norms = {"updates": self._updates, "norms": list(self._norms)}
+        return norms | {"mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._updates = state["updates"]
         self._norms.extend(state["norms"])
         self._mean, self._variance = state["mean"], state["variance"]
