@@ -64,10 +64,11 @@ def shown(found: dict[str, Any], text: bool) -> str:
     proof = f"equal bit by bit to {rows} of its rows" if rows else "no row of it was recorded there"
     parts.append(f"repeated from step {found['repeated_from']:,}: {proof}")
     if "loss" in here:
+        after = "not finite" if here["loss_after"] is None else f"{here['loss_after']:.4f}"
         parts.append(
-            f"loss {here['loss']:.4f}, after the update {here['loss_after']:.4f} on the same "
-            f"window; gradient norm {here['grad_norm']:.4g}, after clipping "
-            f"{here['grad_norm_post_clip']:.4g}; rate {here['lr']:.4g}"
+            f"loss {here['loss']:.4f}, after the update {after} on the same window; gradient norm "
+            f"{here['grad_norm']:.4g}, after clipping {here['grad_norm_post_clip']:.4g}; "
+            f"rate {here['lr']:.4g}"
         )
     parts.append("\n".join(["", sequences(here["sequences"], text)]))
     if "layers" in here:
@@ -116,5 +117,5 @@ def modules(layers: dict[str, Any]) -> str:
 
 
 def ratio(layers: dict[str, Any], name: str) -> str:
-    weight = layers["weight_norm"].get(name)
-    return f"{layers['update_norm'][name] / weight:.3g}" if weight else "-"
+    weight, update = (layers[key].get(name) for key in ("weight_norm", "update_norm"))
+    return f"{update / weight:.3g}" if weight and update is not None else "-"

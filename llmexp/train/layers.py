@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.models import gpt2, llama
 from llmexp.models.documents import Documents
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
+from llmexp.settings.values import is_ours
 from llmexp.update import precision
 
 TOKENS = 512  # of the window's first sequence, at most, in the forward pass
 QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at
 DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
-OUR_ATTENTION = (gpt2.Attention, llama.Attention)
 NORMS = ("grad_norm", "weight_norm", "update_norm")  # of each module with parameters
 BLOCK_FIGURES = (
     "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
@@ -133,7 +132,7 @@ class Layers:
             if isinstance(module := getattr(block, part, None), nn.Module):
                 handles.append(module.register_forward_hook(_keeps(found[key], name, rms)))
         attention: Any = getattr(block, "attention", None)
-        if isinstance(attention, OUR_ATTENTION):
+        if is_ours(type(attention).__module__):  # so `heads` is what we mean by it
 
             def look_at(module: Any, inputs: tuple[Any, ...]) -> None:
                 q_bhtk, k_bgtk, _ = module.heads(*inputs[:-1])

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,14 @@ from llmexp.system.redact import clean
 from llmexp.train.loop import Due, take_step
 from llmexp.train.set_up import limit_of
 from llmexp.train.state import Loop
-from llmexp.train.step import Outcome, accumulate, at_least_one, loss_factor, on_host
+from llmexp.train.step import (
+    Outcome,
+    TrainingFailed,
+    accumulate,
+    at_least_one,
+    loss_factor,
+    on_host,
+)
 from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import order_of, read_ahead
 from llmexp.update import precision
@@ -51,7 +59,8 @@ def replay(loop: Loop) -> str:
         windows = read_ahead(loop.parts, loop.mesh, loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
             seen, _ = take(loop, windows)
-            found["norms"][loop.progress.step] = seen.grad_norm
+            if seen.applied:
+                found["norms"][loop.progress.step] = seen.grad_norm
             compare(found, asked["rows"], loop.progress.step, seen)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
@@ -100,6 +109,8 @@ def look_into(
             loop.setup = dataclasses.replace(loop.setup, rate_factor=lambda updates: rate)
         seen, lr = take(loop, itertools.chain([window], windows))
         loop.setup = setup
+        if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
+            setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         compare(found, asked["rows"], loop.progress.step, seen)
         here |= {
             "loss": seen.loss,
@@ -110,11 +121,13 @@ def look_into(
         if setup.layers is not None and loop.last_layers:
             here["layers"] = setup.layers.row(loop.last_layers[-1][1])
         with measuring(loop):
-            here["loss_after"] = loss_and_norm(loop, window)[0]
+            after = loss_and_norm(loop, window)[0]
+            here["loss_after"] = after if math.isfinite(after) else None  # a rate too high
     later = []
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
         seen, _ = take(loop, windows)
-        later.append([loop.progress.step, seen.loss, seen.grad_norm])
+        if seen.applied:
+            later.append([loop.progress.step, seen.loss, seen.grad_norm])
     return {"here": here, "later": later}
 
 
@@ -132,7 +145,18 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
         for window in itertools.islice(read_ahead(loop.parts, loop.mesh, begin), end - begin):
             if window.step in wanted or window.step == step - 1:
                 figures[window.step] = loss_and_norm(loop, window)
-    return {"window": figures.pop(step - 1), "others": list(figures.values())}
+    refuse_overflow(loop, step, figures[step - 1][1])
+    others = [pair for i, pair in figures.items() if i in wanted and math.isfinite(pair[1])]
+    return {"window": figures[step - 1], "others": others}
+
+
+def refuse_overflow(loop: Loop, step: int, norm: float) -> None:
+    """Raise TrainingFailed where the gradient of a step's window is not finite."""
+    if not math.isfinite(norm):
+        raise TrainingFailed(
+            f"the gradient of the window of step {step} is not finite with the weights and the "
+            f"loss scale of step {loop.progress.step}, so there is nothing to look into"
+        )
 
 
 @contextlib.contextmanager
@@ -182,6 +206,7 @@ def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
     """
     setup, joined = loop.setup, loop.mesh
     total = loss_and_norm(loop, window)[1]
+    refuse_overflow(loop, window.step + 1, total)
     whole = [g.detach().clone() for g in gradients_of(loop)]
     weight = loss_factor(setup, window)[1]
     rows = [
@@ -200,9 +225,8 @@ def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
         norm = float(mesh.global_norm(joined, gradients))
         share = float(mesh.inner(joined, gradients, whole)) / total**2 if total else 0.0
         with precision.autocast(setup.arithmetic, joined.device):
-            each_t = setup.loss(*(x.to(joined.device) for x in (tokens_1t, targets_1t)), each=True)[
-                0
-            ]
+            operands = (x.to(joined.device) for x in (tokens_1t, targets_1t))
+            each_t = setup.loss(*operands, each=True)[0]
         each_t = mesh.total(joined, each_t.double())
         valid = mesh.total(joined, (targets_1t[0] >= 0).double().to(joined.device))
         if len(found) < end - begin:

@@ -45,8 +45,10 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     Raises ConfigError where the step cannot be repeated, or is not what the run recorded.
     """
     saved, last = rundir.saved_steps(wanted.run), last_step(wanted.run)
-    if not 1 <= wanted.step <= last:
-        text = f"{wanted.run}@{wanted.step}: the run took the steps 1 to {last}"
+    parent = rundir.read_run(wanted.run).get("parent") or {"step": 0}
+    first = parent["step"] + 1
+    if not first <= wanted.step <= last:
+        text = f"{wanted.run}@{wanted.step}: the run took the steps {first} to {last}"
         raise ConfigError(f"{text}; for example llmexp replay {wanted.run}@{last}")
     if wanted.start is not None and wanted.start not in [0, *saved]:
         there = ", ".join(map(str, saved)) or "none"
@@ -58,7 +60,7 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     later = wanted.start is not None and wanted.start >= wanted.step
     begin = near if wanted.start is None or later else wanted.start
     found = _worker(wanted, begin, only_look=False)
-    found["repeated_from"] = begin
+    found["repeated_from"] = found["from"]  # of a fork that begins, the step of its parent
     if later and wanted.start is not None:
         found["start"] = _worker(wanted, wanted.start, only_look=True)["start"]
         found["from"] = wanted.start

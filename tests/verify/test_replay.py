@@ -173,6 +173,40 @@ def test_what_cannot_be_repeated_is_refused(garbage, tmp_path):
         assert (refused.code, what in refused.err) == (2, True), refused.err
 
 
+def test_a_fork_took_the_steps_after_its_parents(garbage):
+    folder, name = garbage.folder.parent, garbage.folder.name
+    fork = train(
+        folder, "fork", *SETTINGS, "data.train_files=[garbage-1.npy]", "train.seed=1",
+        *CASES["garbage"], "precision=fp64", f"fork.run={name}", "fork.step=20",
+    )  # fmt: skip
+    refused = llmexp("replay", "fork@3", "--allow", "plant", cwd=folder)
+    assert (refused.code, "fork@3: the run took the steps 21 to 32" in refused.err) == (2, True)
+    assert replayed(fork, 21)["repeated_from"] == 20
+
+
+def test_a_limit_of_ones_own_is_known_to_the_rule(tmp_path):
+    """Where it clips as the rule does, not at all, the next steps are the run's."""
+    rule = ["clip=quantile", "clip.quantile=0.5", "clip.window=2", "clip.warmup_steps=2"]
+    result = planted(tmp_path, "rate", 1, *rule)
+    rows = {row["step"]: row for row in result.rows()}
+    free = {step for step, row in rows.items() if row["grad_norm"] == row["grad_norm_post_clip"]}
+    step = next(s for s in range(21, 31) if s in free and s + 1 not in free)
+    found = replayed(result, step, "--clip", "1e9", "--after", "2")
+    for number, loss, norm in found["later"]:
+        assert (loss, norm) == (rows[number]["train/loss"], rows[number]["grad_norm"])
+
+
+def test_what_is_not_finite_is_said(garbage, tmp_path):
+    assert replayed(garbage, STEP, "--lr", "1e300")["here"]["loss_after"] is None
+    result = planted(tmp_path, "garbage", 1, "precision=fp16", "precision.init_scale=1e9")
+    skipped = [row["step"] for row in result.rows() if row["skipped"]]
+    assert skipped[:2] == [1, 2]
+    name = f"{result.folder.name}@{STEP}"
+    done = llmexp("replay", name, "--from", "0", "--allow", "plant", cwd=tmp_path)
+    assert done.code == 2
+    assert "is not finite with the weights and the loss scale of step 0" in done.err
+
+
 def test_the_verdict_is_nearer_on_a_logarithmic_scale():
     def cause(here: float, there: float) -> str:
         start = {"window": [2.0, there], "others": [[2.0, 1.0]] * 3}
