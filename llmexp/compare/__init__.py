@@ -18,7 +18,7 @@ searching      what a search has found: its choice with fresh seeds, which knobs
 comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_verdict, plot_training,
-               plot_settings, plot_screen and plot_search make its figures
+               plot_settings, plot_layers, plot_screen and plot_search make its figures
 mirrored       the answer as a tracker gets it
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)

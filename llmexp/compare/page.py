@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from llmexp.compare.plot_layers import layer_plots
 from llmexp.compare.plot_screen import screen_plots
 from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_settings import maps, over_keys
@@ -64,7 +65,8 @@ def page(comparison: Result, inline: bool = True) -> str:
     c = comparison
     curves, rest, stand = losses(c), other_quantities(c), verdict_plot(c)
     settings = screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)]
-    plots = [plot for plot in (stand, curves, *settings, rest) if plot]
+    layers = layer_plots(c)
+    plots = [plot for plot in (stand, curves, *settings, rest, *layers) if plot]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
     library, script = str(get_plotlyjs()) if inline else "", _asset("page.js")
@@ -72,7 +74,7 @@ def page(comparison: Result, inline: bool = True) -> str:
     return environment.from_string(_asset("page.html")).render(
         c=c, title=_title(c), about=_about(c), missing=MISSING, style=_asset("page.css"),
         verdict=stand, looks=look_table(c), losses=curves, settings=settings, others=rest,
-        runs=run_table(c), clip=clip_table(c), noise=noise_table(c),
+        layers=layers, runs=run_table(c), clip=clip_table(c), noise=noise_table(c),
         data=data.replace("<", "\\u003c"), policy=_policy(script, library),
         script=script, library=library, library_file=LIBRARY,
     )  # fmt: skip

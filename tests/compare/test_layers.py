@@ -1,0 +1,119 @@
+"""Figures layer by layer on the page: what is drawn is what layers.jsonl has."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmexp.compare.page import page
+from llmexp.compare.plot_layers import STEPS, layer_plots
+from llmexp.compare.records import Result
+from tests.compare.made import comparison, grid
+from tests.compare.test_page import browser, figures, menu, show
+
+__all__ = ["browser", "show"]  # fixtures
+
+
+def write_layers(run: Path, steps: int, every: int = 1, layers: int = 3) -> dict[int, list[float]]:
+    """Write the figures of a run; return its ratios of update to weights by tokens."""
+    draw, found = random.Random(str(run)).uniform, {}
+    run.mkdir(parents=True)
+    with open(run / "layers.jsonl", "w") as file:
+        for step in range(every, steps + 1, every):
+            line: dict[str, Any] = {"step": step, "tokens_seen": 64 * step, "logit_max": 1.0}
+            for key in ("weight_norm", "update_norm"):
+                line[key] = {f"blocks.{i}.mlp": draw(1, 2) for i in range(layers)}
+            line["residual_rms"] = {f"blocks.{i}": draw(1, 2) for i in range(layers)}
+            file.write(json.dumps(line) + "\n")
+            pairs = zip(line["update_norm"].values(), line["weight_norm"].values(), strict=True)
+            found[64 * step] = [update / weight for update, weight in pairs]
+    return found
+
+
+def made(folder: Path, count: int = 2) -> Result:
+    entries = grid(n=20, clip__max_norm=[0.5 * (i + 1) for i in range(count)])
+    for i, e in enumerate(entries):
+        e.runs = tuple(replace(r, path=folder / str(i)) for r in e.runs)
+    return comparison(entries)
+
+
+def unpacked(values: dict[str, str]) -> np.ndarray:
+    numbers = np.frombuffer(base64.b64decode(values["bdata"]), dtype="<f4").astype(float)
+    return numbers.reshape(*map(int, values["shape"].split(","))) if "shape" in values else numbers
+
+
+def test_a_page_of_runs_without_layers_has_none_of_it(tmp_path):
+    assert 'id="layers"' not in page(made(tmp_path))
+
+
+def test_the_maps_are_the_figures_and_their_ratio_to_the_leading_setting(tmp_path):
+    first = write_layers(tmp_path / "0", 40, every=2)
+    second = write_layers(tmp_path / "1", 40, every=3)
+    drawn = figures(page(made(tmp_path)))
+    for trace, known in zip(drawn["layers"]["data"], (first, second), strict=True):
+        assert unpacked(trace["x"]).tolist() == list(known)
+        np.testing.assert_allclose(unpacked(trace["z"]), np.array(list(known.values())).T, 1e-6)
+    both = sorted(first.keys() & second.keys())
+    (ratio,) = drawn["ratios"]["data"]
+    assert unpacked(ratio["x"]).tolist() == both
+    expected = np.array([np.divide(second[at], first[at]) for at in both]).T
+    np.testing.assert_allclose(unpacked(ratio["z"]), expected, 1e-6)
+
+
+def test_no_more_than_some_steps_are_embedded(tmp_path):
+    known = write_layers(tmp_path / "0", 1000)
+    (trace,) = figures(page(made(tmp_path)))["layers"]["data"]
+    x, z = unpacked(trace["x"]), unpacked(trace["z"])
+    assert len(x) == STEPS == z.shape[1]
+    assert (x[0], x[-1]) == (64, 64_000)
+    np.testing.assert_allclose(z, np.array([known[int(at)] for at in x]).T, 1e-6)
+
+
+def test_settings_of_other_depth_have_no_ratio(tmp_path):
+    write_layers(tmp_path / "0", 20)
+    write_layers(tmp_path / "1", 20, layers=4)
+    assert [plot.name for plot in layer_plots(made(tmp_path))] == ["layers"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"step": 21}', '{"step": 21, "tokens_seen": "x"}', '{"step": 21, "tokens_seen": 9, '
+     '"grad_norm": {"blocks.0.mlp": "x"}}', '{"step": 21, "tokens_seen": 9, "residual_rms": '
+     '{"blocks.999999999999": 1.0}}'],
+)  # fmt: skip
+def test_what_stands_before_damage_is_drawn(tmp_path, damage):
+    known = write_layers(tmp_path / "0", 20)
+    with open(tmp_path / "0" / "layers.jsonl", "a") as file:
+        file.write(damage + "\n")
+    (trace,) = figures(page(made(tmp_path)))["layers"]["data"]
+    assert unpacked(trace["x"]).tolist()[:20] == list(known)
+
+
+def test_menus_choose_figure_and_setting_in_the_browser(tmp_path, show):
+    write_layers(tmp_path / "0", 20)
+    write_layers(tmp_path / "1", 20)
+    tab = show(made(tmp_path), width=390, scheme="dark")
+    tab.click("#layers summary")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    plot = "figure[data-plot=layers] .plot"
+    figure = json.loads(tab.text_content("#data"))["figures"]["layers"]
+    keys = [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]]
+    rms = menu(figure, 0)[keys.index("residual_rms")]
+    tab.evaluate(
+        "([p, maps, of]) => Plotly.update(document.querySelector(p), ...maps)"
+        ".then(() => Plotly.update(document.querySelector(p), ...of))",
+        [plot, rms, menu(figure, 1)[1]],
+    )
+    shown = tab.evaluate(
+        "p => document.querySelector(p)._fullData.filter(t => t.visible === true)"
+        ".map(t => t.z.map(row => Array.from(row)))",
+        plot,
+    )
+    np.testing.assert_array_equal(shown, [unpacked(rms[0]["z"][1])])
