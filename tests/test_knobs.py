@@ -107,6 +107,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "schedule.decay_start": {"schedule.decay_start": 1},
     "schedule.decay_steps": {"schedule.decay_steps": 2},
     "schedule.end_ratio": {"schedule.end_ratio": 0.6},
+    "schedule.power_start": {"schedule.power_start": 2},
     "clip.max_norm": {"clip.max_norm": 0.01},
     "clip.max_value": {"clip.max_value": 1e-4},
     "clip.warmup_steps": {"clip.warmup_steps": 2},
@@ -139,6 +140,7 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_sigma": SKIPPING,
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
+    "schedule.decay_shape": {"schedule.decay_ratio": 0.9},
 }
 # They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a
 # package.

@@ -204,7 +204,8 @@ def _decides(other: str, key: str, settings: Sequence[Setting]) -> bool:
     That is a key of its section, a batch, a fork or a cooldown that decides the budget, a tokenizer
     that decides the model's vocabulary.
     """
-    budgets = ("batch.", "fork.", "schedule.decay_")  # a fork ends with its cooldown
+    decays = ("schedule.decay_start", "schedule.decay_steps", "schedule.decay_ratio")
+    budgets = ("batch.", "fork.", *decays)  # a fork ends with its cooldown
     budget = key.startswith("train.max_") and other.startswith(budgets)
     if other == FORK:
         budget = True  # all that is not given is its parent's

@@ -12,7 +12,7 @@ import functools
 import typing
 from typing import Annotated, Any
 
-from llmexp.settings.values import Knob, choice, count, knob, where
+from llmexp.settings.values import Knob, Where, choice, count, knob, where
 
 # Knobs that llmexp reads itself: no arguments of the functions.
 COMMON = {
@@ -226,6 +226,9 @@ class OptimizerKnobs:
     eps = Annotated[float, knob("added to the root of AdamW's second moment", 1e-8, at_least=0)]
 
 
+DECAYS = Where(("schedule.decay_ratio", "schedule.decay_steps", "schedule.decay_start"))
+
+
 class ScheduleKnobs:
     warmup_steps = Annotated[
         int | None,
@@ -244,8 +247,8 @@ class ScheduleKnobs:
     decay_start = Annotated[
         int | None,
         knob(
-            "update at which the decay starts; null: fork.step, without a fork the last "
-            "decay_steps or decay_ratio",
+            "update at which the decay starts; null: fork.step in a fork with schedule=cooldown, "
+            "else the last decay_steps or decay_ratio",
             1000,
             at_least=0,
         ),
@@ -255,21 +258,30 @@ class ScheduleKnobs:
         float,
         knob(
             "share of all updates that is decay; without a budget on the command line this ends a "
-            "fork",
+            "fork with schedule=cooldown",
             0.2,
             at_least=0,
             at_most=1,
             acts=where("schedule.decay_steps", None),
         ),
     ]
+    decay_shape = Annotated[
+        str,
+        choice(
+            "how the rate falls in the decay",
+            "linear | sqrt | one_minus_sqrt | cosine",
+            acts=DECAYS,
+            default="linear",
+        ),
+    ]
     end_ratio = Annotated[
         float,
         knob(
-            "share of lr at the last update",
+            "rate at the last update, as a share of the rate before the decay",
             0.1,
             at_least=0,
             at_most=1,
-            acts=where("schedule.decay_ratio"),
+            acts=DECAYS,
         ),
     ]
 

@@ -7,9 +7,10 @@ is (u+1)/W; the end value is reached on the last planned update.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 from llmexp.settings.parts import ScheduleKnobs
-from llmexp.settings.values import refuse
+from llmexp.settings.values import count, knob, refuse
 
 
 def warmup_updates(
@@ -67,6 +68,21 @@ def cosine(
     return rise * (end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+# What a decay has taken of the rate, from 0 to 1, when the share t of it is done; "linear" is t.
+_TAKEN = {
+    "sqrt": lambda t: 1 - math.sqrt(1 - t),
+    "one_minus_sqrt": math.sqrt,
+    "cosine": lambda t: 0.5 * (1 - math.cos(math.pi * t)),
+}
+
+
+def _decay_start(total: int, start: int | None, steps: int | None, ratio: float) -> int:
+    """Return the number of updates before the decay."""
+    if start is not None:
+        return start
+    return max(0, total - (steps or round(ratio * total)))
+
+
 def cooldown(
     update: int,
     total_updates: int,
@@ -75,18 +91,19 @@ def cooldown(
     decay_start: ScheduleKnobs.decay_start = None,
     decay_steps: ScheduleKnobs.decay_steps = None,
     decay_ratio: ScheduleKnobs.decay_ratio = 0.2,
+    decay_shape: ScheduleKnobs.decay_shape = "linear",
     end_ratio: ScheduleKnobs.end_ratio = 0.0,
 ) -> float:
-    """Warm-up, stable, then a line to `end_ratio` (Hu et al. 2024).
+    """Warm-up, stable, then a decay to `end_ratio` (Hu et al. 2024).
 
     The decay starts at update `decay_start` and takes `decay_steps` updates, else all to the end.
-    Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all.
+    Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all. After
+    the share t of it the factor is end_ratio + (1 - end_ratio) x shape, where shape is 1 - t
+    (`linear`), sqrt(1 - t) (`sqrt`), 1 - sqrt(t) (`one_minus_sqrt`, Haegele et al. 2024) or
+    (1 + cos(pi t)) / 2 (`cosine`).
     Raises ConfigError where the warm-up reaches into the decay: the rate would fall in one step.
     """
-    start = decay_start
-    if start is None:
-        length = decay_steps or round(decay_ratio * total_updates)
-        start = max(0, total_updates - length)
+    start = _decay_start(total_updates, decay_start, decay_steps, decay_ratio)
     risen = warmup_updates(total_updates, warmup_steps, warmup_ratio)
     if start < risen < total_updates:
         key = "warmup_ratio" if warmup_steps is None else "warmup_steps"
@@ -98,9 +115,69 @@ def cooldown(
         raise refuse(f"schedule.{key}", given, text)
     if update < risen:
         return (update + 1) / risen
-    decayed = update + 1 - start  # updates of the decay, with this one
     length = decay_steps or max(1, total_updates - start)
-    return 1 + (end_ratio - 1) * min(max(decayed, 0), length) / length
+    done = min(max(update + 1 - start, 0), length)  # updates of the decay, with this one
+    if decay_shape == "linear":  # in this order of operations: runs of before keep their bits
+        return 1 + (end_ratio - 1) * done / length
+    return 1 + (end_ratio - 1) * _TAKEN[decay_shape](done / length)
 
 
 wsd = cooldown  # the decay is a share of all updates
+
+
+def power(
+    update: int,
+    total_updates: int,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    power_start: Annotated[
+        int | None,
+        count("updates up to which lr holds, before the power law; null: the warm-up's", 1000),
+    ] = None,
+    exponent: Annotated[
+        float, knob("the rate falls as (power_start / updates) ** exponent", 0.51, above=0)
+    ] = 0.51,
+    decay_start: ScheduleKnobs.decay_start = None,
+    decay_steps: ScheduleKnobs.decay_steps = None,
+    decay_ratio: ScheduleKnobs.decay_ratio = 0.2,
+    decay_shape: ScheduleKnobs.decay_shape = "linear",
+    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+) -> float:
+    """Warm-up, then a power law of the updates, then a decay (Shen et al. 2024, equation 8).
+
+    With n = update + 1 the law is P(n) = min(1, (power_start / n) ** exponent). The factor is
+    n / W x P(W) in a warm-up of W updates, then P(n), and from the decay's start after D updates on
+    P(D) x the factor of `cooldown`, so `end_ratio` is a share of P(D).
+    In the paper, n counts tokens and the rate is min(max_lr, batch x a x n ** b): lr is max_lr,
+    exponent is -b, and power_start is (batch x a / max_lr) ** (-1 / b) / tokens of an update.
+    """
+    knobs = (decay_start, decay_steps, decay_ratio)
+    decayed = cooldown(
+        update, total_updates, warmup_steps, warmup_ratio, *knobs, decay_shape, end_ratio
+    )
+    risen = max(1, warmup_updates(total_updates, warmup_steps, warmup_ratio))
+    step = max(risen, min(update + 1, _decay_start(total_updates, *knobs)))
+    return decayed * min(1.0, ((power_start or risen) / step) ** exponent)
+
+
+def inverse_sqrt(
+    update: int,
+    total_updates: int,
+    warmup_steps: ScheduleKnobs.warmup_steps = None,
+    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    decay_start: ScheduleKnobs.decay_start = None,
+    decay_steps: ScheduleKnobs.decay_steps = None,
+    decay_ratio: ScheduleKnobs.decay_ratio = 0.0,
+    decay_shape: ScheduleKnobs.decay_shape = "linear",
+    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+) -> float:
+    """Warm-up, then sqrt(warm-up / updates) (Vaswani et al. 2017), at the end a decay if wanted.
+
+    With n = update + 1 and a warm-up of W updates (at least 1) it is min(n / W, sqrt(W / n)). A
+    decay that starts after D updates takes sqrt(W / D) to `end_ratio` of it, as in `power`. The
+    code of Zhai et al. 2022 lets the root go on beneath a linear decay; here it is held.
+    """
+    return power(
+        update, total_updates, warmup_steps, warmup_ratio, None, 0.5,
+        decay_start, decay_steps, decay_ratio, decay_shape, end_ratio,
+    )  # fmt: skip

@@ -141,7 +141,7 @@ BAD = [
     ("train.max_steps=5 "
      "train.profile_start=6", "train.profile_start=6: is past the end of", "train.profile_start=5"),
     ("schedule=constant schedule.end_ratio=0", "schedule=constant has no such knob",
-    "cosine, linear, wsd"),
+    "cosine, inverse_sqrt, linear, power, wsd"),
     ("data=text data.train_files=good.txt data.val_files=good.txt data.val_ratio=0.3",
      "data.val_ratio=0.3: does nothing beside data.val_files=good.txt", "leave it out"),
     ("experiment=clipped --config-dir=own", "set in own/experiment/clipped.yaml",
