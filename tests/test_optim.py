@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -17,13 +18,15 @@ from llmexp.train.step import train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update import optim
 from llmexp.update.precision import settings_kept
-from tests.conftest import TINY
+from tests.conftest import TINY, llmexp, train
+from tests.tools import weights
 
 BUILDERS = {
     "adamw": lambda m: optim.adamw(m, lr=0.1),
     "sgd": lambda m: optim.sgd(m, lr=0.1),
     "sgd without momentum": lambda m: optim.sgd(m, lr=0.1, momentum=0.0),
     "muon": lambda m: optim.muon(m, lr=0.1),
+    "lion": lambda m: optim.lion(m, lr=0.1),
     "plain": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.1, momentum=0.5),
 }
 
@@ -167,6 +170,45 @@ def test_adamw_is_adamw():
             w.mul_(1 - rate * (0.2 if w.ndim >= 2 else 0.0))
             w.sub_(rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3))
             torch.testing.assert_close(p.detach(), w, rtol=1e-13, atol=1e-14)
+
+
+def test_lion_is_lion():
+    """Against the formula in float64 (Chen et al. 2023, algorithm 2), here for each number alone.
+
+    Random gradients leave no direction near zero, where rounding could turn a sign."""
+    model, _ = made("lion")
+    model.double()
+    optimizers = optim.as_list(optim.lion(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2))
+    assert optim._guards(optimizers[0])
+    want = [p.detach().clone().numpy() for p in model.parameters()]
+    momenta = [np.zeros_like(w) for w in want]
+    for t in range(1, 6):
+        generator = torch.Generator().manual_seed(t)
+        rate = optim.set_rate(optimizers, 1 / t)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        optim.update(optimizers, torch.tensor(False))
+        for n, p in enumerate(model.parameters()):
+            g = p.grad.numpy()
+            direction = np.sign(0.8 * momenta[n] + (1 - 0.8) * g)
+            decay = 0.2 if g.ndim >= 2 else 0.0
+            want[n] = want[n] - rate * (direction + decay * want[n])
+            momenta[n] = 0.9 * momenta[n] + (1 - 0.9) * g
+            np.testing.assert_allclose(p.detach().numpy(), want[n], rtol=1e-13, atol=1e-14)
+
+
+def test_a_resumed_run_of_lion_is_the_unbroken_one_bit_for_bit(tmp_path):
+    given = ["data=synthetic", "data.n_tokens=4000", "optimizer=lion", "optimizer.lr=1e-3",
+             "train.max_steps=6"]  # fmt: skip
+    whole = train(tmp_path, "whole", *given)
+    stopped = [*TINY, *given, "train.stop_step=3", "hydra.run.dir=cut"]
+    assert llmexp("train", *stopped, cwd=tmp_path).code == 75
+    assert llmexp("resume", "cut", "train.stop_step=null", cwd=tmp_path).code == 0
+    cut = dataclasses.replace(whole, folder=tmp_path / "cut")
+    for kind in ("model", "optimizer"):
+        ours, theirs = weights(cut, 6, kind), weights(whole, 6, kind)
+        assert len(ours) > 10, kind
+        assert equal(ours, theirs), kind
 
 
 def test_the_host_waits_for_no_update_of_plain_sgd():

@@ -35,7 +35,7 @@ SIZES = {
     "system": 6_350,
     "models": 12_450,
     "mesh": 4_600,
-    "update": 5_050,
+    "update": 5_400,
     "metrics": 6_350,
     "data": 32_300,
     "tasks": 3_100,

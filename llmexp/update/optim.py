@@ -176,6 +176,50 @@ def muon(
     ]
 
 
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023), which skips an update without a wait of the host."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            lr, beta1, beta2 = group["lr"], group["beta1"], group["beta2"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                m = state["momentum"]
+                direction = (m * beta1).add_(p.grad, alpha=1 - beta1).sign_()
+                new = (p * (1 - lr * group["weight_decay"])).sub_(direction.mul_(lr))
+                new_m = (m * beta2).add_(p.grad, alpha=1 - beta2)
+                p.copy_(new if skip is None else torch.where(skip > 0, p, new))
+                m.copy_(new_m if skip is None else torch.where(skip > 0, m, new_m))
+
+
+def lion(
+    model: nn.Module,
+    lr: OptimizerKnobs.lr,
+    beta1: Annotated[
+        float, knob("Lion's share of the momentum in the direction", 0.9, at_least=0, below=1)
+    ] = 0.9,
+    beta2: Annotated[float, knob("Lion's decay of the momentum", 0.99, at_least=0, below=1)] = 0.99,
+    weight_decay: OptimizerKnobs.weight_decay = 0.5,
+) -> Optimizer:
+    """Lion (Chen et al. 2023, algorithm 2): steps of size lr by the sign, decay on matrices only.
+
+    A step is p <- p - lr (sign(beta1 m + (1 - beta1) g) + weight_decay p), and then
+    m <- beta2 m + (1 - beta2) g. The paper takes rates 3 to 10 times lower than AdamW's, and a
+    weight decay as many times larger.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    knobs = {"lr": lr, "beta1": beta1, "beta2": beta2}
+    return Lion(_decay_groups(parameters, weight_decay), knobs)
+
+
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers as a list, with the base rate of each group for the schedule."""
     optimizers = [built] if isinstance(built, Optimizer) else list(built)
@@ -195,7 +239,7 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
 
 def _guards(optimizer: Optimizer) -> bool:
     """Return whether the optimizer can leave everything as it is by a flag on the device."""
-    if isinstance(optimizer, Muon):  # which chooses between whole matrices
+    if isinstance(optimizer, (Muon, Lion)):  # which choose between whole tensors
         return not any(
             hasattr(p, "device_mesh") for g in optimizer.param_groups for p in g["params"]
         )

@@ -72,6 +72,7 @@ def allocated(parts: Parts) -> int:
         [*GPT, "batch.micro_batch_size=4", LARGE, "batch.gradient_accumulation_steps=2"],
         [*LLAMA, "batch.micro_batch_size=4", LARGE, "optimizer=muon", "train.ema=0.9"],
         [*LLAMA, "batch.micro_batch_size=8", "precision=bf16"],
+        [*GPT, "batch.micro_batch_size=4", LARGE, "optimizer=lion"],
     ],
     ids=lambda o: " ".join(word.rpartition("=")[2] for word in o),
 )

@@ -232,7 +232,7 @@ none_of("torch")
 assert run(["plan", *overrides]) == 0
 import torch
 from llmexp.update import optim
-for make in (optim.adamw, optim.sgd, optim.muon):
+for make in (optim.adamw, optim.sgd, optim.muon, optim.lion):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
     for optimizer in (optimizers := optim.as_list(make(model, lr=0.1))):

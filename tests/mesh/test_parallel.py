@@ -279,8 +279,9 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
         "model.tied_head=false",
          "model.vocab_size=320", "train.max_steps=2"],
+        ["optimizer=lion", "optimizer.lr=1e-3"],
     ],
-    ids=["fp16, sgd and value", "muon, llama"],
+    ids=["fp16, sgd and value", "muon, llama", "lion"],
 )  # fmt: skip
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see

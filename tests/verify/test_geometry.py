@@ -277,6 +277,7 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
     [
         ("sgd", "clip=value"),
         ("muon", "clip.max_norm=0.5"),
+        ("lion", "clip.max_norm=0.5"),
         *(
             pytest.param(o, c, marks=SLOW)
             for o, c in (("sgd", "clip=none"), ("muon", "clip=none"), ("adamw", "clip=none"))
