@@ -43,7 +43,7 @@ SIZES = {
     "runs": 12_050,
     "exchange": 9_950,
     "tracker": 9_450,
-    "compare": 50_500,
+    "compare": 50_900,
     "train": 35_300,
     "evaluate": 2_550,
     "forecast": 9_650,

@@ -14,6 +14,7 @@ evidence       what runs show: differences over seeds, rounding, effects of sing
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
+spikes         which settings spiked, and what rose first
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown

@@ -15,6 +15,7 @@ import numpy as np
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
 from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, as_dict, is_loss
 from llmexp.compare.rows import elapsed
+from llmexp.compare.spikes import spikes_of
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import number, with_interval
@@ -51,6 +52,8 @@ COLUMNS = (
     _column("noise_scale"),
     _column("skipped_steps"),
     _column("outlier_steps"),
+    Column("spikes", "spikes", "lower"),
+    Column("spike_tokens", "tokens in spikes", "lower"),
     Column("target/tokens", "tokens to target", "lower"),
     Column("target/steps", "steps to target", "lower"),
     Column("target/time", "time to target (s)", "lower"),
@@ -237,6 +240,7 @@ def figures(
         if value is None:
             value = number(record.last.get(_IN_ROWS.get(key, key)))
         found[key] = value
+    found |= spikes_of(record)
     for key in filter(_is_other, more):
         found[key] = _last(_finite(columns, key, rows))
     for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run

@@ -13,6 +13,7 @@ from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting,
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
+from llmexp.compare.spikes import spiked
 from llmexp.compare.target import UNITS, reached
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
@@ -57,6 +58,7 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
         *searched(f),
         *_trunk(f),
         *_rounding(f),
+        *spiked(f),
     )
     notes = (*first, *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])

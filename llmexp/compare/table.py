@@ -19,6 +19,7 @@ from rich.text import Text
 from llmexp.compare.figures import difference, figure_text
 from llmexp.compare.records import TWIN, Result, Setting
 from llmexp.compare.screened import as_data
+from llmexp.compare.spikes import rose_first
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
@@ -179,6 +180,8 @@ def to_json(c: Result) -> str:
         row |= {"paths": [str(r.path) for r in e.runs], "intervals": e.intervals}
         row |= {"note": e.note or None, "label": e.label, "mark": e.mark or None}
         row |= {"difference": e.apart, "half": e.half}
+        if "spikes" in figures:
+            row["rose_first"] = first[0] if (first := rose_first(e)) else None
         runs.append(row | {"basis": e.basis or None})
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
