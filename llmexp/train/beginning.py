@@ -122,7 +122,8 @@ def restore(
         if setup.ema is not None:
             loading.restore_ema(loaded, setup.ema.average)
         there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
-        clips = [key for key in here if key.startswith("clip.") and here[key] != there.get(key)]
+        known = [key for key in here if key.startswith("clip.") and key in there]
+        clips = not known or any(here[key] != there[key] for key in known)
         for name, part in saved.items():
             # older checkpoints have none; a fork with another clip limit starts its clip table
             # anew, since shares at two limits cannot be added
