@@ -43,7 +43,8 @@ def wanted_of(args: Any) -> ReplayOf:
     """Return what the arguments ask for. Raises ConfigError."""
     name, at, step = args.run.rpartition("@")
     if not at or not step.isdecimal():
-        raise ConfigError(f"{args.run}: the step is missing; for example {args.run}@400")
+        run = name if name and not Path(args.run).exists() else args.run
+        raise ConfigError(f"{args.run}: the step is missing; for example {run}@400")
     rundir.check_plain(Path(name))
     rundir.read_config(Path(name))
     for flag, value in (("lr", args.lr), ("clip", args.clip)):

@@ -19,8 +19,8 @@ def read_layers(path: Path) -> Iterator[dict[str, Any]]:
 
     `name` is the module's in the model ("" is the whole model), `layer` its number, `part` the name
     without that. Shares are worked out here: `update_ratio` is the norm of the update over that of
-    the weights, `grad_share` the module's part of the squared gradient norm. Raises ConfigError for
-    damage.
+    the weights, `grad_share` the module's part of the squared gradient norm, absent where a norm is
+    not finite. Raises ConfigError for damage.
     """
     for row, _ in walk_rows(path / LAYERS):
         place = {key: row.pop(key) for key in ("step", "tokens_seen") if key in row}
@@ -29,7 +29,8 @@ def read_layers(path: Path) -> Iterator[dict[str, Any]]:
             named = values if isinstance(values, dict) else {"": values}
             for name, value in named.items():
                 by_name.setdefault(name, {})[key] = value
-        square = sum_of_squares(row.get("grad_norm", {}))
+        norms = row.get("grad_norm", {})
+        square = sum_of_squares(norms) if len(norms) == len(row.get("weight_norm", {})) else 0.0
         for name, figures in by_name.items():
             if figures.get("weight_norm") and "update_norm" in figures:
                 figures["update_ratio"] = figures["update_norm"] / figures["weight_norm"]

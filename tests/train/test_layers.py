@@ -1,7 +1,10 @@
-"""Figures layer by layer of a model of the user's, whose blocks differ."""
+"""Figures layer by layer: of a user's model whose blocks differ, and where a norm is missing."""
 
 from __future__ import annotations
 
+import json
+
+from llmexp.runs.layers import read_layers
 from llmexp.runs.rows import read_rows
 from tests.conftest import llmexp
 
@@ -75,3 +78,11 @@ def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
         assert list(row["mlp_rms"]) == ["blocks.0", "blocks.2"]
         assert row["dead_units"] == {"blocks.0": 0.5, "blocks.2": 0.5}
         assert "attention_entropy" not in row
+
+
+def test_shares_are_absent_where_a_norm_is_not_finite(tmp_path):
+    """An overflow of fp16 leaves the norm of the module out in which it happens."""
+    weights, both, one = {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 4.0}, {"b": 4.0}
+    rows = [{"step": 1, "weight_norm": weights, "grad_norm": norms} for norms in (both, one)]
+    (tmp_path / "layers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [r.get("grad_share") for r in read_layers(tmp_path)] == [0.36, 0.64, None, None]
