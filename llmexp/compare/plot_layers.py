@@ -137,4 +137,5 @@ def _span(maps: list[np.ndarray]) -> list[float]:
 
 
 def _grid(z: np.ndarray) -> dict[str, str]:
+    z = np.where(np.abs(z) < np.finfo(np.float32).max, z, np.nan)  # what is beyond is not drawn
     return packed(z) | {"shape": f"{len(z)}, {len(z[0])}"}
