@@ -182,7 +182,7 @@ def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypa
 
 
 # Ready-made sweeps, with the number of their points.
-SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5,
+SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5, "clip_rules": 18,
 "accumulation_x_clip": 12,
           "throughput_grid": 24}  # fmt: skip
 
@@ -196,7 +196,9 @@ def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
     header, *rows = [line.split() for line in table.splitlines()]
     assert len(rows) == SWEEPS[name]
     assert alike
-    assert ("batch" not in header) == (name in ("accumulation_iso_batch", "clip_sweep"))
+    assert ("batch" not in header) == (
+        name in ("accumulation_iso_batch", "clip_rules", "clip_sweep")
+    )
     tokens = (
         {row[1 + header.index("tokens")] for row in rows} if "tokens" in header else {alike}
     )  # after its number

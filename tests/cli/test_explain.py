@@ -51,11 +51,12 @@ def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
     assert run(["explain", "clip", *with_option]) == 0  # the short name of tables
     assert capsys.readouterr().out.splitlines() == [
         "clip.max_norm = 0.5",
-        "  meaning    limit of the global gradient norm; null: no limit (above 0)",
+        "  meaning    limit of the global gradient norm; beside zscore and quantile an",
+        "             upper bound; null: none (above 0)",
         "  set by     the command line",
         "  replaced   0.7 from own/experiment/mine.yaml",
         "  replaced   1.0 from conf/clip/norm.yaml",
-        "  acts       where clip.kind is norm",
+        "  acts       where clip.kind is norm or zscore or quantile",
         "  affects    the result",
     ]
     assert (
