@@ -110,8 +110,8 @@ def restore(
 
     That is parameters, optimizer state, counters and what is `saved` by name; the RNG and the data
     position follow from the step number. A run that is `forked` keeps its own settings of the
-    optimizer, may drop the optimizer state, resets best_val_loss, and takes its perturbation as a
-    twin. Raises CheckpointError."""
+    optimizer, may drop the optimizer state, counts its best loss and spikes anew, and takes its
+    perturbation as a twin. Raises CheckpointError."""
     config = parts.config
     try:
         loading.restore_model(loaded, setup.model)
@@ -133,8 +133,9 @@ def restore(
             Progress(**loaded.state["progress"]),
             Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"]),
         )
-        if forked:
-            progress.best_val_loss = None
+        if forked:  # what it counts is its own
+            progress.best_val_loss, progress.spike_level = None, None
+            progress.spikes, progress.spike_tokens, progress.rose_first = 0, 0, {}
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
     except loading.CheckpointError:

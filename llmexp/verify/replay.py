@@ -98,6 +98,9 @@ def verdict(step: int, found: dict[str, Any], before: list[float]) -> dict[str, 
     there = [norm for _, norm in start["others"]] or [start["window"][1]]
     count, begin = len(here["sequences"]), found["from"]
     usual = statistics.median(before if len(before) >= FEWEST else there)
+    if not (usual > 0 and statistics.median(there) > 0):
+        text = f"step {step:,} cannot be judged: the windows near it have gradients of norm 0."
+        return {"cause": None, "usual_norm": usual, "sentence": text}
     if "grad_norm" not in here:
         return {"cause": None, "usual_norm": usual, "sentence": skipped(step, found, usual)}
     times_here = here["grad_norm"] / usual

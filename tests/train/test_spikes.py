@@ -139,3 +139,12 @@ def test_spikes_need_the_rule_that_finds_them(tmp_path: Path):
     assert "metrics.spikes" in result.err
     assert "metrics.outlier_sigma" in result.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_counts_its_own(runs, tmp_path):
+    """From the checkpoint at the end, with the parent's spikes behind it."""
+    (tmp_path / "plant.py").write_text(HOOK)
+    fork = [f"fork.run={runs['on'].folder}", "fork.step=60", "--allow", "plant"]
+    forked = llmexp("train", *fork, "hydra.run.dir=fork", cwd=tmp_path)
+    assert forked.code == 0, forked.err
+    assert forked.json("status.json")["summary"]["spikes"] == len(records(forked))

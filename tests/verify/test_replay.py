@@ -216,3 +216,11 @@ def test_the_verdict_is_nearer_on_a_logarithmic_scale():
 
     assert cause(1.9, 1.9) == "none"
     assert [cause(9.0, there) for there in (1.0, 2.9, 3.1, 9.0)] == ["state"] * 2 + ["data"] * 2
+
+
+def test_without_gradients_nothing_is_judged():
+    found = {"from": 4, "start": {"window": [2.0, 0.0], "others": [[2.0, 0.0]] * 3}}
+    found["here"] = {"grad_norm": 0.0, "sequences": [0]}
+    judged = verdict(9, found, [0.0] * 8)
+    assert judged["cause"] is None
+    assert "norm 0" in judged["sentence"]
