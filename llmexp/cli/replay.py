@@ -14,6 +14,7 @@ from llmexp.system.text import aligned
 from llmexp.verify.replay import ReplayOf, repeat
 
 SHOWN = 8  # sequences, and modules
+UNPROVEN = "no step of these has a row, so nothing proves that they came out as in the run"
 
 
 def main(arguments: list[str]) -> int:
@@ -62,7 +63,7 @@ def shown(found: dict[str, Any], text: bool) -> str:
     """Return what was found, for the terminal."""
     here, parts = found["here"], [found["sentence"]]
     rows = len(found["equal"])
-    proof = f"equal bit by bit to {rows} of its rows" if rows else "no row of it was recorded there"
+    proof = f"equal bit by bit to {rows} of its rows" if rows else UNPROVEN
     parts.append(f"repeated from step {found['repeated_from']:,}: {proof}")
     if "loss" in here:
         after = "not finite" if here["loss_after"] is None else f"{here['loss_after']:.4f}"

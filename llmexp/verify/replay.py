@@ -154,7 +154,8 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
             runs.train_folder(path, config, **{ASKED: json.dumps(asked)})
         except ConfigError:
             words = runs.last_words(path).removeprefix("llmexp: ")
-            text = words.replace(str(path), str(wanted.run))
+            text = words.partition("; the logs of all ranks are in")[0]  # they go with the copy
+            text = text.replace(str(path), str(wanted.run))
             raise ConfigError(f"{wanted.run}: it cannot be repeated: {text}") from None
         return read_json(path / FILE)
 
@@ -169,10 +170,12 @@ def _copy(run: Path, path: Path, begin: int) -> None:
     checkpoint = checkpoint_folder(run / rundir.CHECKPOINTS, begin)
     if checkpoint.is_dir():
         there = checkpoint_folder(path / rundir.CHECKPOINTS, begin)
-        shutil.copytree(checkpoint, there, copy_function=_link)
+        there.mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            _link(file, there / file.name)
 
 
-def _link(file: str, link: str) -> None:
+def _link(file: Path, link: Path) -> None:
     try:
         os.link(file, link)
     except OSError:  # another file system

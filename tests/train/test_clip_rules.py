@@ -106,3 +106,12 @@ def test_knobs_of_another_rule_are_refused(tmp_path: Path):
     ):
         result = llmexp("train", *words, cwd=tmp_path)
         assert (result.code, says in result.err) == (2, True), result.err
+
+
+def test_a_rule_that_never_gives_a_limit_is_named_before_the_start(tmp_path: Path):
+    for steps, said in (("25", True), ("26", False)):
+        plan = ["plan", "clip=zscore", "model=gpt_tiny", f"train.max_steps={steps}"]
+        found = llmexp(*plan, cwd=tmp_path)
+        assert found.code == 0, found.err
+        text = "clip.warmup_steps=25: the run ends after 25 updates, so clip=zscore never gives"
+        assert (text in " ".join((found.out + found.err).split())) == said

@@ -145,6 +145,12 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             f"schedule.decay_start={start}: the run ends after {run.max_steps} updates, so the "
             "rate never decays"
         )
+    clip = config.clip
+    if clip.kind in ("zscore", "quantile") and clip.warmup_steps >= run.max_steps:
+        yield (
+            f"clip.warmup_steps={clip.warmup_steps}: the run ends after {run.max_steps} updates, "
+            f"so clip={clip.kind} never gives a limit"
+        )
     stages = fill(config.data.get("stages"), "data.stages")
     for stage in stages if isinstance(stages, list) else ():
         first = stage.get("from_tokens") if isinstance(stage, dict) else None
