@@ -97,6 +97,8 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
+    while any(p.state == "running" for p in points(runs)) and time.monotonic() < until:
+        time.sleep(0.05)  # a worker ends when it notices that nobody is there
     proposed = json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)
     assert (proposed["rule"], proposed["words"]) == ("rest", ["resume", "cut"])
     there = sum(p.state == "finished" for p in points(runs))  # of three trials and two fresh seeds

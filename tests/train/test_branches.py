@@ -323,10 +323,10 @@ def test_a_fork_of_an_older_run_goes_on_with_its_clip_table(trunk):
         three = {"clip.kind", "clip.max_norm", "clip.max_value"}
         old = {k: v for k, v in manifest["config"].items() if k[:5] != "clip." or k in three}
         file.write_text(json.dumps(manifest | {"config": old}))
-    fork(trunk, "kept", "fork.run=older")
-    assert rundir.read_status(trunk.folder.with_name("kept"))["clip"]["steps"] == 12
-    fork(trunk, "other", "fork.run=older", "clip.max_norm=0.5")
-    assert rundir.read_status(trunk.folder.with_name("other"))["clip"]["steps"] == 8
+    fork(trunk, "kept-table", "fork.run=older")
+    assert rundir.read_status(trunk.folder.with_name("kept-table"))["clip"]["steps"] == 12
+    fork(trunk, "other-limit", "fork.run=older", "clip.max_norm=0.5")
+    assert rundir.read_status(trunk.folder.with_name("other-limit"))["clip"]["steps"] == 8
 
 
 def test_an_extended_run_is_the_longer_one(trunk):
