@@ -22,7 +22,7 @@ CALM = 5  # the first of the recorded steps, whose largest value is a module's l
 RISE = 2  # a norm has risen that is more than this many times its level
 
 
-def follow(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
+def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
     """Take a settled step; write spikes/STEP.json and a line where a spike begins with it.
 
     `limits` held for the step. Raises Unwritable.
@@ -34,14 +34,14 @@ def follow(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
     if above and progress.spike_level is None:
         progress.spikes += 1
         progress.spike_level = sum(limits.loss) / 2
-        record(loop, seen, limits)
+        record_spike(loop, seen, limits)
     elif progress.spike_level is not None and not above and seen.loss <= progress.spike_level:
         progress.spike_level = None
     if progress.spike_level is not None:
         progress.spike_tokens += int(seen.target_tokens)
 
 
-def record(loop: Loop, seen: Outcome, limits: Limits) -> None:
+def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
     """Write what is known of a spike, the last steps layer by layer among it, and say it."""
     progress, layers = loop.progress, loop.setup.layers
     assert layers is not None
@@ -105,7 +105,7 @@ def describe(first: dict[str, Any] | None) -> str:
     return f"{where} (norm of its {figure}, {first['times']:.3g} times its level)"
 
 
-def totals(loop: Loop) -> dict[str, Any]:
+def spike_totals(loop: Loop) -> dict[str, Any]:
     """Return the number of spikes, the tokens until the loss was back, and what rose first."""
     progress = loop.progress
     if not loop.config.metrics.spikes:

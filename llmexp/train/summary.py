@@ -16,7 +16,7 @@ from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
 from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending
-from llmexp.train.spikes import totals
+from llmexp.train.spikes import spike_totals
 from llmexp.train.state import Loop
 
 
@@ -52,7 +52,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["clipped_share"] = norms.clipped / norms.steps
     if loop.setup.outliers.sigma is not None:
         found["outlier_steps"] = loop.progress.outlier_count
-    found |= {k: v for k, v in totals(loop).items() if k != "rose_first"}
+    found |= {k: v for k, v in spike_totals(loop).items() if k != "rose_first"}
     return found | loop.noise.figures()
 
 
@@ -75,7 +75,7 @@ def details(loop: Loop) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if clip := loop.norms.summary():
         found["clip"] = clip
-    if spikes := totals(loop):
+    if spikes := spike_totals(loop):
         found["spikes"] = spikes
     noise = loop.noise
     if noise.measurements:

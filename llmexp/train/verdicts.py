@@ -153,7 +153,7 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
         if loop.setup.layers is not None and loop.config.metrics.spikes:
-            spikes.follow(loop, seen, outliers.limits)
+            spikes.follow_spike(loop, seen, outliers.limits)
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:
             loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
