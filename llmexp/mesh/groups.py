@@ -201,6 +201,12 @@ def _copies(value: Any, world: int) -> float:
     return world / shards
 
 
+def _counted_once(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
+    """Return a figure (n,) of each tensor's part here so that sums over the ranks count it once."""
+    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
+    return figures / copies.to(figures.device, non_blocking=True)
+
+
 def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm over tensors of which each rank may hold a part, as a 0-dim tensor.
 
@@ -212,8 +218,7 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
         # get_total_norm, without its sorting of tensors by device and dtype
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
     norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
-    square = (norms.double().square() / copies.to(norms.device, non_blocking=True)).sum()
+    square = _counted_once(mesh, values, norms.double().square()).sum()
     dist.all_reduce(square)
     return square.sqrt().to(norms.dtype)
 
@@ -223,8 +228,7 @@ def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     found = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
     if not mesh.sharded:
         return found
-    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
-    squares = found.double().square() / copies.to(found.device, non_blocking=True)
+    squares = _counted_once(mesh, values, found.double().square())
     dist.all_reduce(squares)
     return squares.sqrt()
 
@@ -238,8 +242,7 @@ def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tens
     products = torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
     if not mesh.sharded:
         return products.sum()
-    copies = torch.tensor([_copies(v, mesh.world_size) for v in first], dtype=torch.float64)
-    value = (products / copies.to(products.device, non_blocking=True)).sum()
+    value = _counted_once(mesh, first, products).sum()
     dist.all_reduce(value)
     return value
 

@@ -1,4 +1,4 @@
-"""What GPT2 and Llama share: initial values, logits, the count of FLOPs, and checks of sizes."""
+"""Share between GPT2 and Llama: initial values, logits, the count of FLOPs, and checks of sizes."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "checkpoints",
 )
 LAYERS, SPIKES = "layers.jsonl", "spikes"
+# what a replay has found; the variable that asks its worker for it
+REPLAY, REPLAY_ASKED = "replay.json", "LLMEXP_REPLAY"
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status

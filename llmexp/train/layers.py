@@ -28,7 +28,6 @@ BLOCK_FIGURES = (
     "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
     "attention_entropy",
 )  # fmt: skip
-HEAD_FIGURES = ("logit_max", "log_z")
 
 
 class Layers:

@@ -21,6 +21,7 @@ from torch import Tensor
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
+from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
 from llmexp.system.redact import clean
 from llmexp.train.loop import Due, take_step
@@ -38,8 +39,6 @@ from llmexp.train.verdicts import finish_step
 from llmexp.train.windows import order_of, read_ahead
 from llmexp.update import precision
 
-ASKED = "LLMEXP_REPLAY"  # in a worker's environment: what to do, as JSON
-FILE = "replay.json"  # in its folder: what was found
 OTHERS = 8  # windows near the step whose gradient norms are the usual ones
 BEGINNING_TOKENS = 60  # of a document, to show which one it is
 
@@ -51,7 +50,7 @@ def replay(loop: Loop) -> str:
     weights that are there; `lr` and `max_norm`, other values for the step; to `skip` its window;
     how many steps to take `after` it.
     """
-    asked = json.loads(os.environ[ASKED])
+    asked = json.loads(os.environ[REPLAY_ASKED])
     found: dict[str, Any] = {"from": loop.progress.step, "norms": {}, "equal": [], "differs": None}
     found["start"] = around(loop, asked["step"])
     if not asked["only_look"]:
@@ -65,7 +64,7 @@ def replay(loop: Loop) -> str:
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
     if loop.out.main:
-        fileio.write_json(loop.out.path / FILE, found)
+        fileio.write_json(loop.out.path / REPLAY, found)
     return "finished"
 
 

@@ -17,7 +17,7 @@ from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import error_record
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
-from llmexp.train import calibration, failing, folder, group, replaying, sizes
+from llmexp.train import calibration, failing, folder, group, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import calibrate
@@ -162,7 +162,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     STOP.training = True
     state = "failed"
     try:
-        modes = {calibration.ASKED: calibrate, replaying.ASKED: replay}
+        modes = {calibration.ASKED: calibrate, rundir.REPLAY_ASKED: replay}
         mode = next((modes[name] for name in modes if name in os.environ), train)
         state = mode(loop)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached

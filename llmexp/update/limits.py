@@ -31,11 +31,11 @@ class Limit:
         self,
         kind: str,
         max_norm: float | None,
-        z: float = 2.5,
-        decay: float = 0.97,
-        quantile: float = 0.9,
-        window: int = 128,
-        warmup_steps: int = 25,
+        z: float,
+        decay: float,
+        quantile: float,
+        window: int,
+        warmup_steps: int,
     ) -> None:
         self._kind, self._most = kind, max_norm
         self.moving = kind in ("zscore", "quantile")

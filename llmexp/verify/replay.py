@@ -21,14 +21,13 @@ from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import read_json
 from llmexp.verify import runs
 
-ASKED, FILE = "LLMEXP_REPLAY", "replay.json"  # of the worker: `train.replaying`
 UNUSUAL = 2  # times the usual gradient norm
 BEFORE, FEWEST = 32, 4  # steps before, whose median norm is the usual one; known at least
 
 
 @dataclass(frozen=True)
 class ReplayOf:
-    """What to repeat, and what to change: see `llmexp replay --help`."""
+    """Hold what to repeat, and what to change: see `llmexp replay --help`."""
 
     run: Path
     step: int
@@ -151,13 +150,13 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
         path = Path(folder, "run")
         _copy(wanted.run, path, begin)
         try:
-            runs.train_folder(path, config, **{ASKED: json.dumps(asked)})
+            runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked)})
         except ConfigError:
             words = runs.last_words(path).removeprefix("llmexp: ")
             text = words.partition("; the logs of all ranks are in")[0]  # they go with the copy
             text = text.replace(str(path), str(wanted.run))
             raise ConfigError(f"{wanted.run}: it cannot be repeated: {text}") from None
-        return read_json(path / FILE)
+        return read_json(path / rundir.REPLAY)
 
 
 def _copy(run: Path, path: Path, begin: int) -> None:

@@ -19,9 +19,9 @@ from llmexp.data.window import Window
 from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
 from llmexp.metrics.outliers import Outliers
 from llmexp.settings.config import Clip
+from llmexp.train.set_up import limit_of
 from llmexp.train.step import Setup, train_step
 from llmexp.update import precision
-from llmexp.update.limits import Limit
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import weights
@@ -65,7 +65,7 @@ def measure(
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clip=Clip(kind="none", max_norm=None, max_value=None),
         small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None, layers=None,
-        limit=Limit("none", None),
+        limit=limit_of(Clip(kind="none")),
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
         skip_outliers=False,
     )  # fmt: skip
