@@ -35,7 +35,7 @@ SIZES = {
     "system": 6_350,
     "models": 12_450,
     "mesh": 4_500,
-    "update": 5_400,
+    "update": 5_750,
     "metrics": 6_350,
     "data": 32_300,
     "tasks": 3_100,
