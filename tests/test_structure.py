@@ -33,7 +33,7 @@ SIZES = {
     "settings": 10_750,
     "run": 4_350,
     "system": 6_350,
-    "models": 12_450,
+    "models": 12_550,
     "mesh": 4_500,
     "update": 5_750,
     "metrics": 6_350,

@@ -90,11 +90,29 @@ class LanguageModel(nn.Module):
         and 12 x layers x length x width for attention, counted as the full square as is usual
         although half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
         """
-        linears = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
-        matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()
+        matmul_parameters = in_matrices(self.blocks) + self.head_weight.numel()
         first: Any = self.blocks[0]
         width: int = first.attention.q_proj.out_features
         return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * width
+
+
+def parameter_counts(model: Any) -> tuple[int | None, int | None]:
+    """Count parameters without embedding tables but with the head, and in matrices of the blocks.
+
+    A head that is tied with an embedding counts. Both are None for a model that does not name its
+    blocks and its head.
+    """
+    blocks, head = getattr(model, "blocks", None), getattr(model, "head_weight", None)
+    if blocks is None or head is None:
+        return None, None
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {head}
+    with_head = sum(p.numel() for p in model.parameters() if p not in tables)
+    return with_head, in_matrices(blocks)
+
+
+def in_matrices(module: nn.Module) -> int:
+    """Return the parameters in the matrices of a module's linear layers."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:

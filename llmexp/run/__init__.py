@@ -102,6 +102,12 @@ class Facts:
     parent: Parent | None = follows(
         "the checkpoint that a fork goes on from", "fork.run fork.step", default=None
     )
+    parameters_with_head: int | None = follows(
+        "parameters without embedding tables, but with the head", "model vocab_size", default=None
+    )
+    parameters_in_blocks: int | None = follows(
+        "parameters of the matrices inside the blocks", "model", default=None
+    )
     warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmexp.models.common import parameter_counts
 from tests.tools import option
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -53,3 +54,13 @@ def test_config_builds_the_stated_model(name: str) -> None:
     assert model.vocab_size == model.head_weight.shape[0]
     assert model.max_position_embeddings == arguments["max_position_embeddings"]
     assert model.flops_formula
+    with_head, in_blocks = parameter_counts(model)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    inside = [s for name, s in shapes.items() if name.startswith("blocks.") and len(s) == 2]
+    assert in_blocks == sum(rows * columns for rows, columns in inside)
+    tables = [s for name, s in shapes.items() if "_embedding." in name]
+    head = model.vocab_size * arguments["d_model"]
+    tied = head if "head.weight" not in shapes else 0
+    assert with_head == PARAMETERS[name] - sum(a * b for a, b in tables) + tied
+    attention = 12 * arguments["n_layers"] * 64 * model.blocks[0].attention.q_proj.out_features
+    assert model.flops_per_token(64) == 6 * (in_blocks + head) + attention

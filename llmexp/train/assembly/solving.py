@@ -12,6 +12,7 @@ import torch
 
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.models.common import parameter_counts
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
@@ -41,6 +42,7 @@ def run_facts(
     model, section = loss.model, fill(config.model, "model")
     flops, given = getattr(model, "flops_per_token", None), section.get("init_from")
     begins_with = config.fork.run is None and given is not None
+    with_head, in_blocks = parameter_counts(model)
     return Facts(
         parallelism=config.parallelism.kind,
         layout=place.layout,
@@ -51,6 +53,8 @@ def run_facts(
         data=redacted(corpus.description),
         model=redacted(label_of(section)),
         parameters=sum(p.numel() for p in model.parameters()),
+        parameters_with_head=with_head,
+        parameters_in_blocks=in_blocks,
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
         flops_per_token=flops(config.batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
