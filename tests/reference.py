@@ -78,23 +78,25 @@ class Reference:
 
 
 def train(
-    weights: dict[str, Tensor], stream: np.ndarray, *, real_batch: int, length: int,
+    weights: dict[str, Tensor], stream: np.ndarray, *, real_batch: int | list[int], length: int,
     total_sequences: int, lr: float,
     warmup: int, end_ratio: float, max_norm: float | None, ignore_id: int | None, n_layers: int,
     n_heads: int,
     beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, decay: float = 0.1,
+    lrs: list[float] | None = None,
 ) -> Reference:  # fmt: skip
     """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been
-    printed."""
+    printed. `real_batch` may be a list, of each step; so may the base rate, as `lrs`."""
     w = {k: v.double().clone().requires_grad_() for k, v in weights.items()}
     moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in w.items()}
-    available, steps = (len(stream) - 1) // length, math.ceil(total_sequences / real_batch)
-    found, update = Reference(), 0
-    for step in range(steps):
-        ids = [
-            k % available
-            for k in range(step * real_batch, min((step + 1) * real_batch, total_sequences))
-        ]
+    available = (len(stream) - 1) // length
+    if isinstance(real_batch, int):
+        real_batch = [real_batch] * math.ceil(total_sequences / real_batch)
+    found, update, steps = Reference(), 0, len(real_batch)
+    for step, size in enumerate(real_batch):
+        lr = lr if lrs is None else lrs[step]
+        first = sum(real_batch[:step])
+        ids = [k % available for k in range(first, min(first + size, total_sequences))]
         rows = torch.tensor(
             np.stack([stream[i * length : i * length + length + 1] for i in ids]).astype(np.int64)
         )

@@ -122,6 +122,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "batch.gradient_accumulation_steps": 4,
     },
     "batch.real_batch_size": {"batch.real_batch_size": 8, "batch.micro_batch_size": 4},
+    "batch.ramp": {"batch.ramp": "{0: 2, 24: 4}"},
     "train.max_epochs": {"train.max_epochs": 0.05, "train.max_steps": None},
     "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
     "metrics.outlier_sigma": {"metrics.outlier_sigma": 1e6},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import solve_budget
+from llmexp.run.stages import stages_of
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.values import ConfigError
 
@@ -72,7 +73,8 @@ BASE = dict(
 
 
 def budget(real=4, length=10, sequences=30, **more):
-    return solve_budget(Train(**{**BASE, **more}), real, length, sequences)
+    stages = stages_of({0: real}, length, 1, (0, 0, 0))
+    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences)
 
 
 def test_budgets():

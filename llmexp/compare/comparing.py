@@ -246,11 +246,11 @@ def _batch(records: Sequence[Record]) -> str:
     It is iso-batch where one real batch is cut in several ways, scaling where it varies, mixed for
     both, same otherwise.
     """
-    cuts: dict[int, set[str]] = defaultdict(set)
+    cuts: dict[object, set[str]] = defaultdict(set)
     for r in records:
         size = r.batch("real_batch_size")
         if isinstance(size, int):
-            cuts[size].add(settings.batch_cut(r))
+            cuts[size, r.config.get("batch.ramp")].add(settings.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

@@ -10,18 +10,20 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
 from llmexp.compare.inference import Model
-from llmexp.compare.position import positions, rows_until
+from llmexp.compare.position import positions, rows_until, tokens_of_step
 from llmexp.compare.records import TWIN, Effect, Floor, Place, Record, Setting
 from llmexp.compare.settings import batch_cut
 from llmexp.compare.statistics import estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
+from llmexp.settings.parts import DECAYS
 from llmexp.system.text import number
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated
@@ -38,9 +40,8 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     if not len(tokens) or len(where) != len(tokens):
         return None
     planned = number(record.facts.get("max_tokens"))
-    grain = number(record.facts.get("tokens_per_step")) or 0.0
-    schedule = str(record.config.get("schedule._target_", ""))
-    decays = planned is not None and not schedule.endswith(".constant")
+    grain = tokens_of_step(record)
+    decays = planned is not None and decays_at_last(record.config)
     row = len(tokens) if at is None else rows_until(where, at)
     if row:
         seen = float(tokens[row - 1])
@@ -52,6 +53,15 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
         evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
         seen = float(tokens[evaluated[-1]]) if len(evaluated) else seen
     return Place(seen, planned or seen or 1.0, grain, decays)
+
+
+def decays_at_last(config: Mapping[str, Any]) -> bool:
+    """Return whether the rate falls to the end of the budget, and so depends on it."""
+    if str(config.get("schedule._target_", "")).endswith(".constant"):
+        return False
+    if DECAYS.keys[0] not in config:  # linear, cosine, or a schedule of the user's
+        return True
+    return any(config.get(key) is not None and config[key] != 0 for key in DECAYS.keys)
 
 
 def alike(a: Place, b: Place) -> bool:

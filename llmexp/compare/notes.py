@@ -295,7 +295,8 @@ def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
 
 def _batch(f: Result) -> Iterator[str]:
     runs = [r for e in f.settings if not e.out for r in e.runs]
-    known = [size for r in runs if (size := number(r.facts.get("real_batch_size"))) is not None]
+    stages = [stage for r in runs for stage in r.facts.get("stages") or [r.facts]]
+    known = [size for s in stages if (size := number(s.get("real_batch_size"))) is not None]
     sizes = [f"{size:,.0f}" for size in (min(known), max(known))] if known else ["?"]
     if f.batch in _BATCH:
         yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))

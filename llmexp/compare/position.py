@@ -12,6 +12,7 @@ import numpy as np
 
 from llmexp.compare.records import Record
 from llmexp.compare.rows import elapsed
+from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.system.text import number
 
 
@@ -34,10 +35,13 @@ def positions(record: Record, align: str) -> np.ndarray:
     if align == "time":
         own = elapsed(record.columns, number(parent.get("step")) or 0.0)
         return own + (time_before(record) or 0.0)
-    per_step, most = record.facts.get("tokens_per_step"), record.facts.get("max_tokens")
-    if align == "tokens" and per_step and most and record.config.get("batch.document_mask"):
-        step, tokens = (number(parent.get(key)) or 0.0 for key in ("step", "tokens"))
-        return np.minimum(tokens + (record.columns["step"] - step) * per_step, most)
+    length, most = record.facts.get("sequence_length"), record.facts.get("max_tokens")
+    if align == "tokens" and length and most and record.config.get("batch.document_mask"):
+        before = ("step", "sequences", "tokens")
+        step, first, tokens = (int(number(parent.get(key)) or 0) for key in before)
+        stages, steps = recorded_stages(record.facts, (step, first)), record.columns["step"]
+        at = np.array([stage_at(stages, s).sequences_at(s) for s in steps.astype(int)])
+        return np.minimum(tokens + (at - first) * length, most)
     return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
 
 
@@ -90,7 +94,14 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
 
 def _step(record: Record, align: str) -> float:
     """Return the length of an optimizer step, in what positions are counted in."""
-    return 1.0 if align == "steps" else number(record.facts.get("tokens_per_step")) or 0.0
+    return 1.0 if align == "steps" else tokens_of_step(record)
+
+
+def tokens_of_step(record: Record) -> float:
+    """Return the tokens of the longest steps of a run; 0 where they are not known."""
+    per_step = number(record.facts.get("tokens_per_step")) or 0.0
+    sizes = [stage["real_batch_size"] for stage in record.facts.get("stages") or ()]
+    return max([per_step, *(size * record.facts["sequence_length"] for size in sizes)])
 
 
 def _last_common(

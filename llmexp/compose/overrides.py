@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -17,3 +18,18 @@ def parsed(overrides: Iterable[str]) -> list[Override]:
     """Return the overrides as Hydra reads them. Raises HydraException."""
     found: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     return found
+
+
+def replace_ramp(tree: Any, overrides: Sequence[str]) -> None:
+    """Put a batch ramp of the overrides in the place of that of a file, and of the sizes there.
+
+    Hydra merges the two. The sizes are those that follow from a ramp, unless they are given too.
+    """
+    ramps = [o for o in overrides if key_of(o) == "batch.ramp"]
+    if not ramps or not isinstance(tree.get("batch"), dict) or tree["batch"].get("ramp") is None:
+        return
+    given = {key_of(override) for override in overrides}
+    tree["batch"]["ramp"] = parsed(ramps)[-1].value()
+    for name in ("real_batch_size", "gradient_accumulation_steps"):
+        if f"batch.{name}" not in given:
+            tree["batch"][name] = None

@@ -99,6 +99,7 @@ class Cost:
     duration_s: float
     gpu_hours: float | None
     money: float | None
+    mean_step_s: float
 
     def figures(self) -> dict[str, Any]:
         """Return plain values with their units in their names.
@@ -120,16 +121,23 @@ def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | No
     often, each = part_counts(run, config), dataclasses.asdict(times)
     seconds = times.start_s + times.first_s + times.end_s
     seconds += sum(n * each[f"{kind}_s"] for kind, n in often.items())
+    mean_step_s = times.step_s
+    if run.ramp:  # a step takes as long as its sequences
+        last = run.first_step + often["step"]
+        sequences = run.sequences_at(last) - run.sequences_at(run.first_step)
+        mean_step_s *= sequences / run.real_batch_size / often["step"]
+        seconds += often["step"] * (mean_step_s - times.step_s)
     hours = gpus * seconds / 3600 if gpus else None
     money = None if price is None or hours is None else price * hours
     rate = run.tokens_per_step / times.step_s
-    return Cost(times, often, rate, seconds, hours, money)
+    return Cost(times, often, rate, seconds, hours, money, mean_step_s)
 
 
 def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs of the banner. `basis`: where the times come from, in words."""
     times, often = cost.times, cost.counts
-    parts = [f"{plural(often['step'], 'step')} of {seconds(times.step_s)}"]
+    mean = "" if cost.mean_step_s == times.step_s else " on average"
+    parts = [f"{plural(often['step'], 'step')} of {seconds(cost.mean_step_s)}{mean}"]
     names = {"evaluation": "evaluation", "tasks": "task score", "sample": "text"}
     for kind, name in {**names, "save": "checkpoint"}.items():
         each = getattr(times, f"{kind}_s")

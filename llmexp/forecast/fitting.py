@@ -112,7 +112,7 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
     why = ""
     for size in sizes[sizes.index(first) :]:
         sequences = _sequences(size, first, whole)
-        real = {"real_batch_size": sequences * parts.run.dp_size}
+        real = {"real_batch_size": sequences * parts.run.dp_size, "ramp": None}
         try:
             found = measured(with_knobs(_cut(parts, size, sequences), batch=real), "steps")
         except Died as death:
@@ -123,7 +123,8 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
         else:
             rate = parts.run.sequence_length * sequences / found["step_s"]
             if found["peak_bytes"] <= room.usable:
-                kind = deciding_work(_cut(parts, size, whole), parts.run.device_name)
+                of_a_step = parts.run.real_batch_size // parts.run.dp_size
+                kind = deciding_work(_cut(parts, size, of_a_step), parts.run.device_name)
                 remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
                 _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:

@@ -14,6 +14,7 @@ import torch
 from llmexp.forecast.process import process_bytes
 from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
 from llmexp.models.recompute import blocks_of
+from llmexp.run.batch import shared_sequences
 from llmexp.run.layout import solve_layout
 from llmexp.settings.execution import Parallelism
 from llmexp.system import hardware
@@ -69,6 +70,8 @@ class Forecast:
     def __init__(self, parts: Parts, precision: str, room: Room, compiled: bool) -> None:
         self.parts, self.precision, self.room, self.compiled = parts, precision, room, compiled
         self.cut = cut_of(parts)
+        # sequences of a rank that the steps of all stages can be cut into
+        self.whole = shared_sequences(parts.config.batch) // parts.run.dp_size
         with torch.device("meta"):
             self.has_blocks = bool(blocks_of(parts.build_model()))
         self._known: dict[Cut, Footprint] = {}
@@ -100,8 +103,7 @@ class Forecast:
 
         It divides the same real batch. None where one sequence is too many.
         """
-        whole = cut.micro * cut.accumulation
-        sizes = [n for n in range(1, min(at_most, whole) + 1) if whole % n == 0]
+        sizes = [n for n in range(1, min(at_most, self.whole) + 1) if self.whole % n == 0]
         low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
         while low < high:
             middle = (low + high) // 2

@@ -67,6 +67,8 @@ _ALL = (
     Key("skipped", "whether this step made no update"),
     Key("skipped_steps", "steps so far that made no update", "skipped steps", better="lower"),
     Key("target_tokens", "valid targets of this step's window"),
+    Key("real_batch_size", "sequences of this step's window, all ranks; with batch.ramp",
+        plot="Sequences per step"),
     Key("data_digest", "digest of the window's tokens, however it is cut"),
     Key("step_time", "mean seconds per step since the last row",
         unit="s", better="lower", digits=3, timing=True),

@@ -153,14 +153,17 @@ class NoiseScale:
         low, high = max(0.0, (b - root) / a), (b + root) / a
         return found | {"noise_scale_low": low, "noise_scale_high": high}
 
-    def verdict(self, real_batch_size: int) -> str:
-        """Return where `real_batch_size` stands to the noise scale, as a sentence."""
+    def verdict(self, real_batch_size: int, batch: float | None = None) -> str:
+        """Return where `real_batch_size` stands to the noise scale, as a sentence.
+
+        `batch`: whole sequences that its valid targets fill; None: those of the measured steps.
+        """
         found = self.figures()
         many = f"{self.measurements:,} measurement{'s' * (self.measurements != 1)}"
         name = f"real_batch_size {real_batch_size:,}"
         if not found:
             return f"whether {name} is large is not known: {many} found no noise scale"
-        batch = self._sums[7] / self._sums[0]
+        batch = self._sums[7] / self._sums[0] if batch is None else batch
         if abs(batch / real_batch_size - 1) > 0.01:  # masked targets
             name += f" (the targets of {batch:.3g} whole sequences)"
         scale = f"the gradient noise scale, {found['noise_scale']:.3g} sequences"

@@ -46,6 +46,10 @@ class Trailing:
         self._sum += new
         self._squares += new * new
 
+    def forget(self) -> None:
+        self.values.clear()
+        self._sum = self._squares = 0
+
     def about(self, sigma: float) -> tuple[float, float]:
         """Return the ends of `sigma` standard deviations about the mean. Needs two values."""
         n = len(self.values)
@@ -77,6 +81,12 @@ class Outliers:
         self._losses.add(loss)
         self._norms.add(norm)
         self._renew()
+
+    def forget(self) -> None:
+        """Judge no step until enough new ones are known: those to come are of another kind."""
+        for series in (self._losses, self._norms):
+            series.forget()
+        self.limits = None
 
     def _renew(self) -> None:
         if self.sigma is not None and len(self._losses.values) >= self._needed:

@@ -2,19 +2,22 @@
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
 would. This room imports the standard library and `settings` only. Next to read: batch (the batch
-equation), budget (steps and tokens), layout (ranks), banner (the run in words).
+equation), stages (batches that change), budget (steps and tokens), layout (ranks), banner (the run
+in words).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmexp.run.batch import solve_batch, too_large
+from llmexp.run.batch import rate_by_batch, solve_batch, too_large
 from llmexp.run.budget import solve_budget
 from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
+from llmexp.run.stages import BatchStage, stage_at, stages_of
 from llmexp.settings.config import Config, Train
+from llmexp.settings.convert import ramp_sizes
 from llmexp.settings.values import refuse
 
 
@@ -132,6 +135,11 @@ class Run(Facts):
     tokens_per_step: int = follows(
         "target tokens of a full optimizer step", "real_batch_size batch.sequence_length", _TOKENS
     )
+    ramp: str | None = solves("batch.ramp")
+    stages: tuple[BatchStage, ...] = follows(
+        "steps, sequences and micro-batches of each stage of a batch ramp",
+        "batch.ramp batch.micro_batch_size dp_size batch.sequence_length",
+    )
     max_steps: int = follows("optimizer steps of the whole run", _TAIL, _TEXT)
     max_tokens: int = follows("target tokens of the whole run", _TAIL, _TEXT)
     max_epochs: float = follows(
@@ -184,18 +192,13 @@ class Run(Facts):
         """Return the tokens of the budget less those of a parent."""
         return self.max_tokens - (0 if self.parent is None else self.parent.tokens)
 
-    @property
-    def skipped_sequences(self) -> int:
-        """Return what to add to step x real_batch_size for the place in the data, in sequences.
-
-        It is not 0 only in a fork whose batch differs from its parent's, and may be negative.
-        """
-        before = self.parent
-        return 0 if before is None else before.sequences - before.step * self.real_batch_size
+    def stage_at(self, step: int) -> BatchStage:
+        """Return the stage of the window that follows `step` steps."""
+        return stage_at(self.stages, step)
 
     def sequences_at(self, step: int) -> int:
         """Return the place in the order of sequences after a step."""
-        return min(step * self.real_batch_size + self.skipped_sequences, self.total_sequences)
+        return min(self.stage_at(step).sequences_at(step), self.total_sequences)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of the budget that are spent after a step, a parent's with them."""
@@ -210,8 +213,12 @@ class Run(Facts):
         if chosen.eval_every_tokens is None:
             every = chosen.eval_every
             return until // every - after // every if every else 0
-        tokens = [self.tokens_at(step) // chosen.eval_every_tokens for step in (after, until)]
-        return min(tokens[1] - tokens[0], until - after)
+        ends = [stage.first_step for stage in self.stages if after < stage.first_step < until]
+        edges = [after, *ends, until]  # within a stage all steps are of one size
+        tokens = [self.tokens_at(step) // chosen.eval_every_tokens for step in edges]
+        return sum(
+            min(tokens[i + 1] - tokens[i], edges[i + 1] - edges[i]) for i in range(len(ends) + 1)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
@@ -220,6 +227,8 @@ class Run(Facts):
         for key in ("initial", "memory", "parent", "compiled", "sources"):
             if not found[key]:
                 del found[key]
+        if self.ramp is None:
+            del found["ramp"], found["stages"]
         return ranks | found
 
 
@@ -252,6 +261,20 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
             raise refuse(f"train.{name}", step, text, first + 1)
 
 
+def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
+    """Return the stages of a run without an end; one, where there is no ramp."""
+    batch = solve_batch(config.batch, facts.layout.dp_size)
+    real, by = batch.real_batch_size, batch.micro_batch_size * facts.layout.dp_size
+    sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
+    before = facts.parent
+    begin = (before.step, before.sequences, before.tokens) if before else (0, 0, 0)
+    rule = config.optimizer.get("lr_rule", "none")
+    return tuple(
+        replace(stage, rate=rate_by_batch(rule, stage.real_batch_size / real))
+        for stage in stages_of(sizes, batch.sequence_length, by, begin)
+    )
+
+
 def solve(
     config: Config, facts: Facts, warmup_updates: Any, versions: dict[str, str], commit: str | None
 ) -> Run:
@@ -270,9 +293,10 @@ def solve(
             f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} "
             f"({facts.data})",
         )
-    if real > facts.train_sequences:
+    stages = endless_stages(config, facts)
+    if max(stage.real_batch_size for stage in stages) > facts.train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, facts.train_sequences)
-    budget = solve_budget(config.train, real, length, facts.train_sequences, facts.parent)
+    budget = solve_budget(config.train, stages, length, facts.train_sequences, facts.parent)
     check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
@@ -284,6 +308,8 @@ def solve(
         real_batch_size=real,
         sequence_length=length,
         tokens_per_step=real * length,
+        ramp=batch.ramp,
+        stages=tuple(stage for stage in stages if stage.first_step < budget.max_steps),
         **vars(budget),
         max_tokens=tokens + (facts.parent.tokens if facts.parent else 0),
         max_epochs=budget.total_sequences / facts.train_sequences,

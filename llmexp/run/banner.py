@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmexp.run import Parent, Run, SourceShare
+from llmexp.settings.labels import plural
 
 
 def batch_equation(run: Run) -> str:
@@ -11,8 +12,23 @@ def batch_equation(run: Run) -> str:
         f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps "
         f"{run.gradient_accumulation_steps} x dp_size {run.dp_size} = real_batch_size "
         f"{run.real_batch_size} sequences x sequence_length {run.sequence_length} = "
-        f"{run.tokens_per_step:,} tokens per step"
+        f"{run.tokens_per_step:,} tokens per step{', at the end of the ramp' if run.ramp else ''}"
     )
+
+
+def _stage_texts(run: Run) -> list[str]:
+    """Return each stage of a ramp in words; none without a ramp."""
+    ends = [stage.first_step for stage in run.stages[1:]] + [run.max_steps]
+    texts = []
+    for stage, end in zip(run.stages, ends, strict=True) if run.ramp else ():
+        size, accumulation = stage.real_batch_size, stage.gradient_accumulation_steps
+        text = (
+            f"from token {run.tokens_at(stage.first_step):,} on {size} sequences a step, "
+            f"{run.micro_batch_size} x {accumulation} x {run.dp_size}: "
+            f"{plural(end - stage.first_step, 'step')}"
+        )
+        texts.append(text if run.rates is None else f"{text}, rate x {stage.rate:.4g}")
+    return texts
 
 
 def ranks_sentence(run: Run) -> str:
@@ -53,10 +69,11 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     an_epoch = f"{run.train_sequences / run.real_batch_size:,.2f}".rstrip("0").rstrip(".")
     budget = (
         f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} "
-        f"epochs ({an_epoch} steps per epoch)"
+        f"epochs{'' if run.ramp else f' ({an_epoch} steps per epoch)'}"
     )
     if run.tail_sequences:
-        budget += f"; the last window has {run.tail_sequences} of {run.real_batch_size} sequences"
+        size = run.stage_at(run.max_steps - 1).real_batch_size
+        budget += f"; the last window has {run.tail_sequences} of {size} sequences"
     if run.dropped_sequences:
         budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
     train = (
@@ -78,6 +95,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         *([("begins with", run.initial)] if run.initial else []),
         *([("goes on from", _parent_text(run.parent))] if run.parent else []),
         ("batch", batch_equation(run)),
+        *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
         *([("rate", run.rates)] if run.rates else []),
         ("warm-up", warmup),

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmexp.settings.config import Batch
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.values import AUTO, ConfigError, refuse
+from llmexp.settings.convert import checked_knob, ramp_sizes
+from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
 from llmexp.settings.variables import fill
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
@@ -27,8 +27,10 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     """Solve micro_batch_size x gradient_accumulation_steps x dp_size = real_batch_size.
 
     Raises ConfigError for what does not divide, with the nearest totals, or contradicts, with the
-    product.
+    product. With a ramp, `real_batch_size` and the accumulation are those of its last stage.
     """
+    if batch.ramp is not None:
+        return _solve_ramp(batch, ramp_sizes(batch.ramp), dp_size)
     micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
     real = batch.real_batch_size
     if isinstance(micro, str):
@@ -56,6 +58,42 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     return SolvedBatch(**vars(batch) | solved | {"real_batch_size": real})
 
 
+def _solve_ramp(batch: Batch, ramp: dict[int, int], dp_size: int) -> SolvedBatch:
+    """Solve a batch of which each stage has so many micro-batches. Raises ConfigError."""
+    micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
+    sizes = list(ramp.values())
+    if batch.real_batch_size not in (None, sizes[-1]):
+        text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
+        raise refuse("batch.real_batch_size", batch.real_batch_size, text, "null")
+    if not isinstance(micro, int):
+        _check_ramp(ramp, dp_size, f"dp_size {dp_size}")
+        micro = _uncut(batch, dp_size) if micro == AUTO else shared_sequences(batch) // dp_size
+    _check_ramp(ramp, micro * dp_size, f"micro_batch_size {micro} x dp_size {dp_size}")
+    steps = [size // (micro * dp_size) for size in sizes]
+    if accum not in (None, steps[-1]):
+        counts = " and ".join(map(str, steps))
+        text = f"batch.ramp has stages of {counts} micro-batches of {micro} sequences; leave it out"
+        raise refuse("batch.gradient_accumulation_steps", accum, text, "null")
+    solved = {"micro_batch_size": micro, "gradient_accumulation_steps": steps[-1]}
+    return SolvedBatch(**vars(batch) | solved | {"real_batch_size": sizes[-1]})
+
+
+def _check_ramp(ramp: dict[int, int], by: int, what: str) -> None:
+    """Raise ConfigError where a stage does not divide into micro-batches of all ranks."""
+    for tokens, size in ramp.items():
+        if size % by:
+            near = {key: -(-value // by) * by for key, value in ramp.items()}
+            text = f"{size} sequences from token {tokens:,} on are not a multiple of {what} = {by}"
+            raise refuse("batch.ramp", override_value(ramp), text, near)
+
+
+def shared_sequences(batch: Batch) -> int:
+    """Return the most sequences that the steps of all stages can be cut into."""
+    if batch.ramp is not None:
+        return math.gcd(*ramp_sizes(batch.ramp).values())
+    return batch.real_batch_size or 1
+
+
 def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: int) -> ConfigError:
     """Return the refusal of a batch that the data do not fill, by the key that was given."""
     micro, accum = solved.micro_batch_size, solved.gradient_accumulation_steps
@@ -65,6 +103,13 @@ def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: 
         f"is more than the {train_sequences} training sequences of {solved.sequence_length} "
         "tokens; more data, a shorter batch.sequence_length or a smaller batch is needed"
     )
+    if given.ramp is not None:
+        ramp, by = ramp_sizes(given.ramp), dp_size
+        if isinstance(given.micro_batch_size, int):
+            by *= given.micro_batch_size
+        most = max(by, train_sequences // by * by)
+        fitting_ramp = {tokens: min(size, most) for tokens, size in ramp.items()}
+        return refuse("batch.ramp", given.ramp, f"{max(ramp.values())} {why}", fitting_ramp)
     if given.real_batch_size is not None:
         return refuse("batch.real_batch_size", real, why, train_sequences)
     why = f"{product} = {real} {why}"
@@ -82,7 +127,7 @@ def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
     """
     if dp_size is None:
         return replace(batch, micro_batch_size=None, gradient_accumulation_steps=None)
-    micro, real = int(batch.micro_batch_size or 1), batch.real_batch_size or 1
+    micro, real = int(batch.micro_batch_size or 1), shared_sequences(batch)
     fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
     return replace(
         batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None
@@ -94,10 +139,10 @@ def _uncut(batch: Batch, dp_size: int) -> int:
     if (accum := batch.gradient_accumulation_steps) is not None:
         text = "is solved with batch.micro_batch_size=auto; leave it out"
         raise refuse("batch.gradient_accumulation_steps", accum, text)
-    if batch.real_batch_size is None:
+    if batch.real_batch_size is None and batch.ramp is None:
         text = "cuts batch.real_batch_size, which is needed beside it"
         raise refuse("batch.micro_batch_size", AUTO, text, f"{AUTO} batch.real_batch_size=64")
-    return _divide(batch.real_batch_size, dp_size, f"dp_size {dp_size}")
+    return _divide(shared_sequences(batch), dp_size, f"dp_size {dp_size}")
 
 
 def _divide(real: int, by: int, what: str) -> int:
@@ -111,6 +156,11 @@ def _divide(real: int, by: int, what: str) -> int:
         f"is not a multiple of {what} = {by}; the nearest are {near}",
         above,
     )
+
+
+def rate_by_batch(rule: str, ratio: float) -> float:
+    """Return the factor on a rate, by `optimizer.lr_rule`, of a batch `ratio` times as large."""
+    return {"linear": ratio, "sqrt": math.sqrt(ratio)}.get(rule, 1.0)
 
 
 def solve_rates(
@@ -128,8 +178,7 @@ def solve_rates(
     if reference is None:
         text = f"optimizer.lr_rule={rule} needs the batch that optimizer.lr was chosen for"
         raise refuse("optimizer.reference_batch", None, text, 32)
-    ratio = real_batch_size / reference
-    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    factor = rate_by_batch(rule, real_batch_size / reference)
     rates = {
         key: rate
         for key, value in optimizer.items()

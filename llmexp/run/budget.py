@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from llmexp.run.stages import BatchStage, stage_at
 from llmexp.settings.config import Train
 from llmexp.settings.values import ConfigError, refuse
 
@@ -53,15 +54,16 @@ def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
 
 def solve_budget(
     train: Train,
-    real_batch_size: int,
+    stages: Sequence[BatchStage],
     sequence_length: int,
     train_sequences: int,
     parent: Any = None,
 ) -> Budget:
     """Return the one budget that is given, in sequences and optimizer steps.
 
-    In a fork it counts what its `parent` (`run.Parent`) and those before it have done. Raises
-    ConfigError where several budgets are given, and where nothing is left to train.
+    In a fork it counts what its `parent` (`run.Parent`) and those before it have done. `stages`:
+    of the run without an end. Raises ConfigError where several budgets are given, and where nothing
+    is left to train.
     """
     given = {
         key: value
@@ -80,7 +82,8 @@ def solve_budget(
     elif train.max_tokens is not None:
         total = first + (train.max_tokens - tokens) // sequence_length
     else:
-        total = first + ((train.max_steps or DEFAULT_MAX_STEPS) - before) * real_batch_size
+        steps = train.max_steps or DEFAULT_MAX_STEPS
+        total = stage_at(stages, steps).sequences_at(steps)
     key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
     if total <= first and parent:
         gone = {"train.max_steps": before, "train.max_tokens": tokens}
@@ -96,11 +99,12 @@ def solve_budget(
         )
     if total < 1:
         raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
-    steps, rest = divmod(total - first, real_batch_size)
-    full = before + steps
+    last = [stage for stage in stages if stage.first_sequence < total][-1]
+    steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
+    full = last.first_step + steps
     if rest and train.tail == "drop":
-        if not steps:
-            text = f"with train.tail=drop no window of {real_batch_size} sequences is full"
+        if full == before:
+            text = f"with train.tail=drop no window of {last.real_batch_size} sequences is full"
             raise refuse(key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
     return Budget(total, full + bool(rest), rest, 0)

@@ -39,6 +39,12 @@ class Batch:
     real_batch_size: int | None = count(
         "sequences per optimizer step over all ranks; null: the product", 32
     )
+    ramp: str | None = knob(
+        "sequences per optimizer step from so many tokens on, such as {0: 32, 1e6: 64}; the "
+        "accumulation of each stage follows; null: real_batch_size throughout",
+        "{0: 32, 1e6: 64}",
+        default=None,
+    )
     sequence_length: int = count("tokens per sequence", 128)
     memory_gib: float | None = knob(
         "GiB of a rank for auto; null: nine tenths",

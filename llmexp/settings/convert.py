@@ -25,6 +25,7 @@ from llmexp.settings.values import (
     hint,
     nearest,
     nested,
+    override_value,
     refuse,
 )
 from llmexp.settings.variables import VARIABLE, fill
@@ -120,6 +121,8 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
         return value
     if key == "hooks":
         return _hooks(value)
+    if key == "batch.ramp" and value is not None:
+        return override_value(ramp_sizes(fill(value, key)))
     takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)
@@ -141,6 +144,36 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     found = _scalar(kind, value, key, knob)
     check_range(value, key, knob)
     return found
+
+
+def ramp_sizes(value: Any) -> dict[int, int]:
+    """Return the sequences a step of a batch ramp by the tokens from which on they hold, in order.
+
+    `value`: such a mapping, or its text. Raises ConfigError.
+    """
+    example = {0: 32, 1_000_000: 64}
+    try:
+        pairs = value
+        if isinstance(value, str):
+            pairs = dict(pair.split(":") for pair in value.strip(" {}").split(","))
+        sizes = {_whole(tokens): _whole(size) for tokens, size in pairs.items()}
+        if not sizes or len(sizes) < len(pairs):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        text = "whole numbers of sequences by whole numbers of tokens are needed"
+        raise refuse("batch.ramp", value, text, example) from None
+    if min(sizes) != 0:
+        raise refuse("batch.ramp", value, "must begin at token 0", example)
+    if min(sizes.values()) < 1:
+        raise refuse("batch.ramp", value, "a step needs at least one sequence", example)
+    return dict(sorted(sizes.items()))
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number, also one such as 1e6 or its text. Raises ValueError."""
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError
+    return int(float(value))
 
 
 def _open_section(value: Any, key: str) -> dict[str, Any]:

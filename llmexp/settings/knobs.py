@@ -111,7 +111,7 @@ def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a rule for the rate amounts to where the real batch is its reference: no rule."""
     real, reference = flat.get("batch.real_batch_size"), flat.get("optimizer.reference_batch")
-    rule = flat.get("optimizer.lr_rule", "none") != "none"
+    rule = flat.get("optimizer.lr_rule", "none") != "none" and not flat.get("batch.ramp")
     return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
 
 

@@ -144,11 +144,12 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
 def cells(planned: Planned) -> dict[str, str]:
     """Return the cells of a point's row."""
     run, memory, cost = planned.run, planned.memory, planned.cost
-    figures = (
-        run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size,
-        run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens,
-    )  # fmt: skip
-    texts = [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
+    stages = run.stages[0], run.stages[-1]
+    accumulation = [f"{stage.gradient_accumulation_steps:,}" for stage in stages]
+    real = [f"{stage.real_batch_size:,}" for stage in stages]
+    figures = run.sequence_length, run.max_steps, run.max_tokens
+    texts = [f"{run.micro_batch_size:,}", _range(accumulation), f"{run.dp_size:,}", _range(real)]
+    texts += [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
     row = dict(zip(COLUMNS, texts, strict=False))
     if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
@@ -161,6 +162,10 @@ def cells(planned: Planned) -> dict[str, str]:
         if cost.money is not None:
             row["cost"] = f"{cost.money:,.2f}"
     return row
+
+
+def _range(texts: list[str]) -> str:
+    return " to ".join(dict.fromkeys(texts))
 
 
 def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:

@@ -38,14 +38,18 @@ def calibrate(loop: Loop) -> str:
     at, last, stopped = _steps(loop)
     if stopped:
         return "preempted"
-    taken = [b - a for a, b in itertools.pairwise(at)]
-    steady = taken[WARM_UP:] or taken[-1:]
+    taken, run, begin = [b - a for a, b in itertools.pairwise(at)], loop.run, loop.run.first_step
+    # the share that each has of a step of `real_batch_size`
+    shares = [
+        run.stage_at(begin + i).real_batch_size / run.real_batch_size for i in range(len(taken))
+    ]
+    each = [time_s / share for time_s, share in zip(taken, shares, strict=True)]
+    steady = each[WARM_UP:] or each[-1:]
     step_s = statistics.median(steady)
-    first = taken[:WARM_UP]
     found: dict[str, Any] = {
         "timed_steps": len(steady),
         "step_s": step_s,
-        "first_s": max(0.0, sum(first) - len(first) * step_s),
+        "first_s": max(0.0, sum(taken[:WARM_UP]) - sum(shares[:WARM_UP]) * step_s),
         "peak_bytes": _peak_bytes(loop),
     }
     if os.environ[ASKED] == "all":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.checkpoint.loading import Loaded
+from llmexp.run import endless_stages
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, refuse, typed
@@ -25,7 +26,7 @@ def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loade
     budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
     before = solve_budget(
         dataclasses.replace(config.train, **budgets),
-        run.real_batch_size,
+        endless_stages(config, run),
         run.sequence_length,
         run.train_sequences,
         run.parent,

@@ -105,7 +105,9 @@ def look_into(
         if asked["lr"] is not None:
             base = setup.optimizers[0].param_groups[0]["initial_lr"]
             rate = asked["lr"] / base
-            loop.setup = dataclasses.replace(loop.setup, rate_factor=lambda updates: rate)
+            loop.setup = dataclasses.replace(
+                loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
+            )
         seen, lr = take(loop, itertools.chain([window], windows))
         loop.setup = setup
         if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it

@@ -23,6 +23,9 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     """
     run, setup, progress, seen = loop.run, loop.setup, loop.progress, step.read()
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
+    if run.ramp:
+        before = run.sequences_at(progress.step - 1)
+        row["real_batch_size"] = run.sequences_at(progress.step) - before
     row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
     if seen.code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = seen.loss
@@ -52,5 +55,9 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     memory = torch.tensor(hardware.peak_memory_gib(loop.mesh.device), dtype=torch.float64)
     row["peak_memory_gib"] = float(mesh.maximum(loop.mesh, memory))
     row["amp"] = int(run.precision in ("bf16", "fp16"))
-    row["eta"] = (run.max_steps - progress.step) * row["step_time"]
+    left: float = run.max_steps - progress.step
+    if run.ramp:  # later steps may take longer
+        sequences = run.total_sequences - run.sequences_at(progress.step)
+        left = sequences / run.stage_at(progress.step - 1).real_batch_size
+    row["eta"] = left * row["step_time"]
     return row

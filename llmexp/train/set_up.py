@@ -70,5 +70,6 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         layers=Layers(joined, loss, parts.precision, every, spikes) if every or spikes else None,
         arithmetic=parts.precision,
         rate_factor=parts.rate_factor,
+        stage_rate=lambda step: parts.run.stage_at(step).rate,
         skip_outliers=config.metrics.skip_outliers,
     )

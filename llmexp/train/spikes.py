@@ -28,10 +28,10 @@ def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
     `limits` held for the step. Raises Unwritable.
     """
     progress = loop.progress
-    if limits is None:
-        return
-    above = seen.loss > limits.loss[1] or seen.grad_norm > limits.norm[1]
-    if above and progress.spike_level is None:
+    above = False
+    if limits is not None:
+        above = seen.loss > limits.loss[1] or seen.grad_norm > limits.norm[1]
+    if limits is not None and above and progress.spike_level is None:
         progress.spikes += 1
         progress.spike_level = sum(limits.loss) / 2
         record_spike(loop, seen, limits)

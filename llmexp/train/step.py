@@ -53,6 +53,7 @@ class Setup:
     layers: Layers | None
     arithmetic: str  # fp32, bf16, ...: the kind of precision
     rate_factor: Callable[[int], float]  # on the learning rate, after so many updates
+    stage_rate: Callable[[int], float]  # on it, too, by the batch of a window
     skip_outliers: bool
 
 
@@ -148,7 +149,8 @@ def train_step(
     updates = settle_last()
     norm_after, clipped, factor = clip_gradients(setup, gradients, norm)
 
-    lr = optim.set_rate(setup.optimizers, setup.rate_factor(updates))
+    factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
+    lr = optim.set_rate(setup.optimizers, factor_of_rate)
     limits = setup.outliers.limits  # by the settled steps: all before this one
     if limits is not None and setup.skip_outliers:
         skip = skip_outliers(setup.mesh, skip, loss, norm, limits)

@@ -83,9 +83,20 @@ def details(loop: Loop) -> dict[str, Any]:
             key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
         }
         noise_found["measurements"] = noise.measurements
-        noise_found["verdict"] = noise.verdict(loop.run.real_batch_size)
+        noise_found["verdict"] = noise.verdict(*batch_now(loop))
         found["noise"] = noise_found
     return found
+
+
+def batch_now(loop: Loop) -> tuple[int, float | None]:
+    """Return the sequences of the last step; with a ramp also how many of them are targets."""
+    run, step = loop.run, loop.progress.step
+    if not run.ramp:
+        return run.real_batch_size, None
+    size = run.stage_at(step - 1).real_batch_size
+    first = run.parent.tokens_seen if run.parent else 0
+    tokens = run.tokens_at(step) - run.tokens_at(run.first_step)
+    return size, size * (loop.meter.tokens_seen() - first) / tokens
 
 
 def measured_sections(loop: Loop) -> list[tuple[str, str]]:

@@ -157,6 +157,8 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:
             loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+    if any(stage.first_step == progress.step for stage in loop.run.stages[1:]):
+        outliers.forget()  # the next step has another batch, and other norms
     if seen.applied:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
         loop.setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)

@@ -7,33 +7,39 @@ from collections.abc import Iterator
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
+from llmexp.run.stages import BatchStage
 from llmexp.train.assembly.assemble import Parts
 
 
-def order_of(parts: Parts) -> Sampler:
-    """Return the order in which a run reads its training data."""
+def order_of(parts: Parts, stage: BatchStage | None = None) -> Sampler:
+    """Return the order in which a run reads its training data; the windows are those of a stage."""
     run, config = parts.run, parts.config
+    stage = stage or run.stages[0]
     return Sampler(
         parts.corpus.train,
         run.sequence_length,
-        run.real_batch_size,
+        stage.real_batch_size,
         run.total_sequences,
         config.train.seed,
         config.data.get("shuffle", True),
         parts.mask,
         parts.corpus.mixed,
-        run.skipped_sequences,
+        stage.offset,
     )
 
 
 def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
     run = parts.run
-    return read_windows(
-        order_of(parts),
-        RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size),
-        start_step,
-        run.max_steps,
-        digest=parts.config.train.data_digest,
-        pin_memory=joined.device.type == "cuda",
-    )
+    part = RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size)
+    ends = [stage.first_step for stage in run.stages[1:]] + [run.max_steps]
+    for stage, end in zip(run.stages, ends, strict=True):
+        if start_step < end:
+            yield from read_windows(
+                order_of(parts, stage),
+                part,
+                max(start_step, stage.first_step),
+                end,
+                digest=parts.config.train.data_digest,
+                pin_memory=joined.device.type == "cuda",
+            )

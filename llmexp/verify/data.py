@@ -170,23 +170,29 @@ def check_order(parts: Parts) -> list[Check]:
     Windows are looked at over all ranks.
     """
     run, order = parts.run, order_of(parts)
-    n, real = run.train_sequences, run.real_batch_size
+    n, real, begin = run.train_sequences, run.real_batch_size, run.first_step
     if order.mixed is None:
         checks = [covers(epoch, order.seed, n, order.shuffle) for epoch in (0, 1)]
     else:
         checks = [mixes(order, name) for name in order.mixed.tokens]
-    some = np.random.default_rng(0).integers(0, run.max_steps, WINDOWS).tolist()
-    boundary = n // real  # the window with the first sequence of epoch 1
-    sampled = sorted(s for s in {0, boundary, run.max_steps - 1, *some} if s < run.max_steps)
+    some = np.random.default_rng(0).integers(begin, run.max_steps, WINDOWS).tolist()
+    stages = [stage for stage in run.stages if stage.first_sequence <= n]
+    # the window with the first sequence of epoch 1
+    boundary = [(n - s.offset) // s.real_batch_size for s in stages[-1:]]
+    edges = [step for stage in run.stages for step in (stage.first_step, stage.first_step - 1)]
+    sampled = sorted(
+        s for s in {*edges, *boundary, run.max_steps - 1, *some} if begin <= s < run.max_steps
+    )
     ranks = sorted({round(i * (run.dp_size - 1) / (RANKS - 1)) for i in range(RANKS)})
     differing = []
     for step in sampled:
         for rank in ranks:
             cut = RankSlice(run.micro_batch_size, rank, run.dp_size)
-            if text := other_window(order, cut, step):
+            if text := other_window(order_of(parts, run.stage_at(step)), cut, step):
                 differing.append(f"step {step + 1:,} on rank {rank}: {text}")
     cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
-    what = f"windows, cut into {cut_text}, hold the sequences [s x {real}, (s + 1) x {real})"
+    place = "of their place in the ramp" if run.ramp else f"[s x {real}, (s + 1) x {real})"
+    what = f"windows, cut into {cut_text}, hold the sequences {place}"
     looked = len(sampled) * len(ranks)
     return [*checks, none_differ(what, differing, looked, "sampled, the last one among them")]
 
@@ -246,7 +252,7 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     """
     (window,) = read_windows(order, cut, step, step + 1)
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
-    first = step * order.real_batch_size + cut.rank * per_rank
+    first = order.offset + step * order.real_batch_size + cut.rank * per_rank
     last = max(first, min(first + per_rank, order.total_sequences))
     starts = starts_of(order, np.arange(first, last))
     tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))

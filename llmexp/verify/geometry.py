@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
+from llmexp.run.batch import shared_sequences
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
@@ -35,7 +36,7 @@ from llmexp.verify.reference import (
     train_plainly,
     windows_in_order,
 )
-from llmexp.verify.runs import rows, shrunk, train_folder, trial
+from llmexp.verify.runs import ramp_over, rows, shrunk, train_folder, trial, window_sizes
 from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, checks_of_run, derived, off_from
 
 STEPS = 4
@@ -70,18 +71,20 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     if (kind := config.clip.kind) not in ("norm", "value", "none"):
         raise refuse("clip.kind", kind, "the reference of verify has no such rule", "norm")
     own = assemble(config)
-    real = real_batch(own.run.real_batch_size)
-    tail = real // 2 - 1  # so the second half of the ranks has no rows in it
+    shared = shared_sequences(own.config.batch)
+    real = real_batch(shared)  # of all stages, where there is a ramp
+    sizes = window_sizes(own.config.batch, steps, real // shared)
+    tail = sizes[-1] // 2 - 1  # so the second half of the ranks has no rows in it
     length = own.run.sequence_length
-    planned = one_batch_plan(config, steps, real, tail)
+    planned = one_batch_plan(config, sizes, real, tail)
     parts = assemble(in_precision(planned, "fp64", own.precision))
-    windows = windows_in_order(parts, steps, real, tail)
+    windows = windows_in_order(parts, [*sizes[:-1], tail])
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
     planned = with_knobs(planned, data={"ignore_id": ignore_id})
     print_wrapped(describe_windows(windows, ignore_id, parts.document_end))
     refuse_random(parts, windows[0][:1, :-1])
 
-    cuts, left_out = cuts_of(own, real)
+    cuts, left_out = cuts_of(own, real, sizes)
     kinds = ["fp64", *({own.precision} - {"fp64"})]
     for kind in kinds:
         for cut in cuts:
@@ -103,24 +106,31 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         found = [run_beside(parts, run_folder(path, kind, cut), start, want) for cut in cuts]
         limits = FLOOR
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
-            sizes = errors(kind, real * length)
+            rounding = errors(kind, max(sizes) * length)
             print_wrapped(
                 f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference"
             )
-            limits = derived(reference, want, start, sizes, FLOOR if kind == "fp64" else NO_FLOOR)
+            limits = derived(
+                reference, want, start, rounding, FLOOR if kind == "fp64" else NO_FLOOR
+            )
         for cut, off in zip(cuts, found, strict=True):
             checks += checks_of_run(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
     return checks + left_out
 
 
-def one_batch_plan(config: Config, steps: int, real: int, tail: int) -> Config:
-    """Return the config as a run of one batch a step, of which the last has `tail` sequences."""
+def one_batch_plan(config: Config, sizes: Sequence[int], real: int, tail: int) -> Config:
+    """Return the config as a run of one batch a step, of which the last has `tail` sequences.
+
+    Steps of a ramp, which have `sizes`, are cut into batches of `real` sequences, as all can be.
+    """
     length = config.batch.sequence_length
-    tokens = ((steps - 1) * real + tail) * length
+    tokens = (sum(sizes[:-1]) + tail) * length
+    batch = {"gradient_accumulation_steps": 1, "real_batch_size": real}
     return trial(
         config,
-        steps,
-        batch={"micro_batch_size": real, "gradient_accumulation_steps": 1, "real_batch_size": real},
+        len(sizes),
+        batch={"micro_batch_size": real}
+        | (batch if config.batch.ramp is None else ramp_over(sizes, length)),
         train={"max_steps": None, "max_tokens": tokens, "tail": "keep", "eval_tokens": length},
         # a skipped overflow would prove nothing
         precision={"init_scale": min(config.precision.init_scale, 1024.0)},
@@ -150,15 +160,23 @@ def real_batch(own: int) -> int:
     return next(own * k for k in range(1, 5) if own * k >= 4 and own * k % 2 == 0)
 
 
-def cuts_of(own: Parts, real: int) -> tuple[list[WindowCut], list[Check]]:
-    """Return the cuts to compare, and checks that say which cannot be made here."""
+def cuts_of(own: Parts, real: int, sizes: Sequence[int]) -> tuple[list[WindowCut], list[Check]]:
+    """Return the cuts to compare, and checks that say which cannot be made here.
+
+    `sizes`: of the steps, all multiples of `real`.
+    """
     run, layout = own.run, own.run.layout
+
+    def steps_of(micro: int, ranks: int = 1) -> str:
+        counts = sorted({size // (micro * ranks) for size in sizes})
+        return f"{micro} x {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+
     smallest = next(
-        m for m in range(1, real + 1) if real % m == 0 and real // m <= MOST_MICRO_BATCHES
+        m for m in range(1, real + 1) if real % m == 0 and max(sizes) // m <= MOST_MICRO_BATCHES
     )
     cuts = [
-        WindowCut(f"one batch ({real} x 1)", real, ONE_RANK),
-        WindowCut(f"accumulation ({smallest} x {real // smallest})", smallest, ONE_RANK),
+        WindowCut(f"one batch ({steps_of(real)})", real, ONE_RANK),
+        WindowCut(f"accumulation ({steps_of(smallest)})", smallest, ONE_RANK),
     ]
     left_out: list[Check] = []
     micro, kind, dp = run.micro_batch_size, own.config.parallelism.kind, run.dp_size
@@ -168,13 +186,13 @@ def cuts_of(own: Parts, real: int) -> tuple[list[WindowCut], list[Check]]:
     elif run.world_size > 1 or micro not in (smallest, real):
         ranks = f" x {run.world_size} ranks, {kind}" if run.world_size > 1 else ""
         shared = {key: getattr(own.config.parallelism, key) for key in ONE_RANK}
-        cuts.append(WindowCut(f"own cut ({micro} x {real // (micro * dp)}{ranks})", micro, shared))
+        cuts.append(WindowCut(f"own cut ({steps_of(micro, dp)}{ranks})", micro, shared))
     half = real // 4 if real % 4 == 0 else real // 2
     if own.device.type == "cuda" and torch.cuda.device_count() < 2:
         text = "there is one CUDA device; train.device=cpu shows it on a CPU"
         left_out.append(Check("two ranks", None, note=text))
     elif (kind, layout.nproc_per_node, layout.nnodes) != ("ddp", 2, 1):
-        name = f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)"
+        name = f"two ranks ({steps_of(half, 2)} x 2 ranks, ddp)"
         cuts.append(WindowCut(name, half, TWO_RANKS))
     return cuts, left_out
 
@@ -227,8 +245,9 @@ def describe_windows(
     length = windows[0].shape[1] - 1
     counted = [(targets_of(w, ignore_id, document_end) != -100).sum(1) for w in windows]
     valid = torch.cat(counted)
+    many = " to ".join(dict.fromkeys(str(len(windows[i])) for i in (0, -2)))
     return (
-        f"{len(windows)} steps of {len(windows[0])} sequences of {length} tokens, "
+        f"{len(windows)} steps of {many} sequences of {length} tokens, "
         f"{len(windows[-1])} in the last; targets with id {ignore_id} masked: {int(valid.min())} "
         f"to {int(valid.max())} valid in a sequence"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -50,16 +51,17 @@ class Followed:
     end: dict[str, Tensor] = field(default_factory=dict)
 
 
-def windows_in_order(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:
+def windows_in_order(parts: Parts, sizes: Sequence[int]) -> list[Tensor]:
     """Return the sequences of each step, int64 (rows, sequence_length + 1), in the run's order.
 
-    The last step has `tail` of them.
+    `sizes`: sequences of each step.
     """
-    order, total = order_of(parts), (steps - 1) * real_batch + tail
-    starts = starts_of(order, np.arange(total))
+    order = order_of(parts)
+    starts = starts_of(order, np.arange(sum(sizes)))
     ids = [order.stream.read(start, order.sequence_length + 1) for start in starts]
     rows = list(map(torch.from_numpy, ids))
-    return [torch.stack(rows[first : first + real_batch]) for first in range(0, total, real_batch)]
+    left = iter(rows)
+    return [torch.stack(list(itertools.islice(left, size))) for size in sizes]
 
 
 def starts_of(order: Sampler, k: np.ndarray) -> list[int]:
@@ -217,11 +219,11 @@ def train_plainly(
     in_update = None
     if off is not None:
         in_update = Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
-    for rows in windows:
+    for step, rows in enumerate(windows):
         rows = rows.to(device)
         targets = targets_of(rows, ignore_id, parts.document_end)
         count = int((targets != -100).sum())
-        factor = parts.rate_factor(update)
+        factor = parts.rate_factor(update) * parts.run.stage_at(step).rate
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
         found.rates.append(groups[0]["lr"])

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmexp.run.batch import shared_sequences
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.config import Batch, Config, plain
+from llmexp.settings.convert import ramp_sizes, with_knobs
+from llmexp.settings.values import ConfigError, override_value, refuse
 from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
 from llmexp.system.fileio import last_line
 from llmexp.verify import record
@@ -42,7 +43,33 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
         "tracker": {"kind": "none"},
         "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
     }  # fmt: skip
+    if config.batch.ramp is not None:
+        sizes = window_sizes(config.batch, steps)
+        quiet["batch"] = ramp_over(sizes, config.batch.sequence_length)
     return with_knobs(with_knobs(config, **quiet), **sections)
+
+
+def window_sizes(batch: Batch, steps: int, factor: int = 1) -> list[int]:
+    """Return the sequences of so many steps; the stages of a ramp have like numbers of them.
+
+    `factor`: on the sizes of the batch.
+    """
+    sizes = [batch.real_batch_size or 1]
+    if batch.ramp is not None:
+        sizes = list(ramp_sizes(batch.ramp).values())
+    return [factor * sizes[step * len(sizes) // steps] for step in range(steps)]
+
+
+def ramp_over(sizes: Sequence[int], length: int) -> dict[str, Any]:
+    """Return the knobs of a batch whose steps have these sequences, of `length` tokens each."""
+    ramp, tokens = dict[int, int](), 0
+    for size in sizes:
+        if size not in [*ramp.values()][-1:]:
+            ramp[tokens] = size
+        tokens += size * length
+    return {
+        "ramp": override_value(ramp), "real_batch_size": None, "gradient_accumulation_steps": None,
+    }  # fmt: skip
 
 
 def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
@@ -69,7 +96,13 @@ def shrunk(config: Config) -> Config:
     """
     layers = {key: n for key, n in config.model.items() if key in LAYER_KNOBS}
     model = {key: min(2, n) for key, n in layers.items() if isinstance(n, int)}
-    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "real_batch_size": None}
+    batch: dict[str, Any] = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    batch["real_batch_size"] = None
+    if config.batch.ramp is not None:
+        ramp, shared = ramp_sizes(config.batch.ramp), shared_sequences(config.batch)
+        less = shared // 8 if shared % 8 == 0 else 1  # which 1, 2, 4 or 8 ranks share
+        batch |= {"micro_batch_size": None, "gradient_accumulation_steps": None}
+        batch["ramp"] = override_value({tokens: size // less for tokens, size in ramp.items()})
     length = min(64, config.batch.sequence_length)
     return with_knobs(config, model=model, batch=batch | {"sequence_length": length})
 

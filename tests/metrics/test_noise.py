@@ -67,6 +67,7 @@ def measure(
         small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None, layers=None,
         limit=limit_of(Clip(kind="none")),
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
+        stage_rate=lambda step: 1.0,
         skip_outliers=False,
     )  # fmt: skip
     noise, rng = NoiseScale(LENGTH), torch.Generator().manual_seed(1)

@@ -17,6 +17,7 @@ from llmexp.checkpoint.pieces import named_tensors
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
+from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.knobs import SEED, deciding_data, deciding_result, differing
@@ -70,10 +71,9 @@ def parent_of(config: Config, trunk: Trunk | None, corpus: Corpus) -> Parent | N
     path, tree, recorded, loaded = trunk.path, trunk.tree, trunk.recorded, trunk.loaded
     step, before = loaded.step, recorded.get("parent") or {}
     try:
-        real, length = recorded["real_batch_size"], recorded["sequence_length"]
-        first = before.get("sequences", 0)
-        done = first + (step - before.get("step", 0)) * real
-        done = min(done, recorded["total_sequences"])
+        length, first = recorded["sequence_length"], before.get("sequences", 0)
+        stages = recorded_stages(recorded, (before.get("step", 0), first))
+        done = min(stage_at(stages, step).sequences_at(step), recorded["total_sequences"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
     where, order = _place(plain(config), plain(tree), recorded, corpus, done)

@@ -17,7 +17,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
 from llmexp.settings.config import Config
-from llmexp.settings.convert import checked_knob
+from llmexp.settings.convert import checked_knob, ramp_sizes
 from llmexp.settings.targets import bind
 from llmexp.settings.values import refuse
 from llmexp.settings.variables import fill
@@ -149,6 +149,13 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             f"schedule.decay_start={start}: the run ends after {run.max_steps} updates, so the "
             "rate never decays"
         )
+    begun = {stage.from_tokens for stage in run.stages}
+    for tokens in ramp_sizes(config.batch.ramp) if config.batch.ramp else ():
+        if tokens not in begun and tokens > min(begun):
+            why = f"as the run ends at {run.max_tokens:,}"
+            if tokens < run.max_tokens:
+                why = "as the next one begins with the same step"
+            yield f"batch.ramp: the stage from {tokens:,} tokens on never begins, {why}"
     clip = config.clip
     if clip.kind in ("zscore", "quantile") and clip.warmup_steps >= run.max_steps:
         yield (

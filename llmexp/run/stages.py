@@ -1,0 +1,68 @@
+"""The stages of a run: where each begins, and how many sequences its steps have."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """A part of a run whose full windows have equally many sequences."""
+
+    from_tokens: int  # of batch.ramp; it begins with the first step at or after them
+    first_step: int  # steps before it
+    first_sequence: int  # place in the order of sequences
+    real_batch_size: int
+    gradient_accumulation_steps: int
+    rate: float = 1.0  # factor on the learning rate, by optimizer.lr_rule
+
+    def sequences_at(self, step: int) -> int:
+        """Return the place in the order of sequences after so many steps."""
+        return self.offset + step * self.real_batch_size
+
+    @property
+    def offset(self) -> int:
+        """Return what to add to step x real_batch_size for the place in the order; may be < 0."""
+        return self.first_sequence - self.first_step * self.real_batch_size
+
+
+def stages_of(
+    sizes: Mapping[int, int], length: int, by: int, begin: tuple[int, int, int]
+) -> tuple[BatchStage, ...]:
+    """Return the stages of a run without an end, in their order.
+
+    `sizes`: sequences a step by the tokens from which on they hold. `length`: tokens of a sequence.
+    `by`: sequences of a micro-batch on all ranks. `begin`: steps, sequences and tokens before.
+    """
+    step, sequence, tokens = begin
+    found: list[BatchStage] = []
+    for from_tokens, size in sizes.items():
+        if found:
+            before = found[-1].real_batch_size
+            steps = max(0, -((tokens - from_tokens) // (before * length)))  # rounded up
+            step, sequence = step + steps, sequence + steps * before
+            tokens += steps * before * length
+            if not steps:
+                found.pop()  # the next one begins with its first step
+        found.append(BatchStage(from_tokens, step, sequence, size, size // by))
+    return tuple(found)
+
+
+def stage_at(stages: Sequence[BatchStage], step: int) -> BatchStage:
+    """Return the stage of the window that follows `step` steps."""
+    after = bisect.bisect_right(stages, step, key=lambda stage: stage.first_step)
+    return stages[max(0, after - 1)]
+
+
+def recorded_stages(recorded: Mapping[str, Any], first: tuple[int, int]) -> list[BatchStage]:
+    """Return the stages of a run from its run.json; `first`: steps and sequences before it.
+
+    Raises KeyError and TypeError where the file does not have them.
+    """
+    if "stages" in recorded:
+        return [BatchStage(**stage) for stage in recorded["stages"]]
+    size, accumulation = recorded["real_batch_size"], recorded.get("gradient_accumulation_steps", 1)
+    return [BatchStage(0, *first, size, accumulation)]

@@ -1,0 +1,218 @@
+"""A batch ramp: each step has the sequences of its stage, as a plain loop with big batches has
+them, however windows are cut. Budgets are exact; a kill or a fork inside a ramp changes no bit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.run.batch import solve_batch
+from llmexp.run.budget import solve_budget
+from llmexp.run.stages import stage_at, stages_of
+from llmexp.settings.config import Batch, Train
+from llmexp.settings.convert import convert_section
+from llmexp.settings.values import ConfigError
+from tests import reference
+from tests.conftest import TINY, Result, llmexp, train
+from tests.test_run import BASE
+from tests.tools import exact, same_state, weights
+
+# 50 sequences of 12 tokens, 65 in all: 5 steps of 4 sequences (tokens 0, 48, ..., 192), 3 of 8
+# (240, 336, 432), 1 of 16 (528), and the 5 that are left. The epoch ends inside step 9.
+RAMP = "batch.ramp={0: 4, 200: 8, 500: 16}"
+SIZES = [4] * 5 + [8] * 3 + [16, 5]
+LIMIT = 1.5
+SETTINGS = [
+    "data=tokens", "data.ignore_id=10", "data.val_ratio=0", "train.max_epochs=1.3", RAMP,
+    "train.log_every=1", "train.eval_every=null", "optimizer.lr=0.02", "optimizer.lr_rule=sqrt",
+    "optimizer.reference_batch=4", "schedule.warmup_steps=2", f"clip.max_norm={LIMIT}",
+    "train.data_digest=true", "checkpoint.save_initial=true", "checkpoint.keep=null",
+    "checkpoint.every=2", "precision=fp64",
+]  # fmt: skip
+CUTS = {
+    "2x1": (2, "single", ()),
+    "4x1": (4, "single", ()),
+    "1x2 ddp": (1, "ddp", ("nproc_per_node=2",)),
+    "2x2 fsdp": (2, "fsdp", ("nproc_per_node=2",)),
+}
+# It dies once, in the middle of the second stage, as by `kill -9`.
+DYING = """
+import os, pathlib, signal
+
+def die(event, context):
+    mark = pathlib.Path("died")
+    if event == "backward_end" and context.step == 8 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokens) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("ramp")
+    found = {}
+    for number, (name, (micro, kind, more)) in enumerate(CUTS.items()):
+        layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
+        cut = [f"batch.micro_batch_size={micro}", f"data.train_files=[{tokens}]"]
+        run_of = [*SETTINGS, "data.shuffle=false", *cut, *layout]
+        found[name] = train(folder, f"run{number}", *run_of)
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_float64_equals_big_batches_in_one_go(runs, tokens, cut):
+    """Losses, norms, rates and final parameters of a loop that has no stage, no micro-batch and no
+    rank; the rate is 0.02 x sqrt(batch / 4), with the warm-up and the cosine over 10 updates."""
+    result = runs[cut]
+    full = [4] * 5 + [8] * 3 + [16] * 2  # the last window is short, and its rate that of its stage
+    want = reference.train(
+        weights(result, 0), np.load(tokens), real_batch=SIZES, length=12, total_sequences=65,
+        lr=0.02, lrs=[0.02 * math.sqrt(size / 4) for size in full], warmup=2, end_ratio=0.1,
+        max_norm=LIMIT, ignore_id=10, n_layers=2, n_heads=2,
+    )  # fmt: skip
+    rows = result.rows()
+    assert [r["step"] for r in rows] == list(range(1, 11))
+    assert [r["real_batch_size"] for r in rows] == SIZES
+    assert [r["target_tokens"] for r in rows] == want.counts
+    np.testing.assert_allclose([r["lr"] for r in rows], want.rates, rtol=1e-14)
+    np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=1e-12)
+    np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=1e-12)
+    assert 0 < sum(norm > LIMIT for norm in want.norms) < len(want.norms)
+    start, end = weights(result, 0), weights(result, 10)
+    error = sum(float((end[k] - w).square().sum()) for k, w in want.weights.items())
+    moved = sum(float((start[k] - w).square().sum()) for k, w in want.weights.items())
+    assert (error / moved) ** 0.5 < 1e-11
+
+
+def test_every_cut_sees_the_same_windows(runs):
+    digests = [[row["data_digest"] for row in one.rows()] for one in runs.values()]
+    assert all(found == digests[0] for found in digests)
+
+
+def test_run_json_has_the_stages(runs):
+    told = runs["2x2 fsdp"].json("run.json")
+    assert (told["max_steps"], told["total_sequences"], told["tail_sequences"]) == (10, 65, 5)
+    assert (told["real_batch_size"], told["gradient_accumulation_steps"]) == (16, 4)
+    keys = ("from_tokens", "first_step", "first_sequence", "real_batch_size", "rate")
+    found = [tuple(stage[key] for key in keys) for stage in told["stages"]]
+    rate = math.sqrt(1 / 2)
+    assert found == [(0, 0, 0, 4, 0.5), (200, 5, 20, 8, rate), (500, 8, 44, 16, 1.0)]
+    assert [stage["gradient_accumulation_steps"] for stage in told["stages"]] == [1, 2, 4]
+
+
+def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):
+    (tmp_path / "dying.py").write_text(DYING)
+    files = f"data.train_files=[{tokens}]"
+    hooks = ["--allow", "dying", "hooks=[dying.die]"]
+    # shuffled, with dropout: what is drawn depends on the step alone
+    more = ["batch.micro_batch_size=2", "model.dropout=0.1", files, *hooks]
+    given = [*TINY, *SETTINGS, *more, "hydra.run.dir=killed"]
+    died = llmexp("train", *given, cwd=tmp_path)
+    assert died.code != 0
+    assert (tmp_path / "died").exists()
+    whole = train(tmp_path, "whole", *SETTINGS, *more)
+    again = llmexp("resume", "killed", "--allow", "dying", cwd=tmp_path)
+    assert again.code == 0, again.err
+    killed = Result(0, "", "", tmp_path / "killed")
+    assert exact(killed) == exact(whole)
+    same_state(killed.checkpoint(10), whole.checkpoint(10))
+    # a fork inside a stage, and one where a stage begins
+    for step in (6, 8):
+        branch = f"hydra.run.dir=fork{step}"
+        fork = llmexp(
+            "train", "fork.run=whole", f"fork.step={step}", branch, "--allow", "dying", cwd=tmp_path
+        )
+        assert fork.code == 0, fork.err
+        assert exact(fork) == [row for row in exact(whole) if row["step"] > step]
+        same_state(fork.checkpoint(10), whole.checkpoint(10))
+    # another ramp from there on: tokens count the parent's, too
+    other = llmexp(
+        "train", "fork.run=whole", "fork.step=6", "batch.ramp={0: 4, 400: 2}", "train.max_epochs=1",
+        "hydra.run.dir=other", "--allow", "dying", cwd=tmp_path,
+    )  # fmt: skip
+    assert other.code == 0, other.err
+    # 28 sequences before; 336 and 384 tokens lie before 400, then 14 sequences are left
+    assert [row["real_batch_size"] for row in other.rows()] == [4, 4] + [2] * 7
+    assert other.rows()[-1]["epoch"] == 1.0
+
+
+ramps = st.dictionaries(st.integers(1, 3000), st.integers(1, 12), max_size=4)
+
+
+def plain_windows(ramp: dict[int, int], length: int, total: int, begin=(0, 0, 0)) -> list[tuple]:
+    """(step, first sequence, sequences) of each window, one after the other."""
+    step, at, tokens = begin
+    found = []
+    while at < total:
+        size = ramp[max(t for t in ramp if t <= tokens)]
+        found.append((step, at, size))
+        step, at, tokens = step + 1, at + size, tokens + size * length
+    return found
+
+
+@given(ramps, st.integers(1, 12), st.integers(1, 20), st.integers(1, 400), st.booleans())
+def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length, total, tail):
+    ramp = dict(sorted(({0: first} | ramp).items()))
+    windows = plain_windows(ramp, length, total)
+    stages = stages_of(ramp, length, 1, (0, 0, 0))
+    for step, at, size in windows:
+        assert stage_at(stages, step).sequences_at(step) == at
+        assert stage_at(stages, step).real_batch_size == size
+    last, at, size = windows[-1]
+    full = at + size == total
+    keep = "keep" if tail else "drop"
+
+    def solved(**budget):
+        return solve_budget(Train(**BASE | {"tail": keep} | budget), stages, length, 100)
+
+    if not full and not tail and len(windows) == 1:
+        with pytest.raises(ConfigError, match="no window of"):
+            solved(max_tokens=total * length)
+        return
+    for budget in ({"max_tokens": total * length + length - 1}, {"max_epochs": total / 100}):
+        found = solved(**budget)
+        assert found.max_steps == last + (full or tail)
+        assert found.total_sequences == (total if full or tail else at)
+        assert found.tail_sequences == (0 if full or not tail else total - at)
+        assert found.dropped_sequences == (0 if full or tail else total - at)
+    steps = solved(max_steps=len(windows))
+    assert (steps.max_steps, steps.total_sequences) == (len(windows), at + size)
+    # a fork at any step goes on as the run does
+    for step, place, _ in windows[:: max(1, len(windows) // 5)]:
+        begin = (step, place, place * length)
+        branch = stages_of(ramp, length, 1, begin)
+        for window in plain_windows(ramp, length, total, begin):
+            assert stage_at(branch, window[0]).sequences_at(window[0]) == window[1]
+
+
+@pytest.mark.usefixtures("suggestions_are_read")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ramp": {0: 4, 100: 6}, "micro_batch_size": 2}, "6 sequences from token 100 on"),
+        ({"ramp": {0: 3, 100: 6}}, r"3 sequences from token 0 on .* dp_size 2 = 2"),
+        ({"ramp": {0: 4, 9: 8}, "real_batch_size": 4}, "real_batch_size=4: batch.ramp ends with 8"),
+        (
+            {"ramp": {0: 4, 9: 8}, "micro_batch_size": 1, "gradient_accumulation_steps": 3},
+            "gradient_accumulation_steps=3: batch.ramp has stages of 2 and 4 micro-batches",
+        ),
+        ({"ramp": {5: 4}}, "must begin at token 0"),
+        ({"ramp": {0: 0}}, "needs at least one sequence"),
+        ({"ramp": {}}, "whole numbers of sequences by whole numbers of tokens"),
+        ({"ramp": {0: 4.5}}, "whole numbers"),
+        ({"ramp": {0: True}}, "whole numbers"),
+        ({"ramp": {0: 4, "x": 8}}, "whole numbers"),
+        ({"ramp": [4, 8]}, "whole numbers"),
+        ({"ramp": "4, 8"}, "whole numbers"),
+        ({"ramp": {0: 4, float("inf"): 8}}, "whole numbers"),
+    ],
+)
+def test_what_cannot_be_a_ramp_is_refused(given, says):
+    open_sizes = ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size")
+    batch = dict.fromkeys(open_sizes) | {"sequence_length": 8} | given
+    with pytest.raises(ConfigError, match=says):
+        solve_batch(convert_section(Batch, batch, "batch."), 2)
