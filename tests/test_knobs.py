@@ -96,6 +96,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.reference_batch": {"optimizer.lr_rule": "linear", "optimizer.reference_batch": 32},
     "optimizer.adamw_lr": {"optimizer.adamw_lr": 0.1},
     "optimizer.adjust_lr": {"optimizer.adjust_lr": "original"},
+    "optimizer.ns_coefficients": {"optimizer.ns_coefficients": "polar_express"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.4},
     "optimizer.eps": {"optimizer.eps": 0.1},
     "train.tasks": {"train.tasks": ["tiny_facts"]},

@@ -24,7 +24,9 @@ from llmexp.mesh.groups import (
     maximum,
     mean_of_split,
     norms,
+    ranks_here,
     ranks_where,
+    share_work,
     shorten_timeout,
     total,
 )

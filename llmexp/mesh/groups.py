@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,6 +269,43 @@ def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     nothing = torch.zeros((), dtype=values[0].dtype, device=mesh.device)
     largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else nothing
     return maximum(mesh, largest) if mesh.sharded else largest
+
+
+def ranks_here() -> int:
+    """Return how many ranks this process's group has: 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share_work(work: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Return `work` of each whole matrix, at most one for each rank, which does its own alone.
+
+    All ranks call it with values of one shape, each the same on all ranks or split over them, and
+    `work` keeps shape and dtype. What it makes of a split value is a DTensor, whole on each rank.
+    """
+    ranks = ranks_here()
+    if ranks == 1:
+        return [work(value) for value in values]
+    whole = [_whole(value) for value in values]
+    rank = dist.get_rank()
+    own = work(whole[rank]) if rank < len(whole) else whole[0]
+    made = [torch.empty(own.shape, dtype=own.dtype, device=own.device) for _ in range(ranks)]
+    dist.all_gather(made, own.contiguous())
+    return [_as_split(new, value) for new, value in zip(made, values, strict=False)]
+
+
+def _whole(value: Any) -> Tensor:
+    found: Tensor = value.full_tensor() if is_split(value) else value
+    return found
+
+
+def _as_split(whole: Tensor, like: Any) -> Tensor:
+    """Return a tensor that each rank has whole as a DTensor on the mesh of one that is split."""
+    if not is_split(like):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate() for _ in like.placements]
+    return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
 
 
 def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ clip       limit a gradient by its norm, by value or by units
 limits     the limit of the norm: fixed, or from the norms before
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
+muon       its polynomials, and its work shared among ranks
 optim      the optimizers, and an update that the device can skip
 twin       other last bits of the initial weights
 """

@@ -12,15 +12,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim._muon import muon as update_muon
 
 from llmexp.settings.parts import OptimizerKnobs
 from llmexp.settings.values import ConfigError, choice, count, knob, refuse
+from llmexp.update.muon import Muon
 
-_MUON_KNOBS = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
-    "adjust_lr_fn",
-)  # fmt: skip
 # torch's optimizers keep themselves out of compiled graphs, and import the compiler for that, which
 # takes a second. No step of ours is in a graph.
 for _method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
@@ -96,42 +92,20 @@ def sgd(
     )
 
 
-class Muon(torch.optim.Muon):
-    """torch's Muon, which skips an update without a wait of the host."""
-
-    _step_supports_amp_scaling = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        skip: Tensor | None = getattr(self, "found_inf", None)
-        if skip is None or skip.device.type == "cpu":
-            return None if skip is not None and bool(skip) else super().step(closure)
-        self.step_unless(skip > 0)
-        return None
-
-    @torch.no_grad()
-    def step_unless(self, skip: Tensor) -> None:
-        """Update all, or nothing where `skip` (0-dim, bool) is true.
-
-        Each matrix is computed on a copy, and the device chooses between the two.
-        """
-        for group in self.param_groups:
-            held: tuple[list[Tensor], ...] = ([], [], [])
-            self._init_group(group, *held)  # parameters, gradients, momenta
-            knobs = {key: value for key, value in group.items() if key in _MUON_KNOBS}
-            for parameter, gradient, momentum in zip(*held, strict=True):
-                new, new_momentum = parameter.clone(), momentum.clone()
-                update_muon([new], [gradient], [new_momentum], has_complex=False, **knobs)
-                parameter.copy_(torch.where(skip, parameter, new))
-                momentum.copy_(torch.where(skip, momentum, new_momentum))
-
-
 def muon(
     model: nn.Module,
     lr: OptimizerKnobs.lr,
     momentum: OptimizerKnobs.momentum = 0.95,
     nesterov: OptimizerKnobs.nesterov = True,
     ns_steps: Annotated[int, count("Newton-Schulz iterations", 5, at_most=99)] = 5,
+    ns_coefficients: Annotated[
+        Any,
+        knob(
+            "their polynomials: jordan, polar_express, newton_schulz, or a, b, c of a s + b s^3 + "
+            "c s^5",
+            "polar_express",
+        ),
+    ] = "jordan",
     weight_decay: OptimizerKnobs.weight_decay = 0.1,
     adjust_lr: Annotated[
         str, choice("update size of Muon's matrices", "match_rms_adamw | original")
@@ -163,6 +137,7 @@ def muon(
             momentum=momentum,
             nesterov=nesterov,
             ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
             weight_decay=weight_decay,
             adjust_lr_fn=adjust_lr,
         ),
