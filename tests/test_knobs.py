@@ -124,6 +124,13 @@ OTHER: dict[str, dict[str, Any]] = {
     },
     "batch.real_batch_size": {"batch.real_batch_size": 8, "batch.micro_batch_size": 4},
     "batch.ramp": {"batch.ramp": "{0: 2, 24: 4}"},
+    "batch.tokens_per_step": {
+        "batch.tokens_per_step": 96,
+        "batch.real_batch_size": None,
+        "batch.micro_batch_size": 4,
+    },
+    "train.max_flops": {"train.max_flops": 1e7, "train.max_steps": None},
+    "train.tokens_per_parameter": {"train.tokens_per_parameter": 0.01, "train.max_steps": None},
     "train.max_epochs": {"train.max_epochs": 0.05, "train.max_steps": None},
     "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
     "metrics.outlier_sigma": {"metrics.outlier_sigma": 1e6},

@@ -3,13 +3,15 @@ would."""
 
 import dataclasses
 import re
+from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import solve_budget
+from llmexp.run.budget import Price, solve_budget, spent_of
 from llmexp.run.stages import stages_of
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.values import ConfigError
@@ -19,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 small = st.integers(1, 40)
 
 
-def batch(micro=None, accum=None, real=None):
+def batch(micro=None, accum=None, real=None, tokens=None):
     return Batch(
+        tokens_per_step=tokens,
         micro_batch_size=micro,
         gradient_accumulation_steps=accum,
         real_batch_size=real,
@@ -58,6 +61,43 @@ def test_what_does_not_divide_is_refused_with_the_nearest_totals(real, accum, dp
         assert solved.micro_batch_size * accum * dp == real
 
 
+@given(small, small, st.integers(1, 8), st.sampled_from(["micro", "accum", "both", "neither"]))
+def test_a_batch_in_tokens_is_one_in_sequences(micro, accum, dp, given_too):
+    values = {
+        "micro": {"micro": micro},
+        "accum": {"accum": accum},
+        "both": {"micro": micro, "accum": accum},
+        "neither": {},
+    }[given_too]
+    real = micro * accum * dp
+    solved = solve_batch(batch(**values, tokens=8 * real), dp)
+    in_sequences = solve_batch(batch(**values, real=real), dp)
+    assert dataclasses.replace(solved, tokens_per_step=None) == in_sequences
+    assert solve_batch(solved, dp) == solved  # written back, it is solved again into itself
+
+
+@given(st.integers(1, 5000), small, st.integers(1, 8))
+def test_tokens_that_do_not_divide_are_refused_with_the_nearest_that_do(tokens, micro, dp):
+    unit = 8 * micro * dp
+    try:
+        solved = solve_batch(batch(micro=micro, tokens=tokens), dp)
+    except ConfigError as error:
+        assert tokens % unit
+        near = str(error).split("nearest are")[1].split(";")[0]
+        for n in map(int, re.findall(r"\d+", near)):
+            assert abs(n - tokens) < unit
+            assert solve_batch(batch(micro=micro, tokens=n), dp).real_batch_size * 8 == n
+    else:
+        assert solved.real_batch_size * 8 == tokens
+
+
+def test_contradictions_of_a_batch_in_tokens():
+    with pytest.raises(ConfigError, match=r"tokens_per_step=64: batch.real_batch_size=10 .*80"):
+        solve_batch(batch(real=10, tokens=64), 1)
+    with pytest.raises(ConfigError, match=r"tokens_per_step=64.* micro_batch_size 4 .*= 128 tok"):
+        solve_batch(batch(4, 2, tokens=64), 2)
+
+
 def test_a_contradiction_shows_the_product():
     with pytest.raises(ConfigError, match=r"batch.real_batch_size=10.*= 16"):
         solve_batch(batch(4, 2, 10), 2)
@@ -72,9 +112,10 @@ BASE = dict(
 )  # fmt: skip
 
 
-def budget(real=4, length=10, sequences=30, **more):
-    stages = stages_of({0: real}, length, 1, (0, 0, 0))
-    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences)
+def budget(real=4, length=10, sequences=30, price=None, parent=None, **more):
+    before = (parent.step, parent.sequences, parent.tokens) if parent else (0, 0, 0)
+    stages = stages_of({0: real}, length, 1, before)
+    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, parent, price)
 
 
 def test_budgets():
@@ -92,9 +133,52 @@ def test_budgets():
     assert budget().max_steps == 300
 
 
+@given(
+    st.integers(1, 10**7),
+    st.integers(1, 10**7),
+    st.floats(1, 1e18),
+    st.integers(1, 40),
+    st.sampled_from(["keep", "drop"]),
+)
+def test_a_budget_of_the_model_is_spent_to_less_than_a_step(flops, n, budget_in_tokens, real, tail):
+    """To a sequence where the last window may be short; and it is the budget in tokens."""
+    price, length = Price(flops, n), 10
+    for name, unit in (("max_flops", flops), ("tokens_per_parameter", Fraction(1, n))):
+        value = float(f"{float(budget_in_tokens * unit):.9g}")
+        exact = Fraction(str(value)) / unit  # the budget in tokens
+        if exact < real * length:
+            continue
+        found = budget(real, length, 10**6, price, tail=tail, **{name: value})
+        tokens = found.total_sequences * length
+        assert tokens <= exact < tokens + length * (real if tail == "drop" else 1)
+        assert found == budget(real, length, max_tokens=int(exact), tail=tail)
+
+
+def test_what_a_budget_of_the_model_leaves_is_printed():
+    flops = Train(**{**BASE, "max_flops": 1000.0})
+    assert spent_of(flops, Price(6), 160) == "train.max_flops=1000, of which 40 FLOPs (4%) are left"
+    parameters = Train(**{**BASE, "tokens_per_parameter": 20.0})
+    text = "train.tokens_per_parameter=20 x 50 parameters, of which 8 tokens (0.8%) are left"
+    assert spent_of(parameters, Price(6, 50), 992) == text
+    assert spent_of(Train(**{**BASE, "max_tokens": 7}), Price(6, 50), 7) is None
+
+
+def test_a_fork_counts_what_its_parent_has_spent():
+    parent = SimpleNamespace(sequences=12, tokens=120, step=3)
+    found = budget(price=Price(6, 5), parent=parent, max_flops=6 * 200.0)
+    assert (found.total_sequences, found.max_steps) == (12 + 8, 3 + 2)
+    for name, enough in (("max_flops", 900.0), ("tokens_per_parameter", 30.0)):
+        with pytest.raises(ConfigError, match=f"train.{name}=.*nothing is left") as refused:
+            budget(price=Price(6, 5), parent=parent, **{name: 2.0})
+        assert str(refused.value).endswith(f"train.{name}={enough}")
+        budget(price=Price(6, 5), parent=parent, **{name: enough})
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"max_steps": 3, "max_flops": 5}, "train.max_steps=3, train.max_flops=5: one budget"),
+        ({"max_flops": 59.0}, "train.max_flops=59.0: is less than one sequence of 10 tokens; for"),
         ({"max_steps": 3, "max_tokens": 5}, "train.max_steps=3, train.max_tokens=5: one budget"),
         ({"max_tokens": 9}, "train.max_tokens=9: is less than one sequence"),
         (
@@ -105,4 +189,9 @@ def test_budgets():
 )
 def test_bad_budgets_are_refused(more, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        budget(**more)
+        budget(**more, price=Price(6, 1))
+
+
+def test_flops_of_a_model_that_does_not_count_them_are_no_budget():
+    with pytest.raises(ConfigError, match=r"train.max_flops=5.0: the model does not count"):
+        budget(max_flops=5.0)

@@ -26,6 +26,7 @@ class Spent:
     tokens: int  # in all; the schedule ends there
     steps: int  # optimizer steps in all
     evaluated: int | None = None  # tokens between evaluations; None: only at the end
+    sized_by: str = ""  # the budget whose tokens follow from the model, where it is one
 
 
 def equal(tokens: Iterable[int]) -> bool:
@@ -69,12 +70,14 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
     unlike = _unlike_evaluations(points)
     if equal(point.tokens for point in points):
         return unlike
+    low, high = min(p.tokens for p in points), max(p.tokens for p in points)
+    if by := points[0].sized_by:
+        return [*unlike, f"note: tokens follow from {by} and the model: {low:,} to {high:,}"]
     groups: dict[tuple[str, ...], list[Spent]] = {}
     for point in points:  # a budget that is swept on purpose sets points apart
         chosen = tuple(str(point.values.get(key)) for key in (*BUDGETS, "fork.step"))
         groups.setdefault(chosen, []).append(point)
     if all(equal(p.tokens for p in group) for group in groups.values()):
-        low, high = min(p.tokens for p in points), max(p.tokens for p in points)
         return [
             *unlike,
             f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone "

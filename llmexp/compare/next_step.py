@@ -16,7 +16,7 @@ from llmexp.compare.evidence import FEW
 from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, listed
 from llmexp.compare.settings import FORK
-from llmexp.run.budget import BUDGETS
+from llmexp.run.budget import BUDGETS, sized_by
 from llmexp.runs import ledger
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.convert import check_range
@@ -86,6 +86,7 @@ def budget(k: Known) -> Step | None:
     places = [group[0].place for group in f.budgets]
     swept = {key for r in k.runs for key in r.swept} | set(k.keys)
     chosen = any(key.startswith((*BUDGETS, "fork.")) for key in swept)
+    chosen = chosen or any(sized_by(r.config) for r in k.runs)
     if len(f.budgets) < 2 or None in places or chosen or not k.settings:
         return None
     spent = [Spent({}, round(p.planned), max(1, round(p.planned / p.grain))) for p in places if p]

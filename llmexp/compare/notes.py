@@ -15,6 +15,7 @@ from llmexp.compare.searching import searched
 from llmexp.compare.settings import varying
 from llmexp.compare.spikes import spiked
 from llmexp.compare.target import UNITS, reached
+from llmexp.run.budget import sized_by
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import short_value as value
@@ -103,7 +104,9 @@ def _budgets(f: Result) -> Iterator[str]:
         yield f"Done where losses are read: {done}."
     if equal(round(p.planned) for p in places.values()):
         return
-    if any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
+    if by := next(filter(None, (sized_by(r.config) for r in f.runs)), ""):
+        yield f"The tokens of each run follow from {by} and its model: read it at its own end."
+    elif any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
         yield (
             "The budget itself was swept: read each run at its own end, as points of a curve over "
             "tokens."

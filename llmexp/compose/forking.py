@@ -30,6 +30,7 @@ PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
 ROOT = "config"  # the config that Hydra begins with
 CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
+SIZE = ("batch.real_batch_size", "batch.tokens_per_step")
 
 
 def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
@@ -184,6 +185,10 @@ def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool
     given, batch, schedule = _keys(overrides), tree.get("batch"), tree.get("schedule")
     if isinstance(batch, dict) and given.intersection(CUT):
         batch |= {key.partition(".")[2]: None for key in CUT if key not in given}
+    if isinstance(batch, dict) and (same := given.intersection(SIZE)):  # one of them is enough
+        batch |= {key.partition(".")[2]: None for key in SIZE if key not in same}
+    elif isinstance(batch, dict) and "batch.sequence_length" in given:
+        batch["tokens_per_step"] = None
     if isinstance(schedule, dict) and (fork or budgets_in(overrides)):
         _take_warmup(schedule, given, run)
 

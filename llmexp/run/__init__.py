@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmexp.run.batch import rate_by_batch, solve_batch, too_large
-from llmexp.run.budget import solve_budget
+from llmexp.run.budget import BUDGETS, Price, solve_budget, spent_of
 from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
 from llmexp.run.stages import BatchStage, stage_at, stages_of
@@ -37,11 +37,13 @@ class Parent:
 
 
 _BATCH = (
-    "batch.micro_batch_size batch.gradient_accumulation_steps batch.real_batch_size dp_size",
+    "batch.micro_batch_size batch.gradient_accumulation_steps batch.real_batch_size "
+    "batch.tokens_per_step dp_size",
     "micro_batch_size {micro_batch_size} x gradient_accumulation_steps "
     "{gradient_accumulation_steps} x dp_size {dp_size} = real_batch_size {real_batch_size}",
 )
-_BUDGET = "train.max_steps train.max_epochs train.max_tokens real_batch_size batch.sequence_length"
+_BUDGET = f"{' '.join(BUDGETS)} real_batch_size batch.sequence_length"
+_BUDGET += " flops_per_token parameters_with_head"
 _TAIL = f"{_BUDGET} train.tail"
 _DATA = "data tokenizer"
 _TOKENS = "real_batch_size {real_batch_size} x sequence_length {sequence_length}"
@@ -113,6 +115,11 @@ class Facts:
     )
     warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
+    @property
+    def price(self) -> Price:
+        """Return what budgets need to know of the model."""
+        return Price(self.flops_per_token, self.parameters_with_head or self.parameters)
+
 
 @dataclass(frozen=True)
 class SourceShare:
@@ -148,6 +155,9 @@ class Run(Facts):
     total_sequences: int = follows("sequences of the whole run, all epochs", _TAIL, _TEXT)
     tail_sequences: int = follows("sequences in the last window where it is short, else 0", _TAIL)
     dropped_sequences: int = follows("sequences of the budget that fill no window", _TAIL)
+    budget_given: str | None = follows(
+        "a budget in FLOPs or in tokens per parameter, and what is left of it", _TAIL, default=None
+    )
     val_sequences: int = follows(
         "sequences in the validation data",
         "val_tokens batch.sequence_length",
@@ -224,7 +234,7 @@ class Run(Facts):
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
-        for key in ("initial", "memory", "parent", "compiled", "sources"):
+        for key in ("initial", "memory", "parent", "compiled", "sources", "budget_given"):
             if not found[key]:
                 del found[key]
         if self.ramp is None:
@@ -296,11 +306,14 @@ def solve(
     stages = endless_stages(config, facts)
     if max(stage.real_batch_size for stage in stages) > facts.train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, facts.train_sequences)
-    budget = solve_budget(config.train, stages, length, facts.train_sequences, facts.parent)
+    budget = solve_budget(
+        config.train, stages, length, facts.train_sequences, facts.parent, facts.price
+    )
     check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
     tokens = new * length
+    max_tokens = tokens + (facts.parent.tokens if facts.parent else 0)
     return Run(
         **vars(facts),
         micro_batch_size=batch.micro_batch_size,
@@ -311,7 +324,8 @@ def solve(
         ramp=batch.ramp,
         stages=tuple(stage for stage in stages if stage.first_step < budget.max_steps),
         **vars(budget),
-        max_tokens=tokens + (facts.parent.tokens if facts.parent else 0),
+        max_tokens=max_tokens,
+        budget_given=spent_of(config.train, facts.price, max_tokens),
         max_epochs=budget.total_sequences / facts.train_sequences,
         val_sequences=val_sequences,
         eval_sequences=min(val_sequences, -(-eval_tokens // length)),

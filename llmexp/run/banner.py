@@ -76,6 +76,8 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         budget += f"; the last window has {run.tail_sequences} of {size} sequences"
     if run.dropped_sequences:
         budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
+    if run.budget_given:
+        budget += f"; {run.budget_given}"
     train = (
         f"{run.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
     )

@@ -32,6 +32,8 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     if batch.ramp is not None:
         return _solve_ramp(batch, ramp_sizes(batch.ramp), dp_size)
     micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
+    if batch.tokens_per_step is not None:
+        batch = replace(batch, real_batch_size=_sequences(batch, dp_size))
     real = batch.real_batch_size
     if isinstance(micro, str):
         micro, accum = _uncut(batch, dp_size), 1
@@ -58,10 +60,38 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     return SolvedBatch(**vars(batch) | solved | {"real_batch_size": real})
 
 
+def _sequences(batch: Batch, dp_size: int) -> int:
+    """Return the sequences in batch.tokens_per_step, where all that is given divides it.
+
+    Raises ConfigError."""
+    tokens, length, key = batch.tokens_per_step or 0, batch.sequence_length, "batch.tokens_per_step"
+    real, accum = batch.real_batch_size, batch.gradient_accumulation_steps
+    micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else None
+    if real is not None and real * length != tokens:
+        text = f"batch.real_batch_size={real} x sequence_length {length} = {real * length:,} tokens"
+        raise refuse(key, tokens, f"{text}; leave one of the two out", real * length)
+    parts = {
+        "sequence_length": length,
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": accum,
+        "dp_size": dp_size,
+    }
+    product = " x ".join(f"{name} {size}" for name, size in parts.items() if size is not None)
+    unit = length * (micro or 1) * (accum or 1) * dp_size
+    if micro and accum and unit != tokens:
+        text = f"{product} = {unit:,} tokens; set one of them to null to have it solved"
+        raise refuse(key, tokens, text, unit)
+    _divide(tokens, unit, product, key)
+    return tokens // length
+
+
 def _solve_ramp(batch: Batch, ramp: dict[int, int], dp_size: int) -> SolvedBatch:
     """Solve a batch of which each stage has so many micro-batches. Raises ConfigError."""
     micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
     sizes = list(ramp.values())
+    if batch.tokens_per_step not in (None, sizes[-1] * batch.sequence_length):
+        text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
+        raise refuse("batch.tokens_per_step", batch.tokens_per_step, text, "null")
     if batch.real_batch_size not in (None, sizes[-1]):
         text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
         raise refuse("batch.real_batch_size", batch.real_batch_size, text, "null")
@@ -91,7 +121,7 @@ def shared_sequences(batch: Batch) -> int:
     """Return the most sequences that the steps of all stages can be cut into."""
     if batch.ramp is not None:
         return math.gcd(*ramp_sizes(batch.ramp).values())
-    return batch.real_batch_size or 1
+    return batch.real_batch_size or max(1, (batch.tokens_per_step or 0) // batch.sequence_length)
 
 
 def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: int) -> ConfigError:
@@ -103,6 +133,9 @@ def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: 
         f"is more than the {train_sequences} training sequences of {solved.sequence_length} "
         "tokens; more data, a shorter batch.sequence_length or a smaller batch is needed"
     )
+    if given.tokens_per_step is not None:
+        tokens = given.sequence_length * train_sequences
+        return refuse("batch.tokens_per_step", given.tokens_per_step, why, tokens)
     if given.ramp is not None:
         ramp, by = ramp_sizes(given.ramp), dp_size
         if isinstance(given.micro_batch_size, int):
@@ -145,13 +178,13 @@ def _uncut(batch: Batch, dp_size: int) -> int:
     return _divide(shared_sequences(batch), dp_size, f"dp_size {dp_size}")
 
 
-def _divide(real: int, by: int, what: str) -> int:
+def _divide(real: int, by: int, what: str, key: str = "batch.real_batch_size") -> int:
     if real % by == 0:
         return real // by
     below, above = real - real % by, real - real % by + by
     near = f"{below} or {above}" if below else f"{above}"
     raise refuse(
-        "batch.real_batch_size",
+        key,
         real,
         f"is not a multiple of {what} = {by}; the nearest are {near}",
         above,

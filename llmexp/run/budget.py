@@ -1,8 +1,8 @@
-"""Solve how long a run trains: exactly one of three budgets, in sequences and optimizer steps."""
+"""Solve how long a run trains: exactly one of the budgets, in sequences and optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,9 +11,21 @@ from llmexp.run.stages import BatchStage, stage_at
 from llmexp.settings.config import Train
 from llmexp.settings.values import ConfigError, refuse
 
-BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+BUDGETS = (
+    "train.max_steps", "train.max_epochs", "train.max_tokens", "train.max_flops",
+    "train.tokens_per_parameter",
+)  # fmt: skip
+SIZED = ("train.max_flops", "train.tokens_per_parameter")  # their tokens follow from the model
 NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
+
+
+@dataclass(frozen=True)
+class Price:
+    """What budgets in FLOPs and in tokens per parameter need to know of a model."""
+
+    flops_per_token: int | None = None
+    parameters: int = 0  # with the head, without tables of embeddings
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,11 @@ def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
             tree["train"][key.removeprefix("train.")] = None
 
 
+def sized_by(flat: Mapping[str, Any]) -> str:
+    """Return the budget of a flat config whose tokens follow from the model; "" for another one."""
+    return next((key for key in SIZED if flat.get(key) is not None), "")
+
+
 def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
     """Keep the warm-up of a run that gets another budget at its updates.
 
@@ -52,53 +69,81 @@ def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
     return True
 
 
+def tokens_of(train: Train, price: Price) -> int | None:
+    """Return the tokens of a budget in tokens, FLOPs or tokens per parameter; None for others.
+
+    Raises ConfigError for FLOPs of a model that does not count them.
+    """
+    if train.tokens_per_parameter is not None:
+        return int(_exact(train.tokens_per_parameter) * price.parameters)
+    if train.max_flops is None:
+        return train.max_tokens
+    if price.flops_per_token is None:
+        text = "the model does not count its FLOPs (`flops_per_token`); give train.max_tokens"
+        raise refuse("train.max_flops", train.max_flops, text)
+    return int(_exact(train.max_flops) / price.flops_per_token)
+
+
+def spent_of(train: Train, price: Price, tokens: int) -> str | None:
+    """Return what a run over so many tokens leaves of its budget in FLOPs or tokens per parameter.
+
+    None for other budgets.
+    """
+    if train.max_flops is not None and price.flops_per_token is not None:
+        asked, spent, unit = _exact(train.max_flops), tokens * price.flops_per_token, "FLOPs"
+        given = f"train.max_flops={train.max_flops:g}"
+    elif train.tokens_per_parameter is not None:
+        asked, spent = _exact(train.tokens_per_parameter) * price.parameters, tokens
+        given = f"train.tokens_per_parameter={train.tokens_per_parameter:g} x "
+        given, unit = f"{given}{price.parameters:,} parameters", "tokens"
+    else:
+        return None
+    rest = float(asked - spent)
+    return f"{given}, of which {rest:,.4g} {unit} ({100 * rest / float(asked):.2g}%) are left"
+
+
+def _exact(number: float) -> Fraction:
+    """Return the number that a user has typed, not the nearest one in binary."""
+    return Fraction(str(number))
+
+
 def solve_budget(
     train: Train,
     stages: Sequence[BatchStage],
     sequence_length: int,
     train_sequences: int,
     parent: Any = None,
+    price: Price | None = None,
 ) -> Budget:
     """Return the one budget that is given, in sequences and optimizer steps.
 
     In a fork it counts what its `parent` (`run.Parent`) and those before it have done. `stages`:
-    of the run without an end. Raises ConfigError where several budgets are given, and where nothing
-    is left to train.
+    of the run without an end. `price`: that of a token. Raises ConfigError where several budgets
+    are given, and where nothing is left to train.
     """
-    given = {
-        key: value
-        for key in BUDGETS
-        if (value := getattr(train, key.removeprefix("train."))) is not None
-    }
-    if len(given) > 1:
-        named = ", ".join(f"{k}={v}" for k, v in given.items())
-        raise ConfigError(
-            f"{named}: one budget is needed, not {len(given)}; leave "
-            f"{('one', 'two')[len(given) - 2]} out"
-        )
+    key, value = _one_budget(train)
     first, tokens, before = (parent.sequences, parent.tokens, parent.step) if parent else (0, 0, 0)
+    price = price or Price()
     if train.max_epochs is not None:
-        total = int(Fraction(str(train.max_epochs)) * train_sequences)
-    elif train.max_tokens is not None:
-        total = first + (train.max_tokens - tokens) // sequence_length
+        total = int(_exact(train.max_epochs) * train_sequences)
+    elif (wanted := tokens_of(train, price)) is not None:
+        total = first + (wanted - tokens) // sequence_length
     else:
-        steps = train.max_steps or DEFAULT_MAX_STEPS
-        total = stage_at(stages, steps).sequences_at(steps)
-    key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+        total = stage_at(stages, value).sequences_at(value)
     if total <= first and parent:
-        gone = {"train.max_steps": before, "train.max_tokens": tokens}
-        longer = round(first / train_sequences * 1.25, 3)
-        if key in gone:
-            longer = gone[key] + max(1, gone[key] // 4)
+        epochs = first / train_sequences
         raise refuse(
             key,
             value,
             f"counts the parent's part too, and that is {before:,} steps, {tokens:,} tokens and "
-            f"{first / train_sequences:.4g} epochs at fork.step={before}: nothing is left to train",
-            longer,
+            f"{epochs:.4g} epochs at fork.step={before}: nothing is left to train",
+            _longer(key, parent, epochs, price),
         )
     if total < 1:
-        raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
+        text, least = f"is less than one sequence of {sequence_length} tokens", None
+        if key == "train.max_flops":
+            least = float(f"{sequence_length * (price.flops_per_token or 0) * 1.01:.3g}")
+        raise refuse(key, value, text, least)
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
     full = last.first_step + steps
@@ -108,3 +153,27 @@ def solve_budget(
             raise refuse(key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
     return Budget(total, full + bool(rest), rest, 0)
+
+
+def _one_budget(train: Train) -> tuple[str, Any]:
+    """Return the budget that is given, with its key. Raises ConfigError for several."""
+    every = {key: getattr(train, key.removeprefix("train.")) for key in BUDGETS}
+    given = {key: value for key, value in every.items() if value is not None}
+    if len(given) > 1:
+        named = ", ".join(f"{k}={v}" for k, v in given.items())
+        text = f"{named}: one budget is needed, not {len(given)}; leave the others out"
+        raise ConfigError(text.replace("the others", "one") if len(given) == 2 else text)
+    return next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+
+
+def _longer(key: str, parent: Any, epochs: float, price: Price) -> float:
+    """Return a budget that a quarter is left of after a parent's part."""
+    whole = {"train.max_steps": parent.step, "train.max_tokens": parent.tokens}
+    if key in whole:
+        return int(whole[key] + max(1, whole[key] // 4))
+    if key == "train.max_epochs":
+        return round(epochs * 1.25, 3)
+    spent = parent.tokens * (price.flops_per_token or 0)
+    if key == "train.tokens_per_parameter":
+        spent = parent.tokens / price.parameters
+    return float(f"{spent * 1.25:.3g}")

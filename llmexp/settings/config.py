@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.execution import Checkpoint, Parallelism, Tracker
+from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
 from llmexp.settings.values import Where, choice, count, knob, where
 
 SKIPPING = where(
@@ -38,6 +38,12 @@ class Batch:
     )
     real_batch_size: int | None = count(
         "sequences per optimizer step over all ranks; null: the product", 32
+    )
+    tokens_per_step: int | None = count(
+        "target tokens per optimizer step over all ranks, in place of real_batch_size; null: the "
+        "product",
+        4096,
+        default=None,
     )
     ramp: str | None = knob(
         "sequences per optimizer step from so many tokens on, such as {0: 32, 1e6: 64}; the "
@@ -64,10 +70,30 @@ class Train:
         "budget in passes over the training sequences, fractions allowed", 1.5, above=0
     )
     max_tokens: int | None = count("budget in target tokens", 1_000_000)
+    max_flops: float | None = knob(
+        "budget in floating-point operations, as the model counts them for a token",
+        1e14,
+        above=0,
+        default=None,
+    )
+    tokens_per_parameter: float | None = knob(
+        "budget in target tokens for each parameter of the model, its head with them, tables of "
+        "embeddings without",
+        20.0,
+        above=0,
+        default=None,
+    )
     tail: str = choice(
         "what happens to a last window that the data do not fill",
         "keep | drop",
-        acts=Where(("train.max_epochs", "train.max_tokens")),  # steps are whole
+        acts=Where(  # steps are whole
+            (
+                "train.max_epochs",
+                "train.max_tokens",
+                "train.max_flops",
+                "train.tokens_per_parameter",
+            )
+        ),
         default="keep",
     )
     seed: int = knob(
@@ -255,24 +281,6 @@ class Clip:
         above=0,
         acts=where("clip.kind", "adaptive"),
         default=0.01,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    kind: str = choice(
-        "arithmetic of the forward and backward pass; auto: bf16 where the device computes it, "
-        "else fp32",
-        "auto | fp32 | tf32 | bf16 | fp16 | fp64",
-    )
-    init_scale: float = knob(
-        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16"), default=65536.0
-    )
-    growth_interval: int = count(
-        "optimizer steps in a row without an overflow before the loss scale doubles",
-        2000,
-        acts=where("precision.kind", "fp16"),
-        default=2000,
     )
 
 

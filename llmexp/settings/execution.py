@@ -1,6 +1,6 @@
-"""The closed sections that say how a run is executed and recorded; none changes a result.
+"""The closed sections that say how a run is executed and recorded.
 
-See `config` for the others. Standard library only.
+Of these the arithmetic alone changes a result. See `config` for the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,24 @@ from typing import ClassVar
 from llmexp.settings.values import choice, count, knob, time_limit, where
 
 RANKS = where("parallelism.kind", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")  # several
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    kind: str = choice(
+        "arithmetic of the forward and backward pass; auto: bf16 where the device computes it, "
+        "else fp32",
+        "auto | fp32 | tf32 | bf16 | fp16 | fp64",
+    )
+    init_scale: float = knob(
+        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16"), default=65536.0
+    )
+    growth_interval: int = count(
+        "optimizer steps in a row without an overflow before the loss scale doubles",
+        2000,
+        acts=where("precision.kind", "fp16"),
+        default=2000,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,11 @@ def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
 
 
+def _counted(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the tokens of a step amount to where its sequences are known: nothing more."""
+    return {} if flat.get("batch.real_batch_size") is None else {"batch.tokens_per_step": None}
+
+
 def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a flat config can change a bit of the result, beside its other values.
 
@@ -122,7 +127,7 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     of an older run, has its default.
     """
     flat = {**defaults(), **flat}
-    flat = {**flat, **_unlimited(flat), **_unscaled(flat)}
+    flat = {**flat, **_unlimited(flat), **_unscaled(flat), **_counted(flat)}
     without = set(dead(flat))
     for key, knob in fields().items():
         if knob.decides is not None and not _holds(knob.decides, key, flat):
@@ -157,9 +162,9 @@ def deciding_data(tree: Mapping[str, Any]) -> dict[str, Any]:
 # on.
 _NO_WORK = {
     "train": (
-        "max_steps", "max_epochs", "max_tokens", "tail", "seed", "twin", "log_every", "eval_every",
-        "eval_every_tokens", "tasks_folder", "max_consecutive_skips", "stop_step", "profile_start",
-        "profile_steps",
+        "max_steps", "max_epochs", "max_tokens", "max_flops", "tokens_per_parameter", "tail",
+        "seed", "twin", "log_every", "eval_every", "eval_every_tokens", "tasks_folder",
+        "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
     ),
     "optimizer": ("lr", "weight_decay", "beta1", "beta2"),
 }  # fmt: skip

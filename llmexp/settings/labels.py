@@ -12,6 +12,7 @@ ALIASES = {
     "batch.micro_batch_size": "micro",
     "batch.real_batch_size": "batch",
     "batch.sequence_length": "length",
+    "batch.tokens_per_step": "batch_tokens",
     "clip.max_norm": "clip",
     "clip.max_value": "clip_value",
     "clip.kind": "clip",
@@ -24,8 +25,10 @@ ALIASES = {
     "schedule.warmup_ratio": "warmup",
     "schedule.warmup_steps": "warmup",
     "train.max_epochs": "epochs",
+    "train.max_flops": "FLOPs",
     "train.max_steps": "steps",
     "train.max_tokens": "tokens",
+    "train.tokens_per_parameter": "tokens/N",
 }
 
 

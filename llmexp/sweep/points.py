@@ -26,7 +26,7 @@ from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import Config, plain
@@ -168,7 +168,8 @@ class Point:
         """Return the budget of so many tokens and steps, with the distance of evaluations."""
         chosen = self.config.train
         every = None if chosen.eval_every_tokens else chosen.eval_every
-        return Spent(self.values, tokens, steps, every and every * (tokens // steps))
+        by = sized_by(flatten(plain(self.config)))
+        return Spent(self.values, tokens, steps, every and every * (tokens // steps), by)
 
     @functools.cached_property
     def identity(self) -> str:

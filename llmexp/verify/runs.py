@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.run.batch import shared_sequences
+from llmexp.run.budget import NO_BUDGET
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Batch, Config, plain
@@ -35,7 +36,7 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     """
     quiet: dict[str, dict[str, Any]] = {
         "train": {
-            "max_steps": steps, "max_epochs": None, "max_tokens": None, "stop_step": None,
+            **NO_BUDGET, "max_steps": steps, "stop_step": None,
             "log_every": 1, "eval_every": None, "eval_every_tokens": None, "sample_every": None,
             "sample_tokens": 0, "data_digest": True, "profile_start": None,
         },

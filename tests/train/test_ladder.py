@@ -1,0 +1,90 @@
+"""Inputs of a ladder: budgets that follow from the model, and batches in tokens."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import yaml
+
+from llmexp.compose.app import compose, hydra_app, typed_config
+from llmexp.run.batch import solve_batch
+from tests.conftest import TINY, llmexp, train
+from tests.tools import printed
+
+SHORT = [
+    "data=synthetic", "data.n_tokens=20000", "schedule=constant", "schedule.warmup_steps=0",
+    "train.log_every=1", "train.eval_every=null", "checkpoint.every=null", "train.device=cpu",
+]  # fmt: skip
+
+
+def losses(rows: list[dict]) -> list[tuple[float, float]]:
+    return [(row["train/loss"], row["grad_norm"]) for row in rows]
+
+
+def test_a_budget_in_flops_is_the_run_over_its_tokens_also_cut_and_lengthened(tmp_path):
+    """Killed after two steps, gone on with, then given twice the FLOPs in the same folder."""
+    facts = json.loads(llmexp("plan", *TINY, *SHORT, "--json", cwd=tmp_path).out)
+    price = facts["flops_per_token"]
+    flops = price * 12 * 35  # 35 sequences, in windows of 8
+    batch = "batch.tokens_per_step=96"
+    settings = [*TINY, *SHORT, batch]
+    first = llmexp("train", *settings, f"train.max_flops={flops + price}", "train.stop_step=2",
+                   "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    assert first.code == 75
+    assert llmexp("resume", "run", cwd=tmp_path).code == 0
+    run = first.json("run.json")
+    assert (run["max_tokens"], run["max_steps"], run["tail_sequences"]) == (420, 5, 3)
+    assert f"of which {price:,.4g} FLOPs" in run["budget_given"]
+    assert run["total_flops"] == flops
+    plain = [*SHORT, "batch.real_batch_size=8"]
+    same = train(tmp_path, "same", *plain, "train.max_tokens=420")
+    assert losses(first.rows()) == losses(same.rows())
+    config = yaml.safe_load((first.folder / "config.yaml").read_text())
+    assert config["batch"]["tokens_per_step"] == 96
+    assert config["batch"]["real_batch_size"] == 8
+    # a short last window cannot be lengthened, a whole one can
+    refused = llmexp("resume", "run", f"train.max_flops={2 * flops}", cwd=tmp_path)
+    assert refused.code == 2
+    assert "the last window of run was a short one" in refused.err
+    whole = [*SHORT, batch, f"train.max_flops={price * 12 * 16}"]
+    longer = train(tmp_path, "longer", *whole)
+    done = llmexp("resume", "longer", f"train.max_flops={price * 12 * 32}", cwd=tmp_path)
+    assert done.code == 0, done.err
+    beside = train(tmp_path, "beside", *plain, "train.max_tokens=384")
+    assert losses(longer.rows()) == losses(beside.rows())
+
+
+def test_tokens_per_parameter_count_the_head_and_no_tables(tmp_path):
+    settings = [*TINY, *SHORT, "train.tokens_per_parameter=0.1"]
+    found = printed("plan", llmexp("plan", *settings, "--json", cwd=tmp_path).out)
+    n = found["parameters_with_head"]
+    assert n == found["parameters"] - 32 * 16  # but for the positions: the head is tied
+    assert found["max_tokens"] == int(Fraction(n, 10)) // 12 * 12
+    text = llmexp("plan", *settings, cwd=tmp_path).out
+    assert f"train.tokens_per_parameter=0.1 x {n:,} parameters" in " ".join(text.split())
+
+
+def test_a_fork_takes_another_batch_in_tokens_or_in_sequences(tmp_path, monkeypatch):
+    train(tmp_path, "trunk", *SHORT, "batch.tokens_per_step=96", "train.max_steps=2")
+    monkeypatch.chdir(tmp_path)
+    for given, real, tokens in (
+        ([], 8, 96),
+        (["batch.tokens_per_step=48"], 4, 48),
+        (["batch.real_batch_size=4"], 4, None),
+        (["batch.sequence_length=24"], 8, None),
+        (["batch.micro_batch_size=2"], 8, 96),
+    ):
+        overrides = ["fork.run=trunk", "train.max_steps=3", *given]
+        with hydra_app(None, overrides) as hydra:
+            config = typed_config(compose(hydra, overrides)[0])
+        solved = solve_batch(config.batch, 1)
+        assert (solved.real_batch_size, solved.tokens_per_step) == (real, tokens), given
+
+
+def test_a_sweep_over_flops_says_where_its_tokens_come_from(tmp_path):
+    sweep = ["-m", *TINY, *SHORT, "train.max_flops=1e8,2e8", "model.n_layers=1,2"]
+    found = llmexp("plan", *sweep, cwd=tmp_path)
+    assert found.code == 0
+    assert "note: tokens follow from train.max_flops and the model" in found.err
+    assert "unequal" not in found.err
