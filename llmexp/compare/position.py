@@ -37,11 +37,10 @@ def positions(record: Record, align: str) -> np.ndarray:
         return own + (time_before(record) or 0.0)
     length, most = record.facts.get("sequence_length"), record.facts.get("max_tokens")
     if align == "tokens" and length and most and record.config.get("batch.document_mask"):
-        before = ("step", "sequences", "tokens")
-        step, first, tokens = (int(number(parent.get(key)) or 0) for key in before)
-        stages, steps = recorded_stages(record.facts, (step, first)), record.columns["step"]
-        at = np.array([stage_at(stages, s).sequences_at(s) for s in steps.astype(int)])
-        return np.minimum(tokens + (at - first) * length, most)
+        stages, steps = recorded_stages(record.facts), record.columns["step"].astype(int)
+        at = np.array([stage_at(stages, step).sequences_at(step) for step in steps])
+        own = (at - stages[0].first_sequence) * length
+        return np.minimum((number(parent.get("tokens")) or 0.0) + own, most)
     return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
 
 

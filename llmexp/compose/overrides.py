@@ -30,6 +30,6 @@ def replace_ramp(tree: Any, overrides: Sequence[str]) -> None:
         return
     given = {key_of(override) for override in overrides}
     tree["batch"]["ramp"] = parsed(ramps)[-1].value()
-    for name in ("real_batch_size", "gradient_accumulation_steps"):
+    for name in ("real_batch_size", "tokens_per_step", "gradient_accumulation_steps"):
         if f"batch.{name}" not in given:
             tree["batch"][name] = None

@@ -57,12 +57,19 @@ def stage_at(stages: Sequence[BatchStage], step: int) -> BatchStage:
     return stages[max(0, after - 1)]
 
 
-def recorded_stages(recorded: Mapping[str, Any], first: tuple[int, int]) -> list[BatchStage]:
-    """Return the stages of a run from its run.json; `first`: steps and sequences before it.
+def step_after(stages: Sequence[BatchStage], sequences: int) -> int:
+    """Return the first step at whose end so many sequences were trained on."""
+    stage = [stage for stage in stages if stage.first_sequence < sequences][-1]
+    return -((stage.offset - sequences) // stage.real_batch_size)
+
+
+def recorded_stages(recorded: Mapping[str, Any]) -> list[BatchStage]:
+    """Return the stages of a run from its run.json.
 
     Raises KeyError and TypeError where the file does not have them.
     """
     if "stages" in recorded:
         return [BatchStage(**stage) for stage in recorded["stages"]]
     size, accumulation = recorded["real_batch_size"], recorded.get("gradient_accumulation_steps", 1)
-    return [BatchStage(0, *first, size, accumulation)]
+    parent = recorded.get("parent") or {}
+    return [BatchStage(0, parent.get("step", 0), parent.get("sequences", 0), size, accumulation)]

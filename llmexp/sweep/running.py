@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
+from llmexp.run.stages import recorded_stages, stages_of, step_after
 from llmexp.runs import rundir
 from llmexp.runs.ledger import LedgerEntry
 from llmexp.runs.rows import read_rows
-from llmexp.settings.convert import with_knobs
+from llmexp.settings.convert import ramp_sizes, with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
@@ -168,14 +169,28 @@ def run_rungs(current: Current, tasks: list[Task], earlier: Sequence[LedgerEntry
 
 
 def stop_of(task: Task, share: float) -> int:
-    """Return the step at which a run, or a fork after its parent, has done a share of its steps."""
-    return step_at(share, task.point.config.fork.step or 0, task.facts.max_steps)
+    """Return the step at which a run, or a fork after its parent, has done a share of its steps.
+
+    With a ramp that is a share of its sequences.
+    """
+    config, facts = task.point.config, task.facts
+    batch, first = config.batch, config.fork.step or 0
+    if batch.ramp is None:
+        return step_at(share, first, facts.max_steps)
+    begin = first, 0, facts.max_tokens - facts.own_tokens
+    stages = stages_of(ramp_sizes(batch.ramp), batch.sequence_length, 1, begin)
+    return step_after(stages, math.ceil(share * (facts.own_tokens // batch.sequence_length)))
 
 
 def stop_in(path: Path, share: float) -> int:
     """Return the same step for a run in its folder."""
     facts = rundir.read_run(path)
-    return step_at(share, (facts.get("parent") or {}).get("step") or 0, facts["max_steps"])
+    parent = facts.get("parent") or {}
+    if "stages" not in facts:
+        return step_at(share, parent.get("step") or 0, facts["max_steps"])
+    stages = recorded_stages(facts)
+    first = stages[0].first_sequence
+    return step_after(stages, first + math.ceil(share * (facts["total_sequences"] - first)))
 
 
 def step_at(share: float, first: int, last: int) -> int:

@@ -15,7 +15,7 @@ from llmexp.metrics.outliers import Limits
 from llmexp.runs.rundir import SPIKES
 from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.state import Loop
-from llmexp.train.step import Outcome
+from llmexp.train.step import BAD_LOSS, BAD_NORM, Outcome
 from llmexp.train.windows import order_of
 
 CALM = 5  # the first of the recorded steps, whose largest value is a module's level
@@ -25,17 +25,19 @@ RISE = 2  # a norm has risen that is more than this many times its level
 def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
     """Take a settled step; write spikes/STEP.json and a line where a spike begins with it.
 
-    `limits` held for the step. Raises Unwritable.
+    `limits` held for the step. A step that overflowed begins no spike and ends none. Raises
+    Unwritable.
     """
-    progress = loop.progress
+    progress, known = loop.progress, seen.code not in (BAD_LOSS, BAD_NORM)
     above = False
-    if limits is not None:
+    if known and limits is not None:
         above = seen.loss > limits.loss[1] or seen.grad_norm > limits.norm[1]
-    if limits is not None and above and progress.spike_level is None:
+    if above and limits is not None and progress.spike_level is None:
         progress.spikes += 1
         progress.spike_level = sum(limits.loss) / 2
         record_spike(loop, seen, limits)
-    elif progress.spike_level is not None and not above and seen.loss <= progress.spike_level:
+    level = progress.spike_level
+    if known and not above and level is not None and seen.loss <= level:
         progress.spike_level = None
     if progress.spike_level is not None:
         progress.spike_tokens += int(seen.target_tokens)

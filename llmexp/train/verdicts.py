@@ -151,9 +151,9 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         skipped = "; its update was skipped" if seen.code == SKIPPED_OUTLIER else ""
         why = describe(outliers.limits, seen.loss, seen.grad_norm)
         loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
+    if seen.code != EMPTY and loop.setup.layers is not None and loop.config.metrics.spikes:
+        spikes.follow_spike(loop, seen, outliers.limits)
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
-        if loop.setup.layers is not None and loop.config.metrics.spikes:
-            spikes.follow_spike(loop, seen, outliers.limits)
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:
             loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)

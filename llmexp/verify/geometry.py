@@ -125,7 +125,7 @@ def one_batch_plan(config: Config, sizes: Sequence[int], real: int, tail: int) -
     """
     length = config.batch.sequence_length
     tokens = (sum(sizes[:-1]) + tail) * length
-    batch = {"gradient_accumulation_steps": 1, "real_batch_size": real}
+    batch = {"gradient_accumulation_steps": 1, "real_batch_size": real, "tokens_per_step": None}
     return trial(
         config,
         len(sizes),

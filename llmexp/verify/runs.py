@@ -68,9 +68,8 @@ def ramp_over(sizes: Sequence[int], length: int) -> dict[str, Any]:
         if size not in [*ramp.values()][-1:]:
             ramp[tokens] = size
         tokens += size * length
-    return {
-        "ramp": override_value(ramp), "real_batch_size": None, "gradient_accumulation_steps": None,
-    }  # fmt: skip
+    others = ("real_batch_size", "tokens_per_step", "gradient_accumulation_steps")
+    return {"ramp": override_value(ramp)} | dict.fromkeys(others)
 
 
 def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
@@ -98,7 +97,7 @@ def shrunk(config: Config) -> Config:
     layers = {key: n for key, n in config.model.items() if key in LAYER_KNOBS}
     model = {key: min(2, n) for key, n in layers.items() if isinstance(n, int)}
     batch: dict[str, Any] = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
-    batch["real_batch_size"] = None
+    batch |= {"real_batch_size": None, "tokens_per_step": None}
     if config.batch.ramp is not None:
         ramp, shared = ramp_sizes(config.batch.ramp), shared_sequences(config.batch)
         less = shared // 8 if shared % 8 == 0 else 1  # which 1, 2, 4 or 8 ranks share

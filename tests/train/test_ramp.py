@@ -3,23 +3,27 @@ them, however windows are cut. Budgets are exact; a kill or a fork inside a ramp
 
 from __future__ import annotations
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.run import Run
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import solve_budget
-from llmexp.run.stages import stage_at, stages_of
+from llmexp.run.stages import stage_at, stages_of, step_after
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.convert import convert_section
 from llmexp.settings.values import ConfigError
 from tests import reference
 from tests.conftest import TINY, Result, llmexp, train
 from tests.test_run import BASE
-from tests.tools import exact, same_state, weights
+from tests.tools import exact, printed, same_state, weights
 
 # 50 sequences of 12 tokens, 65 in all: 5 steps of 4 sequences (tokens 0, 48, ..., 192), 3 of 8
 # (240, 336, 432), 1 of 16 (528), and the 5 that are left. The epoch ends inside step 9.
@@ -58,7 +62,7 @@ def runs(tmp_path_factory, tokens) -> dict[str, Result]:
     for number, (name, (micro, kind, more)) in enumerate(CUTS.items()):
         layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
         cut = [f"batch.micro_batch_size={micro}", f"data.train_files=[{tokens}]"]
-        run_of = [*SETTINGS, "data.shuffle=false", *cut, *layout]
+        run_of = [*SETTINGS, "data.shuffle=false", "metrics.noise_scale_every=1", *cut, *layout]
         found[name] = train(folder, f"run{number}", *run_of)
     return found
 
@@ -102,6 +106,30 @@ def test_run_json_has_the_stages(runs):
     rate = math.sqrt(1 / 2)
     assert found == [(0, 0, 0, 4, 0.5), (200, 5, 20, 8, rate), (500, 8, 44, 16, 1.0)]
     assert [stage["gradient_accumulation_steps"] for stage in told["stages"]] == [1, 2, 4]
+
+
+def test_outliers_are_judged_by_steps_of_one_stage(runs):
+    """The window of limits holds the steps of the stage that the next step belongs to."""
+    known = {}
+    for step in (2, 4, 6, 8, 10):
+        file = runs["2x1"].checkpoint(step) / "state.pt"
+        known[step] = len(torch.load(file, weights_only=True)["outliers"]["window"])
+    assert known == {2: 2, 4: 4, 6: 1, 8: 0, 10: 2}
+
+
+def test_the_noise_scale_is_held_against_the_last_stage(runs):
+    seen = runs["2x1"].rows()[-1]["tokens_seen"]
+    text = runs["2x1"].json("status.json")["noise"]["verdict"]
+    share = f"{16 * seen / (65 * 12):.3g}"  # masked targets
+    assert f"real_batch_size 16 (the targets of {share} whole sequences)" in text
+
+
+def test_cuts_of_a_ramp_are_one_computation(runs):
+    folders = [str(runs[name].folder) for name in ("2x1", "4x1")]
+    shown = llmexp("compare", *folders, "--json", cwd=runs["2x1"].folder.parent)
+    found = printed("compare", shown.out)
+    assert found["batch"] == "iso-batch"
+    assert any("real_batch_size is 4 to 16 in all runs" in line for line in found["why"])
 
 
 def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):
@@ -187,6 +215,22 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
         branch = stages_of(ramp, length, 1, begin)
         for window in plain_windows(ramp, length, total, begin):
             assert stage_at(branch, window[0]).sequences_at(window[0]) == window[1]
+
+
+@given(ramps, st.integers(1, 12), st.integers(1, 5000), st.integers(1, 400))
+def test_evaluations_and_shares_of_a_run_are_those_of_its_steps(ramp, first, every, total):
+    ramp = dict(sorted(({0: first} | ramp).items()))
+    ends = [0, *(min(total, at + size) for _, at, size in plain_windows(ramp, 12, total))]
+    stages = stages_of(ramp, 12, 1, (0, 0, 0))
+    of_run = SimpleNamespace(stages=stages, tokens_at=lambda step: 12 * ends[step])
+    chosen = Train(**BASE | {"eval_every_tokens": every})
+    full = len(ends) - 2  # the last window may be a short one
+    crossed = [12 * b // every > 12 * a // every for a, b in itertools.pairwise(ends)]
+    for begin in (0, full // 2):
+        assert Run.evaluations(of_run, chosen, begin, full) == sum(crossed[begin:full])
+    assert all(step_after(stages, n) == min(s for s in range(len(ends)) if ends[s] >= n) for n in {
+        1, total, max(1, total // 3),
+    })  # fmt: skip
 
 
 @pytest.mark.usefixtures("suggestions_are_read")

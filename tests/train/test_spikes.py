@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmexp.metrics.outliers import Outliers
-from llmexp.train.spikes import rose_first
+from llmexp.metrics.outliers import Limits, Outliers
+from llmexp.train.spikes import follow_spike, rose_first
+from llmexp.train.state import Progress
+from llmexp.train.step import BAD_NORM, OK, Outcome
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import weights
 
@@ -131,6 +135,23 @@ def test_what_rose_first_is_the_first_to_leave_its_level():
     found = rose_first([*calm, step(5, a=2.7, b=1.6), step(6, a=90.0, b=1.0)])
     assert found == {"module": "b", "figure": "grad_norm", "step": 5, "times": 3.2}
     assert rose_first(calm) is None
+
+
+def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
+    progress = Progress()
+    loop = SimpleNamespace(progress=progress)
+    limits = Limits((1.0, 3.0), (0.0, 5.0))
+    step = Outcome(BAD_NORM, 0.5, math.inf, math.inf, False, 48.0, 1024.0, None)
+    follow_spike(loop, step, limits)
+    assert (progress.spikes, progress.spike_tokens, progress.spike_level) == (0, 0, None)
+    progress.spike_level = 2.0
+    follow_spike(loop, step, limits)
+    assert (progress.spike_tokens, progress.spike_level) == (48, 2.0)
+    back = dataclasses.replace(step, code=OK, loss=1.5, grad_norm=1.0)
+    follow_spike(loop, dataclasses.replace(back, loss=2.5), None)  # nothing known of new steps yet
+    assert (progress.spike_tokens, progress.spike_level) == (96, 2.0)
+    follow_spike(loop, back, None)
+    assert (progress.spike_tokens, progress.spike_level) == (96, None)
 
 
 def test_spikes_need_the_rule_that_finds_them(tmp_path: Path):

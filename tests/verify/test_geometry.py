@@ -314,6 +314,27 @@ def test_a_wrong_divisor_is_seen_in_low_precision_too(tmp_path, monkeypatch, in_
     } <= wrong
 
 
+def test_a_ramp_passes_and_a_rate_that_leaves_it_out_is_seen(tmp_path, monkeypatch, in_process):
+    """The stages share the steps of the proof, with twice the sequences, which two ranks need."""
+    ramp = ["batch.ramp={0: 2, 100: 4, 200: 8}", "batch.real_batch_size=null", "precision=fp64"]
+    rule = ["optimizer.lr_rule=sqrt", "optimizer.reference_batch=4"]
+    config = composed(*ramp, *rule, "train.device=cpu")
+    assert failed(geometry.verify(config, tmp_path / "right", steps=None, shrink=False)) == set()
+    plans = [json.loads(p.read_text()) for p in (tmp_path / "right").glob("*/run.json")]
+    assert {p["micro_batch_size"] for p in plans} == {1, 4}
+    for plan in plans:
+        stages = [(stage["first_step"], stage["real_batch_size"]) for stage in plan["stages"]]
+        assert stages == [(0, 4), (2, 8), (3, 16)]
+        assert (plan["max_steps"], plan["tail_sequences"]) == (4, 7)
+
+    def without_rates(s, *given):
+        return step_module.train_step(dataclasses.replace(s, stage_rate=lambda step: 1.0), *given)
+
+    monkeypatch.setattr(loop, "train_step", without_rates)
+    found = failed(geometry.verify(config, tmp_path / "wrong", steps=None, shrink=False))
+    assert everywhere("steps", "parameters") <= found
+
+
 def test_the_reference_is_what_another_one_computes(tokens):
     """The tests' own GPT-2, cross-entropy, clipping, AdamW and cosine share no code with it."""
     settings = ["data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false",

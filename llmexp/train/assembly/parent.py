@@ -72,8 +72,8 @@ def parent_of(config: Config, trunk: Trunk | None, corpus: Corpus) -> Parent | N
     step, before = loaded.step, recorded.get("parent") or {}
     try:
         length, first = recorded["sequence_length"], before.get("sequences", 0)
-        stages = recorded_stages(recorded, (before.get("step", 0), first))
-        done = min(stage_at(stages, step).sequences_at(step), recorded["total_sequences"])
+        done = stage_at(recorded_stages(recorded), step).sequences_at(step)
+        done = min(done, recorded["total_sequences"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
     where, order = _place(plain(config), plain(tree), recorded, corpus, done)
