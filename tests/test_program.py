@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,16 @@ def test_what_train_refuses_and_what_fails_is_raised(there):
         assert "--" not in str(refused.value)
     with pytest.raises(TypeError, match="a list is needed"):
         llmexp.train("train.max_steps=1")
+
+
+def test_a_package_is_allowed_for_one_call(monkeypatch):
+    """A command ends its process after --allow; a program goes on."""
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    before = dict(os.environ), list(sys.path)
+    llmexp.plan([*SHORT, "--allow", "json"])
+    with pytest.raises(llmexp.ConfigError, match=r"train\.max_step"):
+        llmexp.prepare([*SHORT, "--allow=json", "train.max_step=1"])
+    assert (dict(os.environ), list(sys.path)) == before
 
 
 def test_json_of_train_and_plan(tmp_path, capsys):

@@ -228,7 +228,7 @@ def _unequal(f: Result) -> str:
     if equal and not f.own_ends:
         return (
             f"No ranking at equal {f.align}: the runs stand at other parts of their schedules "
-            "there. --align tokens reads them at their ends."
+            "there. Aligned by tokens, they are read at their ends."
         )
     first = f.ranked[0]
     start = "No ranking, the budgets differ. Lowest"

@@ -169,7 +169,7 @@ def _judged(
 
 def _contrast(effect: float, error: float, null: np.ndarray) -> Contrast:
     """Return a contrast that is judged by the sizes over their errors that noise has."""
-    t = abs(effect) / error if error > 0 else math.inf
+    t = abs(effect) / error if error > 0 else math.inf if effect else 0.0
     p = 1 - int(np.searchsorted(null, t)) / len(null)
     half = float(null[int(0.95 * len(null))]) * error
     return Contrast((), effect, half, max(p, 1 / len(null)))
@@ -179,7 +179,7 @@ def _lenth(effects: np.ndarray) -> np.ndarray:
     """Return the pseudo standard error of each row of contrasts, most of which are noise."""
     size = np.abs(effects)
     first = 1.5 * np.median(size, axis=1, keepdims=True)
-    small = np.where(size < 2.5 * first, size, np.nan)
+    small = np.where(size <= 2.5 * first, size, np.nan)  # all where more than half are 0
     found: np.ndarray = 1.5 * np.nanmedian(small, axis=1)
     return found
 

@@ -47,11 +47,13 @@ def in_words(error: Exception, overrides: Sequence[str]) -> str:
     if found := re.search(changing, text):
         if "already at" in text:
             return f"{found[1]}: this key exists; write it without the +"
-        return unknown(found[1].partition("=")[0], overrides)
-    choosing = r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':"
+        inner = getattr(error.__cause__, "full_key", None)  # of batch={max_steps:3}
+        return unknown(inner or found[1].partition("=")[0], overrides)
+    if found := re.search(r"Error merging override (\S+?)=.*\nCannot merge ", text):
+        return _other_kind(found[1], overrides)
+    choosing = r"In '[^']+': Could not (?:find|load) '([^']+)/([^/']+)'"
     if found := re.search(choosing, text):
-        choice, group = found.groups()
-        word = choice.removeprefix(group + "/")
+        group, word = found.groups()
         near = hint(word, options_of(group))
         return f"{group}={word}: there is no such option.{near}"
     if "Config group override must be" in text:
@@ -68,6 +70,18 @@ def in_words(error: Exception, overrides: Sequence[str]) -> str:
     noise = re.compile(r"\s*(full_key|object_type|reference_type)")
     lines = [line.strip() for line in text.splitlines() if not noise.match(line)]
     return (f"{key}: " if key else "") + " ".join(filter(None, lines))
+
+
+def _other_kind(key: str, overrides: Sequence[str]) -> str:
+    """Return the refusal of a list in place of a section of keys, or the other way round."""
+    given = next(o.value() for o in parsed(overrides) if o.key_or_group == key)
+    if not isinstance(given, list):
+        return str(refuse(key, given, "a list is needed here, not keys", []))
+    below = [f"{k}=..." for k in flat_keys(known_tree(overrides)) if k.startswith(f"{key}.")]
+    if key in ("data.sources", "data.val"):
+        below = [f"{key}.web.files=corpus/*.jsonl"]
+    example = f"; for example {below[0]}" if below else ""
+    return str(refuse(key, given, f"a section of keys is needed here, not a list{example}"))
 
 
 def unknown(key: str, overrides: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,21 @@ def relay(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> No
     process.wait()
 
 
+@contextlib.contextmanager
+def allowed_in_a_call() -> Iterator[None]:
+    """Take back at the end what --allow allows: a command ends its process, a program goes on."""
+    path, before = list(sys.path), {k: os.environ.get(k) for k in ("LLMEXP_ALLOW", "PYTHONPATH")}
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@allowed_in_a_call()
 def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | list[Planned]:
     """Check everything and return the plan of a run, as `llmexp plan` prints it.
 
@@ -114,6 +129,7 @@ def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | l
     return found.plans
 
 
+@allowed_in_a_call()
 def prepare(overrides: Sequence[str] = ()) -> Prepared | str:
     """Tokenise the data into the cache, as `llmexp prepare` does, and return their counts.
 
@@ -125,6 +141,7 @@ def prepare(overrides: Sequence[str] = ()) -> Prepared | str:
     return prepared(parse("prepare", words_of(overrides)))
 
 
+@allowed_in_a_call()
 def tokenizer(overrides: Sequence[str], vocab_size: int, *, pattern: str = "gpt2",
               out: str | os.PathLike[str] | None = None) -> TrainedTokenizer:  # fmt: skip
     """Train a tokenizer on the data of the overrides, as `llmexp tokenizer` does.

@@ -133,6 +133,14 @@ def test_two_steps_find_more_where_much_is_there():
     assert discoveries([0.01, 0.02]) == [True, True]
 
 
+@pytest.mark.filterwarnings("error")
+def test_knobs_that_do_nothing_at_all_are_not_found():
+    settings = [dict(zip("abcd", row, strict=True)) for row in design(4, 16)]
+    assert screen(settings, [{"1": 2.5}] * 16).found == []
+    s = screen(settings, [{"1": 2.5 - one["b"]} for one in settings])
+    assert (s.found, s.knobs["b"].effect) == (["b"], -1.0)
+
+
 QUICK = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3",
          "train.eval_tokens=600"]  # fmt: skip
 KEYS = ["optimizer.lr=1e-4,3e-2", "clip.max_norm=0.5,1.0", "optimizer.beta2=0.95,0.99",
