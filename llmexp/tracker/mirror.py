@@ -1,5 +1,6 @@
 """Send the rows of metrics.jsonl to a tracker: by a thread while a run trains, or all at once.
 
+In a fork those of its parents in lineage.jsonl, which have lower steps, go first.
 Training neither waits nor fails, whatever a tracker does; an error is one line.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.layers import by_layer
+from llmexp.runs.rows import LINEAGE
 from llmexp.settings import config
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields
@@ -33,7 +35,7 @@ class TrackerError(Exception):
 class Sent:
     """The result of a transfer."""
 
-    rows: int  # in metrics.jsonl
+    rows: int  # in lineage.jsonl and metrics.jsonl
     sent: int
     where: str
     there: int | None  # how many the tracker has, where it counts them
@@ -78,12 +80,13 @@ def transfer(
 ) -> Sent:
     """Send the rows that the tracker lacks until the run is `over`, then its end."""
     where = store.start(fields, run_dir)
-    new, after = NewRows(run_dir / rundir.METRICS), store.position()
+    lineage, new = NewRows(run_dir / LINEAGE), NewRows(run_dir / rundir.METRICS)
+    after = store.position()
     new_layers, layers = NewRows(run_dir / rundir.LAYERS), dict[int, dict[str, Any]]()
     rows, sent, last_step, ended = 0, 0, -1, False
     while not ended:
         ended = over.wait(INTERVAL_S)  # before the read, which then gets the last rows too
-        if found := new.read():
+        if found := lineage.read() + new.read():
             rows, last_step = rows + len(found), found[-1]["step"]
             # those of a step are written before its row
             layers |= {line["step"]: _layers(line) for line in new_layers.read()}

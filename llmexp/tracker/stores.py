@@ -31,7 +31,7 @@ class End:
     summary: dict[str, Any]
     exit_code: int
     complete: bool = True  # whether metrics.jsonl has all its rows
-    rows: int = 0  # in metrics.jsonl
+    rows: int = 0  # of the run and its parents
     last_step: int = -1
 
 

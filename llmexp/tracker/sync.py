@@ -16,7 +16,7 @@ from llmexp.metrics.keys import figures_in
 from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.rows import walk_rows
+from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
@@ -264,7 +264,9 @@ def records_to_upload(run: Path, anew: bool) -> Records:
     if not rows:
         raise LeftOut(f"it has no rows yet ({state})")
     steps = [row["step"] for row in rows]
-    for number, (step, before) in enumerate(zip(steps, [-1, *steps], strict=False), 1):
+    parents = [row["step"] for row in read_rows(run / LINEAGE)]
+    before_all = parents[-1] if parents else -1
+    for number, (step, before) in enumerate(zip(steps, [before_all, *steps], strict=False), 1):
         if step <= before:
             raise ConfigError(
                 f"{run / rundir.METRICS}: line {number}: step {step} does not follow the one before"
@@ -289,7 +291,7 @@ def records_to_upload(run: Path, anew: bool) -> Records:
         summary = summary_of_rows(rows)
     position = None if anew else read_position(run)
     end = End(summary, code, complete=not lost)
-    return Records(fields, len(rows), steps[-1], end, state, position, lost)
+    return Records(fields, len(parents) + len(rows), steps[-1], end, state, position, lost)
 
 
 def summary_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

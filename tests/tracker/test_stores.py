@@ -117,6 +117,15 @@ def test_rows_arrive_once_over_a_resume_from_an_earlier_step(tmp_path, kept):
     assert kept.ends == [({"steps": 5}, 75), ({"steps": 9}, 0)]
 
 
+def test_the_rows_of_a_forks_parents_come_first_and_once(tmp_path, kept):
+    parents = make_rows(1, 4)
+    (tmp_path / "lineage.jsonl").write_text("".join(json.dumps(row) + "\n" for row in parents))
+    assert follow(tmp_path, make_rows(5, 6), 75) == []
+    assert kept.there == make_rows(1, 6)
+    assert follow(tmp_path, make_rows(7, 9)) == []
+    assert kept.there == make_rows(1, 9)
+
+
 @pytest.mark.parametrize("fails", ["start", "rows"])
 def test_a_dead_server_costs_a_line_and_sync_completes_it(tmp_path, kept, capsys, fails):
     run = make_run(tmp_path / "a", 4)

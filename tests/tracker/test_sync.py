@@ -15,7 +15,7 @@ import yaml
 from llmexp.cli.sync import main
 from llmexp.runs import rundir
 from llmexp.runs.find import find
-from llmexp.runs.rows import read_rows
+from llmexp.runs.rows import read_rows, rows_up_to
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
 from llmexp.tracker.sync import find_runs, summary_of_rows, upload_command
@@ -111,6 +111,9 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     ]
     with open(runs[2] / "metrics.jsonl", "a") as f:
         f.write('{"step": 26, "tok')  # cut by the kill
+    lines = (runs[1] / "metrics.jsonl").read_text().splitlines(keepends=True)  # a fork at step 4
+    (runs[1] / "lineage.jsonl").write_text("".join(lines[:4]))
+    (runs[1] / "metrics.jsonl").write_text("".join(lines[4:]))
     assert [run.name for run in find_runs([str(sweep)])] == [run.name for run in runs]
     with FakeWandb() as server, rundir.locked(runs[4]):
         code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
@@ -125,7 +128,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
         assert len(server.runs) == 4
         arrived = [server.runs[read_position(run).run_id] for run in runs[:4]]  # type: ignore[union-attr]
         for run, got in zip(runs, arrived, strict=False):
-            assert rows_of(got) == read_rows(run / "metrics.jsonl")
+            assert rows_of(got) == rows_up_to(run, 30)
             assert [row["_step"] for row in got.rows] == [row["step"] for row in rows_of(got)]
             assert got.lines_sent == len(got.rows)
             assert got.variables["groupName"] == "gpt/2030-01-01"
