@@ -40,11 +40,16 @@ def state() -> dict[str, Any]:
 def put_back() -> Iterator[None]:
     """Put back what a command leaves changed, since it ends its process, and a test runs on."""
     environment, paths, raising = dict(os.environ), list(sys.path), logging.raiseExceptions
+    root = logging.getLogger()
+    writers, level = list(root.handlers), root.level
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     sys.path[:] = paths
     logging.raiseExceptions = raising
+    root.setLevel(level)
+    for writer in [each for each in root.handlers if each not in writers]:
+        root.removeHandler(writer)  # Hydra's --info adds one to a stream that is then closed
     for name in os.environ.keys() | environment.keys():
         if name not in environment:
             del os.environ[name]

