@@ -82,21 +82,35 @@ def _to_target(f: Result) -> str:
             f"Undecided: {names} reach {f.target} behind {rounded(cap)} {unit}, where the first "
             f"run that never does ends: {best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
         )
-    start = f"{best.label} reaches {f.target} {'first, ' if others else ''}{when(best)}"
-    if not others:
-        return f"{start}."
-    near = (undecided or few or worse or others)[0]
-    beside = f"; {near.label} {when(near)}"
-    if not (best.capped or near.capped) and near.size is not None:
-        half = f" ± {rounded(near.difference.half)}" if near.difference else ""
-        basis = f" ({near.difference.basis})" if near.difference else ""
-        beside = f", {rounded(abs(near.size))}{half} before {near.label}{basis}"
+    level = [r for r in others if r.apart is not None and abs(r.apart) <= RESOLUTION * best.mean]
+    equal = [r for r in level if r not in undecided]
+    near = next((r for r in (*undecided, *few, *worse, *others) if r not in equal), None)
+    first = "first, " if near and near not in level else ""
+    verb, together = ("reach", "together, ") if equal else ("reaches", "")
+    names = listed([r.label for r in (best, *equal)])
+    start = f"{names} {verb} {f.target} {first}{together}{when(best)}"
+    if near:
+        start += _beside(best, near, when(near), near in level)
     if undecided:
-        return f"Undecided: {start}{beside}; {_seeds_to_go(near, f)}."
+        return f"Undecided: {start}; {_seeds_to_go(undecided[0], f)}."
     if few:
         seeds = "one seed each" if all(len(r.seeds) == 1 for r in f.ranked) else "too few seeds"
-        return f"Undecided, {seeds}: {start}{beside}; {FEW} seeds each would begin to tell."
-    return f"{start}{beside}. {_of_others(len(worse), len(others), 'slower')}"
+        return f"Undecided, {seeds}: {start}; {FEW} seeds each would begin to tell."
+    if worse:
+        return f"{start}. {_of_others(len(worse), len(others) - len(equal), 'slower')}"
+    return f"{start}.{' Rounding makes the difference.' if near else ''}"
+
+
+def _beside(best: Setting, near: Setting, when: str, level: bool) -> str:
+    """Say how far behind the first setting another one reaches a target, where that is known."""
+    if best.capped or near.capped or near.size is None:
+        return f"; {near.label} {when}"
+    size = "0" if level else rounded(abs(near.size))
+    half = basis = ""
+    if d := near.difference:
+        half = f" ± {rounded(d.half if d.half > RESOLUTION * best.mean else 0.0)}"
+        basis = f" ({d.basis})"
+    return f", {size}{half} {'from' if level else 'before'} {near.label}{basis}"
 
 
 def _of_others(count: int, others: int, what: str) -> str:

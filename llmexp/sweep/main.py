@@ -153,10 +153,11 @@ def size_of(keys: int, runs: int | str) -> int:
 
     Three keys have 8 combinations. A number that is given is only checked. Raises ConfigError.
     """
-    if keys < 3:
-        text = f"needs three keys or more with two values each, and has {keys}; "
-        text += "train all combinations"
-        raise refuse("sweep.screen", runs, text, "null")
+    if not 3 <= keys < SIZES[-1]:
+        text = f"a screen takes 3 to 31 keys with two values each, and there are {keys}; "
+        text += "all combinations are trained by -m in place of --screen, without sweep.screen"
+        example = "llmexp train -m optimizer.lr=1e-3,3e-3 clip.max_norm=0.5,1.0"
+        raise refuse("sweep.screen", runs, f"{text}; for example {example}")
     if runs == "auto":
         runs = 8 if keys == 3 else 16 if keys <= 8 else 32
     if runs not in SIZES:
@@ -164,8 +165,7 @@ def size_of(keys: int, runs: int | str) -> int:
     if not int(runs).bit_length() - 1 <= keys < int(runs):
         fits = [n for n in SIZES if n.bit_length() - 1 <= keys < n]
         text = f"does not fit {keys} keys, which take {' or '.join(map(str, fits))} runs"
-        raise refuse("sweep.screen", runs, text if fits else f"takes 31 keys at most, not {keys}",
-                     fits[0] if fits else "32 with fewer keys")  # fmt: skip
+        raise refuse("sweep.screen", runs, text, fits[0])
     return int(runs)
 
 

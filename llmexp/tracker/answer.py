@@ -77,7 +77,7 @@ def send_answer(store: Wandb, answer: SweepAnswer, sweep: Path, anew: bool = Fal
             raise TrackerError(one_line(error)) from None
         raise
     if not there or there <= last:
-        raise TrackerError("the server does not have the page")
+        raise TrackerError("the server does not have its page and table")
     return where
 
 

@@ -145,9 +145,15 @@ class Wandb(Store):
         write_position(self._run_dir, self._position)
 
     def has_page(self, page: str) -> bool:
-        """Return whether the newest answer has this page."""
+        """Return whether the newest answer has this page, with its files."""
         known = dict(self._run.summary.get(PAGE) or {})
-        return known.get("sha256") == hashlib.sha256(page.encode()).hexdigest()
+        same = known.get("sha256") == hashlib.sha256(page.encode()).hexdigest()
+        return same and rows_there(self._run.path, 1, 0, self._files()) > 0
+
+    def _files(self) -> list[str]:
+        """Return the names of the files that the newest answer consists of; none of a run."""
+        kept = (dict(self._run.summary.get(key) or {}) for key in (PAGE, TABLE))
+        return [str(one["path"]) for one in kept if "path" in one]
 
     def answer(self, step: int, page: str, table: dict[str, list[Any]]) -> None:
         """Keep a row with a page in HTML, and a table with a list a column."""
@@ -161,16 +167,17 @@ class Wandb(Store):
         self.rows([{"step": step, PAGE: html, TABLE: shown}])
 
     def finish(self, end: End) -> int | None:
-        """Return how many rows the server has: wandb is silent about those that it has refused.
+        """Return how many rows the server has: wandb is silent about what it has refused.
 
         Raises TimeoutError when the upload does not end in time.
         """
         path, url = self._run.path, self._run.url if self._online else None
+        files = self._files()
         self._run.summary.update(end.summary)
         if end.exit_code == PREEMPTED:
             self._run.mark_preempting()  # else wandb calls it failed
         self._run.finish(exit_code=end.exit_code)
-        there = rows_there(path, end.rows, ARRIVAL_S) if self._online else None
+        there = rows_there(path, end.rows, ARRIVAL_S, files) if self._online else None
         if there is not None and there >= end.rows > 0 and end.complete:
             uploaded = {
                 "project": self._position.project or self._fields.project,
@@ -241,8 +248,8 @@ def import_wandb(temporary: Path | None = None) -> Any:
     return wandb.setup(wandb.Settings(silent=True)).settings
 
 
-def rows_there(path: str, wanted: int, wait_s: float) -> int:
-    """Return how many rows the server has of a run.
+def rows_there(path: str, wanted: int, wait_s: float, files: Sequence[str] = ()) -> int:
+    """Return how many rows the server has of a run; the last of `wanted` counts with its files.
 
     Waits until they are `wanted`, about `wait_s` at most.
     """
@@ -251,7 +258,12 @@ def rows_there(path: str, wanted: int, wait_s: float) -> int:
     deadline = time.monotonic() + wait_s
     api = wandb.Api(timeout=10)
     while True:
-        there = int(api.run(path).historyLineCount or 0)
+        run = api.run(path)
+        there = int(run.historyLineCount or 0)
+        if there >= wanted and files:
+            # a file that was announced and never came has the md5 "0"
+            came = {file.name for file in run.files(list(files)) if file.md5 != "0"}
+            there = there if came >= set(files) else wanted - 1
         if there >= wanted or time.monotonic() >= deadline:
             return there
         time.sleep(0.5)

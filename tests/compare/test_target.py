@@ -96,7 +96,7 @@ def test_settings_that_never_get_there_or_get_there_together_are_not_told_apart(
     assert nobody.headline == "No run reaches val/loss=1."
     assert {e.mark for e in nobody.settings} == {""}
     at_once = compare([tmp_path], target="val/loss=9", align=align)  # at the first evaluation
-    assert "0 of the 2 others are slower" in at_once.headline
+    assert at_once.headline.startswith("lr=0.1, lr=0.2 and lr=0.3 reach val/loss=9 together, after")
     assert [e.mark for e in at_once.settings][1:] == ["same", "same"]
 
 
@@ -249,3 +249,25 @@ def test_counting_the_end_for_those_that_never_do_raises_no_alarms(share):
 @pytest.mark.parametrize(("k", "n"), [(2, 3), (3, 3), (6, 3), (12, 3), (6, 5), (12, 5)])
 def test_false_alarms_with_runs_that_never_reach_it(k, n, share, spread):
     assert alarms(k, n, share, 500, spread) <= 0.06 + 2.5 * math.sqrt(0.06 * 0.94 / 500)
+
+
+@pytest.mark.parametrize(("places", "headline"), [
+    ([[20], [20]], "Undecided, one seed each: lr=1.0 and lr=2.0 reach val/loss=1 together, after "
+     "20.5k tokens; 3 seeds each would begin to tell."),
+    ([[20], [20], [40]], "Undecided, one seed each: lr=1.0 and lr=2.0 reach val/loss=1 first, "
+     "together, after 20.5k tokens, 20.5k before lr=3.0; 3 seeds each would begin to tell."),
+    ([[20] * 3, [20] * 3, [40] * 3], "lr=1.0 and lr=2.0 reach val/loss=1 first, together, after "
+     "20.5k tokens, 20.5k ± 0 before lr=3.0 (3 seeds). The other is slower."),
+    ([[20, 40, 60], [60, 40, 20]],
+     "Undecided: lr=1.0 reaches val/loss=1 after 41k tokens, 0 ± 102k from lr=2.0 (3 seeds); "),
+])  # fmt: skip
+def test_settings_that_get_there_at_the_same_place_are_not_said_to_be_first(
+    tmp_path, places, headline
+):
+    for i, of in enumerate(places, 1):
+        for seed, at in enumerate(of, 1):
+            run = make_run(tmp_path / f"{i}-{seed}", seed=seed, optimizer__lr=float(i))
+            rows = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+            rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in rows if r["step"] % 20 == 0]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert compare([tmp_path], target="val/loss=1").headline.startswith(headline)

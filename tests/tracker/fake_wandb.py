@@ -21,6 +21,7 @@ Behaviour = Literal[
     "hangs after start",
     "dies in the middle",  # takes the first rows, and no connection after them
     "refuses rows",  # says no for good
+    "refuses files",  # takes their names and no content
 ]
 
 
@@ -117,6 +118,8 @@ class FakeWandb:
                 self._server.server_close()
                 self._closed.wait()
         if path.startswith("/put/"):
+            if self.behaviour == "refuses files":
+                return 403, {"error": "no"}
             self.files[unquote(path.removeprefix("/put/"))] = body
         return 200, {}
 
@@ -239,6 +242,14 @@ class FakeWandb:
                 self.views.append(variables)
                 view = {"id": "V", "name": variables["name"]}
                 return 200, {"data": {"upsertView": {"view": view, "inserted": True}}}
+            case "RunFiles":
+                named_ = variables["fileNames"]
+                nodes = [{"id": n, "name": n, "sizeBytes": len(self.files.get(n, b"")),
+                          "md5": "m" if n in self.files else "0"} for n in named_]  # fmt: skip
+                edges = [{"node": node, "cursor": node["name"]} for node in nodes]
+                found = {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}
+                run_ = {"fileCount": len(nodes), "files": found}
+                return 200, {"data": {"project": {"internalId": "1", "run": run_}}}
             case "CreateRunFiles":
                 files = [{"name": name, **self.place(name)} for name in variables["files"]]
                 return 200, {

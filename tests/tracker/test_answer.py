@@ -111,6 +111,11 @@ def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
         assert re.search(
             r"^s: answer not uploaded: .* runs are not complete there$", done.out, re.M
         )
+        server.behaviour = "refuses files"  # of which the client says nothing
+        done = run(tmp_path, server, "sync", "s")
+        says = "s: answer not uploaded: the server does not have its page and table\n"
+        assert (done.code, says in done.out) == (1, True), done.out
+        assert upload_is_pending(tmp_path / "s")
         server.behaviour = "ok"
         done = run(tmp_path, server, "sync", "s")
         assert done.code == 0, done.out + done.err
