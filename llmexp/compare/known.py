@@ -123,9 +123,11 @@ class Known:
     ) -> Step | None:
         """Return the step that trains the points of a grid, but for those that the sweep has.
 
-        It is a sweep of its own (`anew`) for runs without a sweep.
+        It is a sweep of its own (`anew`) for runs without a sweep. One that decides by itself
+        chooses the seeds of a further value too.
         """
-        grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
+        chosen = SEED if self.f.looks and not anew else None
+        grid = [f"{k}={','.join(values)}" for k, values in changes.items() if k != chosen]
         words = ("train", "-m", *self.base(changes), *grid)
         each, there = self.tokens, set()
         if "train.max_tokens" in changes:

@@ -21,7 +21,7 @@ from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.plotting import looks, templates
-from llmexp.compare.records import Record, Result, as_dict
+from llmexp.compare.records import TWIN, Record, Result, as_dict
 from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural, short_value
@@ -195,12 +195,10 @@ def look_table(c: Result) -> Table | None:
     """Show the looks of a sweep that decided by itself: where seeds went, and what they showed."""
     sweeps = {r.sweep for r in c.runs}
     found = c.runs[0].looks if len(sweeps) == 1 else ()
-    rows, trained = [], 0
+    rows = []
     for i, one in enumerate(found):
         count = len(one.seeds)
-        before = len(found[i - 1].seeds) if i else 0
-        among = found[i - 1].going if i else [*one.going, *one.worse]
-        trained += len(among) * (count - before)
+        trained = sum(r.seed in one.seeds and not r.config.get(TWIN) for r in c.runs)
         cells = [
             Cell(str(count), count), Cell(str(trained), trained), share(one.level),
             Cell(", ".join(one.worse)), Cell(", ".join(one.going)), Cell(one.why),

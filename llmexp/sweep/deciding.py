@@ -176,18 +176,25 @@ class Deciding:
             seeds = list(map(str, self.seeds(count)))
             look = Look(seeds, level, known.most if known else most, [], [], "")
             f = self.findings([*looks, look])
-            going, worse = self.standing(f)
+            going, _ = self.standing(f)
             wanted, why = self.following(f, going, runs, len(later[0].seeds) if later else 0)
-            left, out = ([self.name(s) for s in some] for some in (going, worse))
-            looks.append(Look(seeds, level, look.most, left, out, why))
-            if later and not wanted:  # their error is spent
-                later[-1] = dataclasses.replace(later[-1], why=why)
+            looks.append(self.looked(look, f, why))
+            if not wanted:  # later ones are not taken again, but their error is spent
+                later = [
+                    self.looked(b, self.findings([*looks, *later[: i + 1]]), why)
+                    for i, b in enumerate(later)
+                ]
             ledger.looks = [*looks, *later]
             ledger.save()
             say(f"look {len(looks)}, at {count} seeds: {why}")
             if not wanted:
                 return
             count, last = wanted, count
+
+    def looked(self, look: Look, f: Result, why: str) -> Look:
+        """Return a look with what it found, the last one of `f`, and why the sweep goes on."""
+        going, worse = ([self.name(s) for s in some] for some in self.standing(f))
+        return dataclasses.replace(look, going=going, worse=worse, why=why)
 
     def following(
         self, f: Result, going: Sequence[frozenset[str]], runs: int, known: int

@@ -88,17 +88,28 @@ def test_single_runs_get_three_seeds_of_the_nearest_settings_and_a_grid_decides(
     assert step.runs == 11  # the first look is at two seeds each
 
 
-def test_a_sweep_that_has_decided_gets_no_further_seeds(tmp_path):
-    losses = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02, 3e-2: 0.5}
-    path = planted(tmp_path / "s", losses, wobble=0.03)
-    assert step_of(path).rule == "seeds"
+def decided(path: Path) -> Path:
+    """A sweep that has looked at the three seeds of its settings."""
     ledger = json.loads((path / "sweep.json").read_text())
     look = {"seeds": ["1", "2", "3"], "level": 0.05, "most": 3, "going": [], "worse": []}
     ledger["looks"] = [look | {"why": "all 3 seeds are trained"}]
     (path / "sweep.json").write_text(json.dumps(ledger))
-    step = step_of(path)
+    return path
+
+
+def test_a_sweep_that_has_decided_gets_no_further_seeds_and_chooses_those_of_a_further_value(
+    tmp_path,
+):
+    losses = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02, 3e-2: 0.5}
+    path = planted(tmp_path / "s", losses, wobble=0.03)
+    assert step_of(path).rule == "seeds"
+    step = step_of(decided(path))
     assert step.rule == "nothing"
     assert "all 3 seeds are trained" in step.why
+    path = decided(planted(tmp_path / "t", {1e-3: 0.9, 2e-3: 0.5, 4e-3: 0.0}))
+    step = step_of(path)
+    assert (step.rule, step.words) == ("wider", ("resume", str(path), "optimizer.lr=0.008"))
+    assert step.runs == 3
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,8 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     assert wider.code == 0, wider.err + wider.out
     assert after.items() <= losses_of(tmp_path / "s").items()
     assert "all 3 settings are 9 runs" in " ".join(wider.out.split())
+    *_, last = looks_of(tmp_path / "s")  # also where the sweep ended before it
+    assert "lr=0.05" in last["going"] + last["worse"]
     for given, says in (
         (["train.seed=7"], "train.seed=7: the first look of this sweep was over 1234 to 1235"),
         (["sweep.decide=false", "sweep.max_tokens=99"], "does nothing without sweep.decide=true"),
