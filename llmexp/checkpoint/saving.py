@@ -140,15 +140,15 @@ def commit_checkpoint(
     state: dict[str, Any],
     meta: dict[str, Any],
     keep: int | None,
-    whole: Sequence[int] = (),
+    saved: Sequence[int] = (),
     keep_every: int | None = None,
 ) -> Path:
     """Make what all ranks have written checkpoint `step`, then remove older checkpoints.
 
     For rank 0, with its pieces, after `write_pieces` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
-    into the manifest. The newest `keep` of `step` and `whole` stay, and multiples of `keep_every`;
-    `whole` are the steps that this process loaded or committed, as others may be damaged. Raises
+    into the manifest. The newest `keep` of `step` and `saved` stay, and multiples of `keep_every`;
+    `saved` are the steps that this process loaded or committed, as others may be damaged. Raises
     OSError; the files of this save are then removed and what was there before is untouched.
     """
     final, temporary = checkpoint_folder(root, step), _temporary(root, step)
@@ -169,9 +169,9 @@ def commit_checkpoint(
         os.rename(temporary, final)
         flush_to_disk(root)
     shutil.rmtree(old, ignore_errors=True)
-    known = sorted({*whole, step})
-    if keep is not None and len(known) >= keep:
-        _remove_before(root, known[-keep], keep_every)
+    newest = sorted({*saved, step})
+    if keep is not None and len(newest) >= keep:
+        _remove_before(root, newest[-keep], keep_every)
     return final
 
 

@@ -307,7 +307,7 @@ def _batch(f: Result) -> Iterator[str]:
 
 def _method(f: Result) -> Iterator[str]:
     """Say what the intervals mean, and what one seed cannot tell."""
-    count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts
+    count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts and not f.screen
     if any(r.difference for r in f.ranked):
         of = f" of all {count} settings" if count > 2 else ""
         small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""

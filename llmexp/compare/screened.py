@@ -29,7 +29,8 @@ def screen_line(f: Result, s: Screen) -> str:
         return f"No effect of {size} is told; the largest is {_effect(f, s, s.knobs[largest])}."
     effects = [_effect(f, s, s.knobs[key]) for key in s.found]
     rest = len(s.knobs) - len(effects)
-    more = f" No effect of the {plural(rest, 'other')} is told." if rest else ""
+    others = "other" if rest == 1 else f"{rest} others"
+    more = f" No effect of the {others} is told." if rest else ""
     verb = "is" if len(effects) == 1 else "are"
     return f"{plural(len(effects), 'effect')} of {size} {verb} told: {'; '.join(effects)}.{more}"
 

@@ -98,7 +98,8 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         if known := [r.figures[key] for r in usable if key in r.figures]:
             figures[key], interval = mean_interval(known)
             # of two it would be six times as wide as they lie apart
-            intervals |= {key: interval} if interval and len(known) > 2 else {}
+            if interval and len(known) > 2 and key != REACHED:
+                intervals[key] = interval
         if is_score(key) and (interval := over_items(key, usable)):
             intervals[key] = interval
     if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import difference, figure_text
-from llmexp.compare.records import TWIN, Result, Setting
+from llmexp.compare.records import REACHED, TWIN, Result, Setting
 from llmexp.compare.screened import as_data
 from llmexp.compare.spikes import rose_first
 from llmexp.metrics.keys import is_of_named_set
@@ -34,7 +34,7 @@ _STYLES = {
 }
 _MOST = 40  # characters of a name
 # Shown first, where they fit; then the losses of named sets, those of _NEXT, the others.
-_FIRST = ("difference", "val/loss", "final val/loss")
+_FIRST = ("difference", REACHED, "val/loss", "final val/loss")
 _NEXT = ("train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
 
 

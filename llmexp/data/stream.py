@@ -42,25 +42,26 @@ class Shard:
             text = cut_text(self.name, self.size, now)
             raise DataChanged(f"{text}; restore it and resume")
 
-    def difference(self) -> tuple[str, bool] | None:
-        """Return what happened to the file since it was opened, and whether its ids may differ.
+    def check_content(self) -> str:
+        """Return what happened to a file whose old ids are still read; empty where nothing did.
 
-        None where nothing did. Never raises.
+        Raises DataChanged where other ids may be read now.
         """
         try:
             self.check_size()
             if self.state is None or (now := file_state(self.name)) == self.state:
-                return None
-        except DataChanged as error:
-            return str(error), True
+                return ""
+        except DataChanged:
+            raise
         except FileNotFoundError:
-            return f"{self.name}: this token file was deleted while it was in use", False
+            return f"{self.name}: this token file was deleted while it was in use"
         except (OSError, ValueError):  # such as a file server that is away
-            return None
+            return ""
         if now[0] != self.state[0]:  # another file: the open map still reads the old one
-            return f"{self.name}: this token file was replaced while it was in use", False
+            return f"{self.name}: this token file was replaced while it was in use"
         grown = "" if now[1] == self.size else f", and has {now[1]:,} bytes, not {self.size:,}"
-        return f"{self.name}: this token file was written to while it was in use{grown}", True
+        text = f"{self.name}: this token file was written to while it was in use{grown}"
+        raise DataChanged(text)
 
 
 def _opened(array: np.ndarray) -> Shard:
@@ -221,14 +222,12 @@ class Corpus:
             streams += [stream.labels for stream in streams if stream.labels is not None]
         return list({id(s.array): s for stream in streams for s in stream.shards}.values())
 
-    def differences(self, harmful: bool) -> Iterator[str]:
-        """Yield what happened to the files since they were opened, in microseconds per file.
+    def check_content(self) -> list[str]:
+        """Return what happened to files whose old ids are still read; microseconds per file.
 
-        `harmful`: files written to or cut, so that other ids may be read now; else files replaced
-        or deleted, whose old ids are still read.
+        Raises DataChanged where other ids may be read now.
         """
-        found = (shard.difference() for shard in self.shards(labels=True))
-        return (one[0] for one in found if one is not None and one[1] == harmful)
+        return [text for s in self.shards(labels=True) if (text := s.check_content())]
 
     def states(self) -> dict[str, int]:
         """Path -> bytes of the files when they were opened, for `cut_files`."""

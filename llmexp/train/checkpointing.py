@@ -9,6 +9,7 @@ import time
 
 from llmexp import mesh
 from llmexp.checkpoint import saving
+from llmexp.data.stream import DataChanged
 from llmexp.runs import rundir
 from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving, saved_parts
@@ -51,8 +52,11 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     average = None if setup.ema is None else setup.ema.average
     ranks = loop.mesh.rank, loop.mesh.world_size
     pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy=not wait, ema=average)
-    step, kept = progress.step, (chosen.keep, tuple(loop.saved), chosen.keep_every)
-    commit = functools.partial(saving.commit_checkpoint, root, step, pieces, state, meta, *kept)
+    step = progress.step
+    commit = functools.partial(
+        saving.commit_checkpoint, root, step, pieces, state, meta, chosen.keep, tuple(loop.saved),
+        chosen.keep_every,
+    )  # fmt: skip
     loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, root, step, pieces))
     if wait:
         finish_saving(loop, must)
@@ -63,7 +67,11 @@ def refuse_changed_data(loop: Loop) -> None:
 
     What is saved must be of one corpus."""
     corpus, joined = loop.parts.corpus, loop.mesh
-    text = next(corpus.differences(harmful=True), None)
+    text, harmless = None, list[str]()
+    try:
+        harmless = corpus.check_content()
+    except DataChanged as error:
+        text = str(error)
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
         since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
@@ -74,7 +82,7 @@ def refuse_changed_data(loop: Loop) -> None:
             f"have seen other data, and step {loop.progress.step:,} is not saved"
         )
     if loop.out.main and not loop.warned_of_data:
-        for text in corpus.differences(harmful=False):
+        for text in harmless:
             loop.warned_of_data = True
             loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
 

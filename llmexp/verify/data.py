@@ -61,7 +61,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
         checks += check_shards(corpus.shards(), run.vocab_size or parts.tokenizer.n_vocab, path)
         checks += check_documents(corpus, lambda: works_to_prepare(config.data, parts.tokenizer)[0])
         checks += check_order(parts)
-        changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
+        changed = ", ".join(corpus.check_content())
     except DataChanged as error:  # what is left could not be looked at
         changed = str(error)
     if changed:

@@ -40,12 +40,12 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, whole=()):
+def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, saved=()):
     """One process's whole save."""
     held = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
     saving.write_pieces(root, step, held)
     return saving.commit_checkpoint(
-        root, step, held, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole
+        root, step, held, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, saved
     )
 
 
@@ -131,10 +131,10 @@ def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used
 
 def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
     """Those of one process, which may have begun from a checkpoint; what is there after them."""
-    whole = [] if loaded is None else [loaded]
+    saved = [] if loaded is None else [loaded]
     for step in many:
-        save(root, step, whole=whole)
-        whole.append(step)
+        save(root, step, saved=saved)
+        saved.append(step)
     return [p.name[-3:] for p in checkpoint_folders(root)]
 
 
@@ -147,7 +147,7 @@ def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
     assert "step_00000300 is damaged" in warnings[0]
     (tmp_path / "step_00000200" / MANIFEST).unlink()  # killed while it was being pruned
     assert saves(tmp_path, 210, 220, loaded=200) == ["210", "220", "300"]
-    save(tmp_path, 300, whole=[210, 220])  # the damaged one's place
+    save(tmp_path, 300, saved=[210, 220])  # the damaged one's place
     assert loading.latest(tmp_path, warnings.append).step == 300
     assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["220", "300"]
 

@@ -162,6 +162,7 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(tmp_path)
     assert "lr=0.03 instead of 0.0001 lowers val loss by" in found["headline"]
     start = "Resolution IV: no effect is that of a pair"
     assert any(note.startswith(start) for note in found["notes"])
+    assert "Only more seeds" not in " ".join(found["why"])  # the screen tells from one
     page = (tmp_path / "s" / "compare.html").read_text()
     assert all(name in page for name in ("half-normal quantile", "Effects on "))
     step = json.loads(llmexp("next", "s", "--json", cwd=tmp_path).out)

@@ -114,6 +114,7 @@ def test_runs_that_never_do_count_as_such(tmp_path):
     c = compare([tmp_path], target="val/loss=3.2")
     partly = next(e for e in c.settings if e.label == "lr=0.1")
     assert partly.figures["target/reached"] == pytest.approx(0.75)
+    assert "target/reached" not in partly.intervals  # Student's would go beyond 1
     assert "target/tokens" not in partly.figures
     assert "lr=0.1 in 3 of 4 runs" in c.headline or partly.mark == "worse"
     none = compare([tmp_path], target="val/loss=0.1")
