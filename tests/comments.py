@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
-from llmexp.forecast.settings import PlanKnobs
+from llmexp.forecast.section import PlanKnobs
 from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
 from llmexp.settings.targets import arguments_of, locate
 from llmexp.settings.values import Knob, section_knobs
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from tests.tools import option
 
 KNOBS = fields() | {

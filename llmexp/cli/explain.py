@@ -24,7 +24,7 @@ from llmexp.compose.origin import (
     not_in_option,
     options_of,
 )
-from llmexp.forecast.settings import PlanKnobs
+from llmexp.forecast.section import PlanKnobs
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
@@ -34,7 +34,7 @@ from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, short_value
 from llmexp.settings.values import ConfigError, flatten, section_knobs
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 
 NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
 DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | SIZES

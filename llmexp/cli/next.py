@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.compare.comparing import NO_RUN, investigate
+from llmexp.compare.comparing import NO_RUN, compare
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
 from llmexp.settings.values import ConfigError, Parser
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 def proposed(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
-    found = investigate(paths, negligible=negligible)
+    found = compare(paths, negligible=negligible)
     for problem in found.problems:
         warn(problem)
     if not found.settings:

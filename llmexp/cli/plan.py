@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.forecast.planned import Planned
-from llmexp.forecast.settings import build_plan
+from llmexp.forecast.section import build_plan
 from llmexp.runs import rundir
 from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.values import refuse
@@ -42,14 +42,14 @@ def planned(args: Any) -> Planned | PlannedSweep:
         origin.refuse_unused(kept, multirun)
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
-            from llmexp.sweep.main import points_of, settings_of
+            from llmexp.sweep.main import points_of, section_of
 
-            settings, where = settings_of(cfg)
-            if settings.search.trials is not None:
+            knobs, where = section_of(cfg)
+            if knobs.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
-                raise refuse("sweep.search.trials", settings.search.trials, text, "null")
-            grid = points_of(hydra, cfg, args.overrides, settings)
-            points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
+                raise refuse("sweep.search.trials", knobs.search.trials, text, "null")
+            grid = points_of(hydra, cfg, args.overrides, knobs)
+            points, refused = load_points(hydra.config_loader, cfg, grid, 0, knobs, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:
             config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)
@@ -63,5 +63,5 @@ def planned(args: Any) -> Planned | PlannedSweep:
     if multirun:
         from llmexp.sweep.planning import plan_points
 
-        return plan_points(points, [*refused, *same], settings, plan_of)
+        return plan_points(points, [*refused, *same], knobs, plan_of)
     return plan_of(config, str(wanted))

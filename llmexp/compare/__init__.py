@@ -5,7 +5,7 @@ records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
 figures        which runs take part, and their figures at their end or at a common position
 target         where runs first reach a figure
-settings       which runs are one setting, and which settings are one computation
+folding        which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep
 statistics     means, intervals, differences, seeds that would be needed
 spending       5 % of error, shared out over the looks of a sweep that decides by itself

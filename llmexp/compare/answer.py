@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmexp.compare import budgets
-from llmexp.compare.evidence import FEW, same_rows
+from llmexp.compare.evidence import same_rows
 from llmexp.compare.figures import half_width
+from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
-from llmexp.compare.records import REACHED, TWIN, Floor, Result, Setting, Verdict, listed
+from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, listed
 from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import UNITS_IN_WORDS, cap_of
@@ -32,10 +33,8 @@ def headline(f: Result) -> str:
     if f.screen:
         return screen_line(f, f.screen)
     if f.tasks > 1:
-        return (
-            f"No ranking: the runs have {f.tasks} different validation texts, so their losses "
-            "do not compare."
-        )
+        texts = f"{f.tasks} different validation texts"
+        return f"No ranking: the runs have {texts}, so their losses do not compare."
     if len(f.budgets) > 1:
         return _unequal(f)
     if len(f.ranked) == 1:
@@ -221,10 +220,8 @@ def _one_computation(f: Result) -> str:
     low, high = f.digits(min(figures)), f.digits(max(figures))
     start += f"{f.metric.title} {low}"
     if f.floor is None:
-        return (
-            f"{start} to {high}, each with another seed, so seeds and rounding both make the "
-            "spread."
-        )
+        both = "each with another seed, so seeds and rounding both make the spread"
+        return f"{start} to {high}, {both}."
     if not f.floor.size:
         if same_rows([r for rival in f.ranked for r in rival.taking_part]):
             return f"{start}, the same to the last bit."
@@ -240,10 +237,9 @@ def _unequal(f: Result) -> str:
     rivals = [r for group in f.budgets for r in group]
     equal = budgets.equal(round(r.place.planned) for r in rivals if r.place)
     if equal and not f.own_ends:
-        return (
-            f"No ranking at equal {f.align}: the runs stand at other parts of their schedules "
-            "there. Aligned by tokens, they are read at their ends."
-        )
+        there = "the runs stand at other parts of their schedules there"
+        then = "Aligned by tokens, they are read at their ends"
+        return f"No ranking at equal {f.align}: {there}. {then}."
     first = f.ranked[0]
     start = "No ranking, the budgets differ. Lowest"
     if equal:
@@ -266,19 +262,14 @@ def _one_seed(f: Result) -> str:
     lead = abs(rival.size or 0.0)
     apart = f"{lead:.2g} {_side(f)}" if lead else "the same as"
     seeds, rounding = f"{FEW} seeds each would begin to tell", ""
-    if f.floor is not None:
-        rounding = f" (rounding alone makes {f.floor.size:.2g})" if f.floor.size else ""
-        seeds = _at_least(f, f.floor, lead)
+    if floor := f.floor:
+        rounding = f" (rounding alone makes {floor.size:.2g})" if floor.size else ""
+        # if seeds spread no wider than rounding does
+        wanted = seeds_needed(floor.spread, lead, len(f.ranked), len(f.ranked) - 1)
+        seeds = f"{max(FEW, wanted or 0)} seeds each are the least that would tell"
+        seeds = seeds if wanted else "no affordable number of seeds would tell"
     start = f"Undecided, one seed each: {_leads(f, 'has')}"
     return f"{start}, {apart} {rival.label}{rounding}; {seeds}."
-
-
-def _at_least(f: Result, floor: Floor, size: float) -> str:
-    """Say how many seeds tell such a difference if seeds spread no wider than rounding does."""
-    needed = seeds_needed(floor.spread, size, len(f.ranked), len(f.ranked) - 1)
-    if needed is None:
-        return "no affordable number of seeds would tell"
-    return f"{max(FEW, needed)} seeds each are the least that would tell"
 
 
 def _by_seeds(f: Result) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmexp.compare import settings
+from llmexp.compare import folding
 from llmexp.compare.answer import headline
 from llmexp.compare.figures import columns_of, figures, left_out, own_keys
-from llmexp.compare.judging import NEGLIGIBLE, by_budget, judge
+from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
@@ -49,19 +49,6 @@ def compare(
     they are compared by where they first do. Raises ConfigError for an option that there is not;
     what cannot be read is among `problems`.
     """
-    found = investigate(paths, align=align, sort=sort, negligible=negligible, target=target)
-    return answered(found)
-
-
-def investigate(
-    paths: Sequence[str | Path],
-    *,
-    align: str = "tokens",
-    sort: str | None = None,
-    negligible: float | str | None = None,
-    target: str | None = None,
-) -> Result:
-    """Find out what the runs under the paths show, as `compare` does."""
     if align not in ALIGNMENTS:
         raise ConfigError(
             f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
@@ -71,7 +58,8 @@ def investigate(
         raise ConfigError(f"--sort {sort}: --target orders the table by itself; leave one out")
     found, problems = find(paths)
     records = read(found)
-    return findings(records, problems, align=align, sort=sort, negligible=size, target=target)
+    f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
+    return answered(f)
 
 
 def _size(given: float | str) -> float:
@@ -91,7 +79,7 @@ def _size(given: float | str) -> float:
 def answered(f: Result) -> Result:
     """Return the comparison with what was found out, in words."""
     notes, why = notes_and_why(f)
-    return replace(f, settings=by_budget(f), headline=headline(f), notes=notes, why=why)
+    return replace(f, headline=headline(f), notes=notes, why=why)
 
 
 def findings(
@@ -119,17 +107,17 @@ def findings(
     if aim is not None:
         sort, records = f"target/{align}", [aimed(r, aim, align) for r in records]
     taking_part = [r for r in records if not r.out]
-    groups = settings.folded(records)
-    differing = settings.differing_keys([group[0] for group in groups])
+    groups = folding.folded(records)
+    differing = folding.differing_keys([group[0] for group in groups])
     mixed = len({_tokenizer(r) for r in taking_part} - {""}) > 1
     found = [
-        settings.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
+        folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
     metric = _metric(found, sort, mixed, better)
     found = _ranked(found, metric, mixed)
-    factors = settings.factors([s for s in found if s.out not in APART], differing)
-    settings.label(found, factors)
+    factors = folding.factors([s for s in found if s.out not in APART], differing)
+    folding.label(found, factors)
     columns = _columns(found, metric, mixed, at, align, better)
     metric = next((column for column in columns if column.key == metric.key), metric)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
@@ -250,7 +238,7 @@ def _batch(records: Sequence[Record]) -> str:
     for r in records:
         size = r.batch("real_batch_size")
         if isinstance(size, int):
-            cuts[size, r.config.get("batch.ramp")].add(settings.batch_cut(r))
+            cuts[size, r.config.get("batch.ramp")].add(folding.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

@@ -9,24 +9,21 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
+from llmexp.compare.folding import batch_cut
 from llmexp.compare.inference import Model
+from llmexp.compare.looks import Seen
 from llmexp.compare.position import positions, rows_until, tokens_of_step
 from llmexp.compare.records import TWIN, Effect, Floor, Place, Record, Setting
-from llmexp.compare.settings import batch_cut
-from llmexp.compare.statistics import estimate
 from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
 from llmexp.settings.parts import DECAYS
 from llmexp.system.text import number
-
-FEW = 3  # seeds that a setting needs before a spread can be estimated
 
 
 def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:
@@ -103,17 +100,8 @@ def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
     return Floor(size, math.sqrt(2 * variance), sum(map(len, sets)), source)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """The model of settings that can be judged together, and the number of each in it."""
-
-    model: Model
-    number: Mapping[object, int]  # by `Setting.identity`
-    level: float  # the chance of an error
-
-
 def effects(
-    rivals: Sequence[Setting], keys: Sequence[str], fitted: Fitted, sign: float
+    rivals: Sequence[Setting], keys: Sequence[str], seen: Seen, sign: float
 ) -> list[Effect]:
     """Judge for each of several keys the two of its values that differ most.
 
@@ -122,12 +110,12 @@ def effects(
     keys = [key for key in keys if key != TWIN]
     if not 2 <= len(keys) <= 4:
         return []
-    alpha = fitted.level / len(keys)
+    alpha = seen.level / len(keys)
     found = []
     for key in keys:
-        cells = _cells(rivals, keys, key, fitted)
+        cells = _cells(rivals, keys, key, seen)
         pairs = itertools.combinations(cells, 2)
-        known = [e for a, b in pairs if (e := _effect(key, a, b, cells, fitted.model, alpha, sign))]
+        known = [e for a, b in pairs if (e := _effect(key, a, b, cells, seen.model, alpha, sign))]
         if known:
             found.append(max(known, key=lambda e: (e.difference.real, abs(e.difference.mean))))
     return found
@@ -137,10 +125,10 @@ def effects(
 Cells = Mapping[str, Mapping[str, int]]
 
 
-def _cells(rivals: Sequence[Setting], keys: Sequence[str], key: str, fitted: Fitted) -> Cells:
+def _cells(rivals: Sequence[Setting], keys: Sequence[str], key: str, seen: Seen) -> Cells:
     cells: dict[str, dict[str, int]] = defaultdict(dict)
     for r in rivals:
-        number = fitted.number.get(r.identity)
+        number = seen.number.get(r.identity)
         if number is not None:
             rest = short_label({k: r.values.get(k) for k in keys if k != key})
             cells[value(r.values.get(key))].setdefault(rest, number)
@@ -166,11 +154,11 @@ def _effect(
                 weights[cells[a][cell]] -= cell_sign / len(part)
         return weights
 
-    d = estimate(model, over(both), len(cells), alpha)
-    single = {cell: estimate(model, over([cell]), 2, alpha / len(both)) for cell in both}
+    d = model.contrast(over(both), len(cells), alpha)
+    single = {cell: model.contrast(over([cell]), 2, alpha / len(both)) for cell in both}
     low, high = (pick(both, key=lambda c: single[c].mean) for pick in (min, max))
-    apart = model.contrast(over([high], [low]))
-    interacts = abs(apart.mean) > apart.half(len(both), alpha)
+    apart = model.contrast(over([high], [low]), len(both), alpha)
+    interacts = abs(apart.mean) > apart.half
     ahead = 1 if d.mean > 0 else -1
     holds = [c for c in both if single[c].real and single[c].mean * ahead > 0]
     against = [c for c in both if single[c].real and single[c].mean * ahead < 0]

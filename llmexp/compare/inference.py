@@ -8,23 +8,37 @@ the verdicts step down: a setting that is shown to be worse is no rival of those
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
+from llmexp.compare.statistics import at_least, quantile, seeds_needed
+
+FEW = 3  # seeds that a setting needs before its own spread can be estimated
 WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
 
 
 @dataclass(frozen=True)
-class Pair:
-    """An estimated difference of two settings, the second minus the first."""
+class Difference:
+    """An estimated sum of settings with weights that add up to 0, and its 95 % interval."""
 
     mean: float
     error: float  # its standard error
     df: float  # degrees of freedom of the error
+    seeds: int  # of each setting in it, the fewest
+    most: int  # and the most
+    rivals: int = 2  # settings among which it was judged, so that all their intervals hold together
+    alpha: float = 0.05  # the chance that one of them does not
+
+    @cached_property
+    def half(self) -> float:
+        """Return the half width of the interval."""
+        # Rounded, so that hundreds of settings take few quantiles.
+        q = quantile(at_least(self.rivals), round(self.df, 1), self.alpha)
+        return q * self.error / math.sqrt(2)
 
     @property
     def t(self) -> float:
@@ -33,11 +47,32 @@ class Pair:
             return abs(self.mean) / self.error
         return math.inf if self.mean else 0.0
 
-    def half(self, rivals: int, alpha: float = 0.05) -> float:
-        """Return the half width of the interval that holds for all pairs of `rivals` together."""
-        # Rounded, so that hundreds of settings take few quantiles.
-        q = quantile(_at_least(rivals), round(self.df, 1), alpha)
-        return q * self.error / math.sqrt(2)
+    @property
+    def real(self) -> bool:
+        """Tell whether the interval leaves out zero, as printed: `0.0030 ± 0.0030` touches it."""
+        return abs(self.mean) > 1e-12 and float(f"{abs(self.mean):.2g}") > float(f"{self.half:.2g}")
+
+    @property
+    def basis(self) -> str:
+        """Return what it rests on, in words, such as: 3 seeds."""
+        return (
+            f"{self.seeds} seeds"
+            if self.seeds == self.most
+            else (f"{self.seeds} to {self.most} seeds")
+        )
+
+    @property
+    def text(self) -> str:
+        """Return the size with its interval: 0.0034 ± 0.0018."""
+        mean = abs(self.mean) if abs(self.mean) > 1e-12 else 0.0
+        # A smaller interval is the rounding of the sum.
+        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0
+        return f"{mean:.2g} ± {half:.2g}"
+
+    def seeds_needed(self, size: float) -> int | None:
+        """Return the seeds a setting that would find a difference of `size`; None for too many."""
+        spread = self.error * math.sqrt(self.seeds)  # of the difference of a single pair of seeds
+        return seeds_needed(spread, size, self.rivals, self.df / max(1, self.seeds - 1))
 
 
 @dataclass(frozen=True)
@@ -52,26 +87,29 @@ class Model:
     blocked: bool  # whether seeds are shared, and their own effect is taken out
     apart: bool = False  # whether nothing but its own seeds tells the variance of a setting
 
-    def contrast(self, weights: np.ndarray) -> Pair:
-        """Estimate a sum of the settings' figures with weights, one a setting, that add up to 0."""
+    def contrast(self, weights: np.ndarray, rivals: int = 2, alpha: float = 0.05) -> Difference:
+        """Estimate a sum of the settings' figures with weights, one a setting, that add up to 0.
+
+        The intervals of all pairs of `rivals` hold together with a chance of 1 - alpha.
+        """
         a = weights @ self.weights
         parts = np.bincount(self.of_cell, a**2 * self.variances[self.of_cell], len(self.variances))
         total = float(parts.sum())
         df = float(parts @ self.df) / total if total > 0 else float(self.df.max(initial=1.0))
         if self.apart and total > 0:
             df = total**2 / float((parts**2 / self.df).sum())  # Welch's
-        return Pair(float(a @ self.figures), math.sqrt(total), df)
+        counts = np.bincount(self.of_cell, minlength=len(weights))[weights != 0]
+        seeds = int(counts.min()), int(counts.max())
+        return Difference(float(a @ self.figures), math.sqrt(total), df, *seeds, rivals, alpha)
 
-    def pair(self, i: int, j: int) -> Pair:
-        """Estimate the figure of setting j minus that of setting i."""
-        return self.contrast(self.difference(i, j))
-
-    def difference(self, i: int, j: int) -> np.ndarray:
-        """Return the weights of setting j minus setting i."""
+    def pair(
+        self, i: int, j: int, rivals: int = 2, alpha: float = 0.05, sign: float = 1.0
+    ) -> Difference:
+        """Estimate the figure of setting j minus that of setting i, times the sign."""
         weights = np.zeros(len(self.variances))
-        weights[i] -= 1.0
-        weights[j] += 1.0
-        return weights
+        weights[i] -= sign
+        weights[j] += sign
+        return self.contrast(weights, rivals, alpha)
 
 
 def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
@@ -220,76 +258,20 @@ def _inverse_trigamma(y: float) -> float:
     return x
 
 
-def tail(q: float, count: int, df: float) -> float:
-    """Return P(Q > q) for the studentized range of `count` values, to 1e-6.
-
-    scipy.stats has it too, for a second of import and some tenths for each value.
-    """
-    from scipy.special import ndtr, stdtr
-
-    if count == 2:
-        return 2 * float(stdtr(df, -q / math.sqrt(2)))
-    width = 9 / math.sqrt(2 * df)
-    logs = np.linspace(-40 / df - width, width, 120 + int(400 / df))
-    # The density of log s, where df s^2 is chi-squared.
-    weights = np.exp(df * (logs - np.exp(2 * logs) / 2 + 0.5))
-    z = np.linspace(-8.5, 8.5, 137)
-    heights = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
-    inside = (ndtr(z) - ndtr(z - q * np.exp(logs)[:, None])) ** (count - 1) @ heights
-    return float(np.clip(1 - count * (weights @ inside) / weights.sum(), 0, 1))
-
-
-def _at_least(count: int) -> int:
-    """Return a round number of settings, from `count` to an eighth more."""
-    step = 1 << max(0, count.bit_length() - 4)
-    return -(-count // step) * step
-
-
-@functools.cache
-def quantile(count: int, df: float, alpha: float = 0.05) -> float:
-    """Return the q with P(Q > q) = alpha for the studentized range of `count` values, to 1e-5."""
-    from scipy.special import stdtrit
-
-    low, high = (
-        -math.sqrt(2) * float(stdtrit(df, alpha / pairs / 2))
-        for pairs in (1, math.comb(count, 2))  # a single pair; all of them by Bonferroni
-    )
-    if count == 2:
-        return low
-    # False position (Illinois' rule) on the logarithm of the tail, which is nearly straight.
-    at_low, at_high = (math.log(max(tail(q, count, df), 1e-300) / alpha) for q in (low, high))
-    while True:
-        q = (low * at_high - high * at_low) / (at_high - at_low)
-        at = math.log(max(tail(q, count, df), 1e-300) / alpha)
-        if abs(at) < 1e-6:
-            return q
-        if at > 0:
-            low, at_low, at_high = q, at, at_high / 2
-        else:
-            high, at_high, at_low = q, at, at_low / 2
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The standing of a setting beside the best one."""
-
-    pair: Pair  # its figure minus the best one's
-    worse: bool
-    rivals: int  # the settings among which it was judged, the best one included
-
-
-def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, Judged]]:
+def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Difference, bool]]]:
     """Return the setting with the lowest figure, and how each other one stands to it.
 
-    They are tested from the farthest one (in standard errors) to the nearest, each as the extreme
-    one of those that are left, until one is not found to be worse.
+    That is its figure minus the best one's, and whether it is worse. They are tested from the
+    farthest one (in standard errors) to the nearest, each as the extreme one of those that are left
+    until one is not found to be worse.
     """
     count = len(model.variances)
     best = int(np.argmin(model.weights @ model.figures))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
     left, going, found = count, True, {}
     for i in sorted(pairs, key=lambda i: -pairs[i].t):
-        going = going and pairs[i].mean > pairs[i].half(left, alpha)
-        found[i] = Judged(pairs[i], going, left)
+        d = replace(pairs[i], rivals=left, alpha=alpha)
+        going = going and d.mean > d.half
+        found[i] = d, going
         left -= going
     return best, found

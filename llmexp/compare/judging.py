@@ -15,11 +15,11 @@ import numpy as np
 
 from llmexp.compare.evidence import alike, effects, floor_of, read_place
 from llmexp.compare.figures import task
+from llmexp.compare.folding import varying
+from llmexp.compare.inference import Difference
 from llmexp.compare.looks import Level, Stood, stood
 from llmexp.compare.records import TWIN, Result, Setting, Verdict
-from llmexp.compare.settings import varying
 from llmexp.compare.spending import ALPHA
-from llmexp.compare.statistics import Difference
 from llmexp.compare.target import cap_of, capped
 from llmexp.runs.ledger import Look
 
@@ -55,9 +55,10 @@ def judge(f: Result) -> None:
     if loss:
         f.floor = floor_of(ranked, f.metric.key)
         if standing and f.tasks == 1:
-            f.effects = effects(ranked, varying(rivals, f.factors), standing, sign)
+            f.effects = effects(ranked, varying(rivals, f.factors), standing.seen, sign)
     for s in f.settings:
         s.mark = s.out or _mark(s, f)
+    f.settings = _in_order(f)
 
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
@@ -160,7 +161,7 @@ def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -
     return Verdict.UNDECIDED
 
 
-def by_budget(f: Result) -> list[Setting]:
+def _in_order(f: Result) -> list[Setting]:
     """Return the settings in order, those of one budget together, last those that are left out."""
     found: list[list[Setting]] = [[] for _ in (*f.budgets, "left out")]
     judged = {*f.ranked, *f.without}

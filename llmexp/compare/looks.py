@@ -10,42 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from llmexp.compare.evidence import FEW, Fitted
-from llmexp.compare.inference import Judged, Model, fit, judged
+from llmexp.compare.inference import FEW, Difference, Model, fit, judged
 from llmexp.compare.records import Setting
-from llmexp.compare.statistics import Difference, estimate
 
 Level = tuple[Collection[str] | None, float]  # the seeds that a look is over (None: all); its level
 
 
 @dataclass(frozen=True)
-class Stood(Fitted):
-    """The model of all settings over the seeds of the last look, and how the settings stand."""
-
-    lead: Setting
-    found: Mapping[object, tuple[Difference, bool]]  # by identity; whether it was shown to be worse
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Hold what one look saw."""
+class Seen:
+    """Hold settings over the seeds of a look, their model, and the chance of an error."""
 
     members: Sequence[Setting]
     model: Model
-    best: int
-    standing: Mapping[int, Judged]
     level: float
 
-    @property
+    @cached_property
     def number(self) -> dict[object, int]:
+        """Return the number of each setting in the model, by its identity."""
         return {r.identity: i for i, r in enumerate(self.members)}
+
+    @cached_property
+    def standing(self) -> tuple[object, dict[object, tuple[Difference, bool]]]:
+        """Return the best setting, and how each other one stands to it, by their identities."""
+        best, found = judged(self.model, self.level)
+        name = [r.identity for r in self.members]
+        return name[best], {name[i]: one for i, one in found.items()}
 
     def beside(self, identity: object, lead: object, sign: float = 1.0) -> Difference:
         """Return a setting's figure minus the leading one's, as this look saw both."""
-        i, first = self.number[identity], self.number.get(lead, self.best)
-        weights = sign * self.model.difference(first, i)
-        return estimate(self.model, weights, self.standing[i].rivals, self.level)
+        best, found = self.standing
+        first = self.number[lead if lead in self.number else best]
+        rivals = found[identity][0].rivals
+        return self.model.pair(first, self.number[identity], rivals, self.level, sign)
+
+
+@dataclass(frozen=True)
+class Stood:
+    """Hold how settings stand at the last of some looks."""
+
+    lead: Setting
+    found: Mapping[object, tuple[Difference, bool]]  # by identity; whether it was shown to be worse
+    seen: Seen  # all settings over the seeds of the last look
 
 
 def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) -> Stood | None:
@@ -53,32 +60,26 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
 
     `sign`: -1 where the higher figure is better.
     """
-    left, out = list(candidates), dict[object, _Seen]()
-    last: _Seen | None = None
+    left, out = list(candidates), dict[object, Seen]()
+    last: Seen | None = None
     for seeds, level in looks:
-        members, model = together([over(r, seeds) for r in left], sign)
-        if model is None or level <= 0:
+        seen = together([over(r, seeds) for r in left], sign, level)
+        if seen is None or level <= 0:
             continue
-        last = _Seen(members, model, *judged(model, level), level)
-        for i, s in last.standing.items():
-            identity = members[i].identity
-            if s.worse and last.beside(identity, members[last.best].identity).real:
-                out[identity] = last
+        last = seen
+        best, found = seen.standing
+        out |= {i: seen for i, (_, worse) in found.items() if worse and seen.beside(i, best).real}
         left = [r for r in left if r.identity not in out]
     if last is None:
         return None
-    first = last.members[last.best].identity
-    found = {
-        r.identity: (out.get(r.identity, last).beside(r.identity, first, sign), r.identity in out)
-        for r in candidates
-        if r.identity != first and (r.identity in out or r.identity in last.number)
-    }
+    first = last.standing[0]
+    known = [r.identity for r in candidates if r.identity in out or r.identity in last.number]
+    found = {i: (out.get(i, last).beside(i, first, sign), i in out) for i in known if i != first}
     lead = next(r for r in candidates if r.identity == first)
-    every, model = last.members, last.model
+    whole: Seen | None = None
     if len(looks) > 1:  # also those that are out
-        every, whole = together([over(r, looks[-1][0]) for r in candidates], sign)
-        model = whole or model
-    return Stood(model, {r.identity: i for i, r in enumerate(every)}, last.level, lead, found)
+        whole = together([over(r, looks[-1][0]) for r in candidates], sign, last.level)
+    return Stood(lead, found, whole or last)
 
 
 def over(r: Setting, seeds: Collection[str] | None) -> Setting:
@@ -88,8 +89,8 @@ def over(r: Setting, seeds: Collection[str] | None) -> Setting:
     return replace(r, seeds={s: y for s, y in r.seeds.items() if s in seeds})
 
 
-def together(candidates: Sequence[Setting], sign: float) -> tuple[Sequence[Setting], Model | None]:
-    """Fit the model to the settings that can be judged together.
+def together(candidates: Sequence[Setting], sign: float, level: float) -> Seen | None:
+    """Fit the model to the settings that can be judged together; None where there are none.
 
     These share seeds, or have enough seeds of their own, whichever are more.
     """
@@ -99,8 +100,8 @@ def together(candidates: Sequence[Setting], sign: float) -> tuple[Sequence[Setti
         if len(members) > 1:
             model = fit([{s: sign * y for s, y in r.seeds.items()} for r in members])
             if model and (model.blocked or len(own) >= len(members)):
-                return members, model
-    return [], None
+                return Seen(members, model, level)
+    return None
 
 
 def connected(rivals: Sequence[Setting]) -> list[Setting]:

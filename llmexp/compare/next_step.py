@@ -10,12 +10,12 @@ import itertools
 import math
 from typing import Any
 
-from llmexp.compare.answer import headline, needed
+from llmexp.compare.answer import needed
 from llmexp.compare.budgets import Spent, common
-from llmexp.compare.evidence import FEW
+from llmexp.compare.folding import FORK
+from llmexp.compare.inference import FEW
 from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, listed
-from llmexp.compare.settings import FORK
 from llmexp.run.budget import BUDGETS, sized_by
 from llmexp.runs import ledger
 from llmexp.runs.ending import COMES_AGAIN
@@ -39,7 +39,7 @@ def propose(f: Result) -> Step:
     for rule in RULES:
         if step := rule(known):
             return step
-    return Step("nothing", headline(f))
+    return Step("nothing", f.headline)
 
 
 def rest(k: Known) -> Step | None:
@@ -104,7 +104,7 @@ def confirm_search(k: Known) -> Step | None:
     if any(not r.trial for r in k.runs):
         wanted = [n for r in ranked if (n := needed(r, k.f)) and n <= MOST_SEEDS]
         if not wanted:
-            return Step("nothing", headline(k.f))
+            return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
         why = f"{listed([r.label for r in ranked])} are not told apart."
         return _searched(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
@@ -128,7 +128,7 @@ def confirm_screen(k: Known) -> Step | None:
         return left if k.sweep and k.sweep.screen else None
     short = {key.lstrip("+"): key for key in k.keys}
     if not s.found or not set(s.knobs) <= short.keys():
-        return Step("nothing", headline(k.f))
+        return Step("nothing", k.f.headline)
     changes, asked = {}, s.found[: MOST_SETTINGS.bit_length() - 1]
     for key in s.knobs:
         better = s.better(key, k.f.metric.sign)
@@ -282,9 +282,9 @@ def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
     f, ranked = k.f, k.f.ranked
     if len(ranked) < 2 or not f.is_loss or not f.comparable:
-        return Step("nothing", headline(f))
+        return Step("nothing", f.headline)
     if not k.settings or any(e not in k.settings and not e.values.get(TWIN) for e in ranked):
-        return Step("nothing", f"{_unknown(k)}. {headline(f)}")
+        return Step("nothing", f"{_unknown(k)}. {f.headline}")
     return None
 
 

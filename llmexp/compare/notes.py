@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.figures import has_a_say
+from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict, listed
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
-from llmexp.compare.settings import varying
 from llmexp.compare.spikes import spiked
 from llmexp.compare.target import UNITS, reached
 from llmexp.run.budget import sized_by

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.compare.inference import Difference
 from llmexp.compare.screening import Screen
-from llmexp.compare.statistics import Difference
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmexp.compare.figures import half_width
+from llmexp.compare.folding import varying
 from llmexp.compare.records import TWIN, Record, Result
-from llmexp.compare.settings import varying
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_keys
 from llmexp.system.text import with_interval

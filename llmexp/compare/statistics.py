@@ -1,61 +1,64 @@
-"""Means, intervals and differences of settings over seeds."""
+"""Intervals of means, the studentized range, and the seeds that would be needed."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-
-from llmexp.compare.inference import Model, quantile
 
 # The chance with which as many seeds as `seeds_needed` says find such a difference.
 POWER = 0.8
 
 
-@dataclass(frozen=True)
-class Difference:
-    """An estimated difference of two settings and the half width of its 95 % interval."""
+def tail(q: float, count: int, df: float) -> float:
+    """Return P(Q > q) for the studentized range of `count` values, to 1e-6.
 
-    mean: float
-    half: float
-    basis: str  # what it rests on, in words, such as: 3 seeds
-    seeds: int  # on each side, the fewer of the two
-    df: float  # degrees of freedom of the noise
-    rivals: int  # settings among which they were judged, so that all their intervals hold together
-    spread: float  # standard deviation of the difference of a single pair of seeds
-
-    @property
-    def real(self) -> bool:
-        """Tell whether the interval leaves out zero, as printed: `0.0030 ± 0.0030` touches it."""
-        return abs(self.mean) > 1e-12 and float(f"{abs(self.mean):.2g}") > float(f"{self.half:.2g}")
-
-    @property
-    def text(self) -> str:
-        """Return the size with its interval: 0.0034 ± 0.0018."""
-        mean = abs(self.mean) if abs(self.mean) > 1e-12 else 0.0
-        # A smaller interval is the rounding of the sum.
-        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0
-        return f"{mean:.2g} ± {half:.2g}"
-
-    def seeds_needed(self, size: float) -> int | None:
-        """Return the seeds a setting that would find a difference of `size`; None for too many."""
-        return seeds_needed(self.spread, size, self.rivals, self.df / max(1, self.seeds - 1))
-
-
-def estimate(model: Model, weights: np.ndarray, rivals: int = 2, alpha: float = 0.05) -> Difference:
-    """Estimate a sum of settings with weights that add up to 0, and its interval.
-
-    The intervals of all pairs of `rivals` hold together with a chance of 1 - alpha.
+    scipy.stats has it too, for a second of import and some tenths for each value.
     """
-    found = model.contrast(weights)
-    half = found.half(rivals, alpha)
-    counts = np.bincount(model.of_cell, minlength=len(weights))[weights != 0]
-    low, high = int(counts.min()), int(counts.max())
-    basis = f"{low} seeds" if low == high else f"{low} to {high} seeds"
-    spread = found.error * math.sqrt(low)
-    return Difference(found.mean, half, basis, low, found.df, rivals, spread)
+    from scipy.special import ndtr, stdtr
+
+    if count == 2:
+        return 2 * float(stdtr(df, -q / math.sqrt(2)))
+    width = 9 / math.sqrt(2 * df)
+    logs = np.linspace(-40 / df - width, width, 120 + int(400 / df))
+    # The density of log s, where df s^2 is chi-squared.
+    weights = np.exp(df * (logs - np.exp(2 * logs) / 2 + 0.5))
+    z = np.linspace(-8.5, 8.5, 137)
+    heights = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+    inside = (ndtr(z) - ndtr(z - q * np.exp(logs)[:, None])) ** (count - 1) @ heights
+    return float(np.clip(1 - count * (weights @ inside) / weights.sum(), 0, 1))
+
+
+def at_least(count: int) -> int:
+    """Return a round number of settings, from `count` to an eighth more."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+@functools.cache
+def quantile(count: int, df: float, alpha: float = 0.05) -> float:
+    """Return the q with P(Q > q) = alpha for the studentized range of `count` values, to 1e-5."""
+    from scipy.special import stdtrit
+
+    low, high = (
+        -math.sqrt(2) * float(stdtrit(df, alpha / pairs / 2))
+        for pairs in (1, math.comb(count, 2))  # a single pair; all of them by Bonferroni
+    )
+    if count == 2:
+        return low
+    # False position (Illinois' rule) on the logarithm of the tail, which is nearly straight.
+    at_low, at_high = (math.log(max(tail(q, count, df), 1e-300) / alpha) for q in (low, high))
+    while True:
+        q = (low * at_high - high * at_low) / (at_high - at_low)
+        at = math.log(max(tail(q, count, df), 1e-300) / alpha)
+        if abs(at) < 1e-6:
+            return q
+        if at > 0:
+            low, at_low, at_high = q, at, at_high / 2
+        else:
+            high, at_high, at_low = q, at, at_low / 2
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:

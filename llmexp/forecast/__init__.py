@@ -2,7 +2,7 @@
 
 In reading order:
 
-settings   the section `plan` of a command
+section    the section `plan` of a command
 counting   memory of tensors that have none
 rehearsal  a step of a run on such tensors, cut in any way, for any device
 process    what a process that trains on a CPU holds beside its model

@@ -12,7 +12,7 @@ from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
-from llmexp.forecast.settings import PlanKnobs
+from llmexp.forecast.section import PlanKnobs
 from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share

@@ -47,12 +47,12 @@ def run_batch(
     ConfigError before anything is written.
     """
     able, refused = checked(current, points, refused, again)
-    if current.settings.decide:
+    if current.knobs.decide:
         refuse_undecidable(current, able)
-    resumed = current.settings.resume is not None
+    resumed = current.knobs.resume is not None
     if current.grid and not resumed:
         spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
-        warn_of_budgets(spent, current.settings, current.arguments)
+        warn_of_budgets(spent, current.knobs, current.arguments)
     if current.grid and not resumed and len(able) + len(refused) == 1:
         say("one point: no key has several values (train.seed=1,2 would make two)")
     longer = lengthened(current, able) if current.grid and resumed else {}
@@ -70,7 +70,7 @@ def run_batch(
     ledger.state = "running"
     ledger.save()
     once = list({task.entry.folder: task for task in tasks}.values())
-    if current.settings.decide:
+    if current.knobs.decide:
         run_looks(current, once)
     else:
         run_rungs(current, once, earlier)
@@ -92,14 +92,14 @@ def checked(
 
     Raises ConfigError where nothing may be left out, or nothing is left.
     """
-    settings = current.settings
+    knobs = current.knobs
     if current.launcher != "slurm":
         for point in points:
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
     same: list[Refused] = []
     if not again:
         points, same = split_duplicates(points, lambda point: point.identity)
-    if same and settings.on_infeasible == "refuse":
+    if same and knobs.on_infeasible == "refuse":
         raise no_start([*same, *refused])
     able, unable = current.checker.check(points)
     if current.launcher == "local":
@@ -109,14 +109,14 @@ def checked(
         able, solved = split_duplicates(able, lambda point: point.facts.solved)
     refused = [*same, *solved, *refused, *unable]
     begun = again and current.opened is not None  # a search that has results goes on
-    if refused and not begun and (settings.on_infeasible == "refuse" or not able):
+    if refused and not begun and (knobs.on_infeasible == "refuse" or not able):
         raise no_start(refused)
     return able, refused
 
 
 def refuse_devices(current: Current, points: Sequence[Point]) -> None:
     """Raise ConfigError for more devices a point than this machine has."""
-    wanted = current.settings.devices_per_run or 0
+    wanted = current.knobs.devices_per_run or 0
     most = len(visible_devices(max((point.facts.devices for point in points), default=0)))
     if 0 < most < wanted:
         raise refuse("sweep.devices_per_run", wanted, f"this host has {most}", most)
@@ -147,7 +147,7 @@ def others(current: Current, asked: set[str]) -> list[Task]:
 
 def open_ledger(current: Current) -> None:
     """Make the sweep's folder with its ledger, or find it, and lock it. Raises ConfigError."""
-    path, resumed = current.where, current.settings.resume is not None
+    path, resumed = current.where, current.knobs.resume is not None
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         way = "copy the sweep to one that can, with all its runs, and go on there"
         raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
@@ -173,10 +173,10 @@ def open_ledger(current: Current) -> None:
         ledger = Ledger(path, name, str(path), current.launcher, arguments, [])
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
     if given or ledger.negligible is None:  # else a sweep keeps what it began with
-        ledger.negligible = current.settings.negligible
-    ledger.grid, ledger.screen = current.grid, current.settings.screen is not None
-    if (trials := current.settings.search.trials) is not None:
-        ledger.planned = trials + current.settings.search.confirm * current.settings.search.seeds
+        ledger.negligible = current.knobs.negligible
+    ledger.grid, ledger.screen = current.grid, current.knobs.screen is not None
+    if (trials := current.knobs.search.trials) is not None:
+        ledger.planned = trials + current.knobs.search.confirm * current.knobs.search.seeds
     current.opened = ledger
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held
@@ -188,7 +188,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
     # else a signal came before a search, or the next look, could ask for more
-    known = current.grid and not current.settings.decide
+    known = current.grid and not current.knobs.decide
     all_done = states <= {"finished"} and (known or not current.stopped)
     ledger.state = "finished" if all_done else "preempted" if current.stopped else "failed"
     ledger.save()
@@ -220,7 +220,7 @@ def report_sweep(current: Current) -> list[str]:
         return []
     from llmexp.compare.page import page, write_beside
 
-    if current.settings.report == "throughput":
+    if current.knobs.report == "throughput":
         cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
         return [aligned(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     comparison = compare([ledger.path], negligible=ledger.negligible)
@@ -247,7 +247,7 @@ def run_twins(current: Current) -> None:
     # Twins that never began may be those of a setting that leads no more.
     never = [e for e in ledger.points if e.is_twin and not rundir.is_run(ledger.path / e.folder)]
     ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
-    lead = leading(ledger) if current.settings.twins else None
+    lead = leading(ledger) if current.knobs.twins else None
     tasks = [] if lead is None else twins_of(current, lead)
     asked = {task.entry.folder for task in tasks}
     there = [e for e in ledger.points if e.is_twin and e.folder not in asked]
@@ -261,7 +261,7 @@ def run_twins(current: Current) -> None:
 
 def twins_of(current: Current, lead: LedgerEntry) -> list[Task]:
     """Return the twins of a finished point; those that the ledger does not have get new entries."""
-    ledger, count = current.ledger, current.settings.twins
+    ledger, count = current.ledger, current.knobs.twins
     there = [e.folder for e in ledger.points if e.is_twin]
     tasks = copies_of(current, lead, "twin", range(1, count + 1))
     if new := sum(task.entry.folder not in there for task in tasks):

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import Point, Refused, counted
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.system.child import PASSED_ON, handling, start
 
 
@@ -86,7 +86,7 @@ class Checker:
 class Current:
     """The sweep of this process."""
 
-    settings: Sweep
+    knobs: Sweep
     cfg: DictConfig
     arguments: list[str]  # of its command line
     where: Path
@@ -130,4 +130,4 @@ class Current:
     def ended(self, entry: LedgerEntry) -> None:
         """Record what became of a point's run, which may halt the sweep."""
         self.ledger.look(entry)
-        self.halted |= self.settings.stop_on_failure and entry.state == "failed"
+        self.halted |= self.knobs.stop_on_failure and entry.state == "failed"

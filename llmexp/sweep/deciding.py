@@ -32,7 +32,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task, match
 from llmexp.sweep.points import Point, with_devices
 from llmexp.sweep.running import run_points
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import values_of
 from llmexp.system.child import say
 from llmexp.system.text import number
@@ -51,7 +51,7 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
 
     Raises ConfigError for seeds that are swept; a grid that was trained before may have them.
     """
-    settings, resumed = current.settings, current.settings.resume is not None
+    knobs, resumed = current.knobs, current.knobs.resume is not None
     rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
     given = dict.fromkeys(o for overrides in grid for o in overrides if is_seed(o))
     texts = [o.partition("=")[2] for o in given]
@@ -67,7 +67,7 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
         raise refuse("fork.run", ",".join(o.partition("=")[2] for o in parents), text)
     if len(seeds) < 2:
         first = int(current.cfg.train.seed)
-        seeds = list(range(first, first + settings.first_seeds))
+        seeds = list(range(first, first + knobs.first_seeds))
     ledger = ledgers.read_ledger(current.where) if ledgers.is_sweep(current.where) else None
     if ledger and ledger.looks:
         own = list(map(int, ledger.looks[0].seeds))
@@ -76,12 +76,12 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
             raise refuse(SEED, ",".join(texts), text, own[0])
         seeds = own
     typed = "sweep.first_seeds" in map(key_of, current.arguments)
-    if settings.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
+    if knobs.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
         text = f"the first look of this sweep is over {plural(len(seeds), 'seed')}; leave it out"
-        raise refuse("sweep.first_seeds", settings.first_seeds, text, len(seeds))
-    if len(seeds) > settings.max_seeds:
+        raise refuse("sweep.first_seeds", knobs.first_seeds, text, len(seeds))
+    if len(seeds) > knobs.max_seeds:
         text = f"is less than the {len(seeds)} seeds that the first look is over"
-        raise refuse("sweep.max_seeds", settings.max_seeds, text, 2 * len(seeds))
+        raise refuse("sweep.max_seeds", knobs.max_seeds, text, 2 * len(seeds))
     current.seeds = seeds
     found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
     return found + (further_points(ledger, rows, seeds) if ledger else [])
@@ -114,7 +114,7 @@ def further_points(
 
 def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
     """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
-    settings = current.settings
+    knobs = current.knobs
     count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
@@ -124,12 +124,12 @@ def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
     wanted = count * len(current.seeds) * max(p.facts.own_tokens for p in able)
-    if settings.max_tokens is not None and settings.max_tokens < wanted:
+    if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(current.seeds), 'seed')} of {count} settings take"
-        raise refuse("sweep.max_tokens", settings.max_tokens, text, wanted)
-    if settings.resume is None or not ledgers.is_sweep(current.where):
+        raise refuse("sweep.max_tokens", knobs.max_tokens, text, wanted)
+    if knobs.resume is None or not ledgers.is_sweep(current.where):
         return
-    looks, most = ledgers.read_ledger(current.where).looks, settings.max_seeds
+    looks, most = ledgers.read_ledger(current.where).looks, knobs.max_seeds
     if looks and len(looks[-1].seeds) < most and not level_of(most, most, looks):
         text = f"the chance of error of 5 % is used up by the looks up to {looks[-1].most} seeds"
         way = "to go on, train a sweep of its own with other seeds"
@@ -162,7 +162,7 @@ class Deciding:
 
     def run(self) -> None:
         """Train and look until the sweep is decided, used up or stopped."""
-        ledger, most = self.current.ledger, self.current.settings.max_seeds
+        ledger, most = self.current.ledger, self.current.knobs.max_seeds
         before, looks = ledger.looks, list[Look]()
         going, count, runs, last = list(self.settings), len(self.current.seeds), 0, 0
         while True:
@@ -203,7 +203,7 @@ class Deciding:
 
         `runs`: trained so far; `known`: the seeds of the next look of an earlier command, if any.
         """
-        most, count = self.current.settings.max_seeds, len(f.looks[-1].seeds)
+        most, count = self.current.knobs.max_seeds, len(f.looks[-1].seeds)
         if not f.comparable or (f.mixed and not f.ranked):
             return 0, "the losses of the settings do not compare"
         if len(f.ranked) < 2:
@@ -223,13 +223,13 @@ class Deciding:
 
     def beyond(self, more: int, runs: int, count: int) -> str | None:
         """Return the limit that so many more runs would go beyond, None where they fit."""
-        settings, seeds = self.current.settings, self.seeds(count)
+        knobs, seeds = self.current.knobs, self.seeds(count)
         tasks = [t for s in self.settings.values() for seed, t in s.items() if seed in seeds]
         runs += more
-        tokens = settings.max_tokens
+        tokens = knobs.max_tokens
         if tokens is not None and runs * max(t.facts.own_tokens for t in tasks) > tokens:
             return f"sweep.max_tokens={tokens}"
-        if (hours := settings.max_hours) is not None:
+        if (hours := knobs.max_hours) is not None:
             times = [number(RunFolder(task.path).summary.get("train_time")) for task in tasks]
             known = [time for time in times if time is not None]
             if known and runs * fmean(known) > 3600 * hours:
@@ -268,7 +268,7 @@ class Deciding:
         overrides = [*unseeded(point.overrides), f"{SEED}={seed}"]
         swept = list(dict.fromkeys([*point.swept, SEED]))
         name = points.point_label(overrides, swept)
-        config = with_devices(typed_config(point.composer(overrides, name)), self.current.settings)
+        config = with_devices(typed_config(point.composer(overrides, name)), self.current.knobs)
         return dataclasses.replace(
             point, overrides=overrides, swept=swept, label=name, config=config, checked=None
         )

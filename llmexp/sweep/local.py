@@ -41,10 +41,10 @@ class Local:
     pause_s = 0.1
 
     def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
-        self._current, self._settings = current, current.settings
+        self._current, self._knobs = current, current.knobs
         self._free = visible_devices(max((t.facts.devices for t in tasks), default=0))
-        self._most = self._settings.max_parallel or len(self._free) or 1
-        self.slots = self._settings.at_once(len(self._free), [self._need(t) for t in tasks])
+        self._most = self._knobs.max_parallel or len(self._free) or 1
+        self.slots = self._knobs.at_once(len(self._free), [self._need(t) for t in tasks])
         self._active: list[Active] = []
 
     def start(self, waiting: list[Task]) -> None:
@@ -58,7 +58,7 @@ class Local:
             self._begin(waiting.pop(0), devices)
 
     def _need(self, task: Task) -> int:
-        return self._settings.devices_of(task.facts.ranks, task.cuda)
+        return self._knobs.devices_of(task.facts.ranks, task.cuda)
 
     def _begin(self, task: Task, devices: list[str]) -> None:
         self._current.began(task.entry)
@@ -75,7 +75,7 @@ class Local:
         for one in list(self._active):
             code = one.process.poll()
             if code is None:
-                end_if_silent(one, self._settings.silence_s)
+                end_if_silent(one, self._knobs.silence_s)
                 continue
             self._active.remove(one)
             self._free += one.devices

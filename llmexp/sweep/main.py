@@ -29,7 +29,7 @@ from llmexp.sweep.current import Checker, Current
 from llmexp.sweep.deciding import seeded
 from llmexp.sweep.points import asked_of, expand, grid_of, load_points
 from llmexp.sweep.running import check_launcher
-from llmexp.sweep.settings import Sweep, build_sweep
+from llmexp.sweep.section import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
 
 SIZES = (8, 16, 32)  # runs of a screen
@@ -46,18 +46,18 @@ def sweep(
     """
     with contextlib.ExitStack() as stack:
         checker = stack.enter_context(Checker())  # at once: it imports torch meanwhile
-        settings, where = settings_of(cfg)
+        knobs, where = section_of(cfg)
         refuse_secrets(list(arguments), "the command line")
-        fixed = settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
-        grid = settings.search.trials is None
+        fixed = knobs.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
+        grid = knobs.search.trials is None
         current = Current(
-            settings, cfg, list(arguments), where, fixed, grid, check_launcher(cfg), checker, stack,
+            knobs, cfg, list(arguments), where, fixed, grid, check_launcher(cfg), checker, stack,
         )  # fmt: skip
         if current.grid:
-            points = points_of(hydra, cfg, overrides, settings)
-            if settings.decide:
+            points = points_of(hydra, cfg, overrides, knobs)
+            if knobs.decide:
                 points = seeded(current, points)
-            run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, settings, where))
+            run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, knobs, where))
         else:
             search.run_search(hydra, current, overrides)
     path = current.ledger.path
@@ -72,58 +72,58 @@ def sweep(
 
 
 def points_of(
-    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], settings: Sweep
+    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], knobs: Sweep
 ) -> list[list[str]]:
     """Return the overrides of each point of a grid, or of a screen. Raises ConfigError."""
-    if settings.screen is None:
+    if knobs.screen is None:
         return expand(hydra, cfg, overrides)
-    return screened(hydra, cfg, overrides, settings.screen)
+    return screened(hydra, cfg, overrides, knobs.screen)
 
 
-def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
+def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     """Return the section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
-    settings = build_sweep(section(cfg, "sweep"))
-    refuse_idle(settings)
-    if settings.screen is not None:
-        refuse_beside(settings)
-    if settings.resume is not None:
-        where = Path(settings.resume)
+    knobs = build_sweep(section(cfg, "sweep"))
+    refuse_idle(knobs)
+    if knobs.screen is not None:
+        refuse_beside(knobs)
+    if knobs.resume is not None:
+        where = Path(knobs.resume)
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
             text = f"is no sweep (it has no {ledgers.LEDGER}, and no runs)"
             raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
         rundir.check_plain(where)
-        return settings, where
+        return knobs, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
         text = f"holds a sweep already; to go on with it: {typed('sweep.resume', where)}"
         raise refuse("hydra.sweep.dir", where, text)
-    return settings, where
+    return knobs, where
 
 
-def refuse_idle(settings: Sweep) -> None:
+def refuse_idle(knobs: Sweep) -> None:
     """Raise ConfigError for a knob that would do nothing beside the others."""
-    halving, keep = settings.halving, settings.halving_keep
-    if halving is None and keep != 0.5 and settings.resume is None:
+    halving, keep = knobs.halving, knobs.halving_keep
+    if halving is None and keep != 0.5 and knobs.resume is None:
         what = "sweep.halving, the share of its steps that each point gets at first"
         text = f"does nothing without {what}"
         raise refuse("sweep.halving_keep", keep, text, "0.25 sweep.halving=0.125")
     if halving is not None and keep == 1:
         raise refuse("sweep.halving_keep", keep, "keeps all points at every rung", 0.5)
-    if settings.decide and halving is not None:
+    if knobs.decide and halving is not None:
         text = "lets settings race by a seed each, and sweep.decide gives them seeds; leave one out"
         raise refuse("sweep.halving", halving, text, "null")
-    if settings.decide and settings.report == "throughput":
+    if knobs.decide and knobs.report == "throughput":
         text = "compares rates, which sweep.decide does not decide by"
-        raise refuse("sweep.report", settings.report, text, "runs")
-    for name in DECIDING if not settings.decide else ():
-        value, default = getattr(settings, name), getattr(Sweep, name)
+        raise refuse("sweep.report", knobs.report, text, "runs")
+    for name in DECIDING if not knobs.decide else ():
+        value, default = getattr(knobs, name), getattr(Sweep, name)
         if value != default:
             text = "does nothing without sweep.decide=true; add that, or leave it out"
             raise refuse(f"sweep.{name}", value, text, "null" if default is None else default)
-    if settings.twins and settings.report == "throughput":
+    if knobs.twins and knobs.report == "throughput":
         text = "measures losses, which sweep.report=throughput does not compare"
-        raise refuse("sweep.twins", settings.twins, text, 0)
+        raise refuse("sweep.twins", knobs.twins, text, 0)
 
 
 def screened(
@@ -169,12 +169,12 @@ def size_of(keys: int, runs: int | str) -> int:
     return int(runs)
 
 
-def refuse_beside(settings: Sweep) -> None:
+def refuse_beside(knobs: Sweep) -> None:
     """Raise ConfigError for knobs that a screen does not go with."""
     for name in ("decide", "halving", "twins"):
-        if value := getattr(settings, name):
+        if value := getattr(knobs, name):
             text = "does not go with a screen, which trains each of its runs once; leave it out"
             raise refuse(f"sweep.{name}", value, text)
-    if settings.search.trials is not None:
+    if knobs.search.trials is not None:
         text = "does not go with a screen; leave one of them out"
-        raise refuse("sweep.search.trials", settings.search.trials, text)
+        raise refuse("sweep.search.trials", knobs.search.trials, text)

@@ -22,7 +22,7 @@ from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.current import Checker, Current
 from llmexp.sweep.points import Point, no_start, point_label, with_devices
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     ledger = ledgers.read_ledger(current.where)
     known = entries_of(ledger, points)
     new = [point for point in points if point.identity not in known]
-    there = composed_points(ledger, new, current.settings)
+    there = composed_points(ledger, new, current.knobs)
     found: dict[str, str] = {}
     asked: list[Point] = []
     for point in new:
@@ -188,9 +188,9 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
             found[point.identity] = entry.folder
             placed = dataclasses.replace(point, path=ledger.path / entry.folder)
             asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
-    if asked and current.settings.halving is not None:
+    if asked and current.knobs.halving is not None:
         text = "decides by shares of the old budget; to train all points on"
-        raise refuse("sweep.halving", current.settings.halving, text, "null")
+        raise refuse("sweep.halving", current.knobs.halving, text, "null")
     _, refused = current.checker.check(asked, "lengthen")
     if refused:
         raise no_start(refused)
@@ -198,7 +198,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
 
 
 def composed_points(
-    ledger: Ledger, new: Sequence[Point], settings: Sweep
+    ledger: Ledger, new: Sequence[Point], knobs: Sweep
 ) -> list[tuple[LedgerEntry, dict[str, Any]]]:
     """Return the points of the ledger that still compose, each with its flat config."""
     found = []
@@ -207,7 +207,7 @@ def composed_points(
             if entry.state != "infeasible" and not entry.is_twin:
                 with contextlib.suppress(Exception):  # files that it needs may be gone
                     config = typed_config(compose(entry.overrides, entry.label))
-                    found.append((entry, flat_of(with_devices(config, settings))))
+                    found.append((entry, flat_of(with_devices(config, knobs))))
     return found
 
 

@@ -16,7 +16,7 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import Point, Refused, counted, reasons, split_duplicates
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
@@ -49,14 +49,14 @@ class PlannedSweep:
     points: list[Point]
     plans: list[Planned]
     refused: list[Refused]
-    settings: Sweep
+    knobs: Sweep
     total: dict[str, Any]
 
 
 def plan_points(
     points: list[Point],
     refused: list[Refused],
-    settings: Sweep,
+    knobs: Sweep,
     plan: Callable[[Config, str], Planned],
 ) -> PlannedSweep:
     """Plan the points; those that train would refuse join `refused`."""
@@ -70,18 +70,18 @@ def plan_points(
     able, same = split_duplicates(able, lambda p: config_identity(plain(found[p.name].config)))
     refused += same
     plans = [found[point.name] for point in able]
-    total = totals(plans, settings)
-    if settings.decide and len(able) > 1:
-        total["sweep.decide"] = of_seeds(total, len(able), settings)
-    return PlannedSweep(able, plans, refused, settings, total)
+    total = totals(plans, knobs)
+    if knobs.decide and len(able) > 1:
+        total["sweep.decide"] = of_seeds(total, len(able), knobs)
+    return PlannedSweep(able, plans, refused, knobs, total)
 
 
-def of_seeds(total: Mapping[str, Any], count: int, settings: Sweep) -> dict[str, Any]:
+def of_seeds(total: Mapping[str, Any], count: int, knobs: Sweep) -> dict[str, Any]:
     """Return least, most and expected runs of a sweep that decides by itself, and what they take.
 
     `total`: that of one seed of each of `count` settings.
     """
-    first, most = settings.first_seeds, max(settings.first_seeds, settings.max_seeds)
+    first, most = knobs.first_seeds, max(knobs.first_seeds, knobs.max_seeds)
     runs = {
         "least": count * first,
         "expected": expected_runs(count, first, most),
@@ -95,7 +95,7 @@ def of_seeds(total: Mapping[str, Any], count: int, settings: Sweep) -> dict[str,
     return found
 
 
-def seeds_in_words(found: Mapping[str, Any], settings: Sweep) -> str:
+def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
     """Return what a sweep that decides by itself takes, in words."""
 
     def words(name: str) -> str:
@@ -106,7 +106,7 @@ def seeds_in_words(found: Mapping[str, Any], settings: Sweep) -> str:
     limits = [
         f"sweep.{name}={value:g}"
         for name in ("max_hours", "max_tokens")
-        if (value := getattr(settings, name)) is not None
+        if (value := getattr(knobs, name)) is not None
     ]
     within = f", within {' and '.join(limits)}" if limits else ""
     return (
@@ -120,7 +120,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
 
     Exit code 2 if there is one.
     """
-    able, refused, settings = sweep.points, sweep.refused, sweep.settings
+    able, refused, knobs = sweep.points, sweep.refused, sweep.knobs
     pairs = list(zip(able, sweep.plans, strict=True))
     if as_json:
         rows = [{"name": point.name, "values": point.values, **one.whole} for point, one in pairs]
@@ -128,14 +128,14 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
         print(json.dumps(answer, indent=2, allow_nan=False))
         return 2 if refused else 0
     if able:
-        print_points(able, [cells(one) for one in sweep.plans], settings.twins)
-        if total := in_all(sweep.total, settings):
+        print_points(able, [cells(one) for one in sweep.plans], knobs.twins)
+        if total := in_all(sweep.total, knobs):
             print(fitted(total), flush=True)
         if "sweep.decide" in sweep.total:
-            print(fitted(seeds_in_words(sweep.total["sweep.decide"], settings)), flush=True)
+            print(fitted(seeds_in_words(sweep.total["sweep.decide"], knobs)), flush=True)
         spends = [p.spent(one.run.max_tokens, one.run.max_steps) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
-        warn_of_budgets(spends, settings, of_training)
+        warn_of_budgets(spends, knobs, of_training)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0
@@ -168,7 +168,7 @@ def _range(texts: list[str]) -> str:
     return " to ".join(dict.fromkeys(texts))
 
 
-def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
+def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
     """Return what the points take together; what is not known of each is absent."""
     found: dict[str, Any] = {"tokens": sum(one.run.own_tokens for one in planned)}
     flops = [one.run.total_flops for one in planned]
@@ -178,8 +178,8 @@ def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
     if not costs or len(costs) < len(planned):
         return found
     devices = max(one.gpus_here for one in planned)
-    needs = [settings.devices_of(one.run.world_size, one.gpus_here > 0) for one in planned]
-    slots = settings.at_once(devices, needs)
+    needs = [knobs.devices_of(one.run.world_size, one.gpus_here > 0) for one in planned]
+    slots = knobs.at_once(devices, needs)
     # the points are checked by a process that starts as each of them does
     check_s = max(cost.times.start_s for cost in costs)
     found["slots"] = slots
@@ -190,16 +190,16 @@ def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
     return found | ({"cost_in_currency_of_price": sum(money)} if money else {})
 
 
-def in_all(total: Mapping[str, Any], settings: Sweep) -> str:
+def in_all(total: Mapping[str, Any], knobs: Sweep) -> str:
     """Return the totals in words; "" where the time is not known."""
     if "duration_s" not in total:
         return ""
     flops = f", {total['flops']:.3g} FLOPs" if "flops" in total else ""
     used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
     slots = plural(total["slots"], "slot")
-    note = ", every point to its end" if settings.halving else ""
-    note += ", one seed each" if settings.decide else ""
-    note += ", without the twins" if settings.twins else ""
+    note = ", every point to its end" if knobs.halving else ""
+    note += ", one seed each" if knobs.decide else ""
+    note += ", without the twins" if knobs.twins else ""
     return (
         f"in all {total['tokens']:,} tokens{flops}, {duration(total['duration_s'])} on "
         f"{slots}{', ' if used else ''}{used}{note}"

@@ -32,7 +32,7 @@ from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, flatten, refuse
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
 
 T = TypeVar("T")
@@ -222,7 +222,7 @@ def load_points(
     base: DictConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
-    settings: Sweep,
+    knobs: Sweep,
     where: Path,
     swept: Sequence[str] = (),
 ) -> tuple[list[Point], list[Refused]]:
@@ -242,7 +242,7 @@ def load_points(
         try:
             with user_errors(overrides):
                 cfg = composer(overrides, name)
-            config = with_devices(typed_config(cfg), settings)
+            config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
@@ -275,12 +275,12 @@ def split_duplicates(
     return kept, refused
 
 
-def with_devices(config: Config, settings: Sweep) -> Config:
+def with_devices(config: Config, knobs: Sweep) -> Config:
     """Return the config with the ranks that sweep.devices_per_run gives it, if it names none.
 
     Raises ConfigError.
     """
-    p, devices = config.parallelism, settings.devices_per_run
+    p, devices = config.parallelism, knobs.devices_per_run
     if devices is None:
         return config
     ranks = p.nproc_per_node or (1 if p.kind == "single" else devices)

@@ -97,7 +97,7 @@ class Ray:
         self._environment = kept | {"PWD": os.getcwd()}
 
     def start(self, waiting: list[Task]) -> None:
-        most = self._current.settings.max_parallel or len(waiting) + len(self._left)
+        most = self._current.knobs.max_parallel or len(waiting) + len(self._left)
         while waiting and len(self._left) < most:
             task = waiting.pop(0)
             cpus, gpus = needs(task, self._knobs)

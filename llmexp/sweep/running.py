@@ -28,7 +28,7 @@ from llmexp.sweep import ray, show, slurm
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task, is_longer
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import Display
 from llmexp.system.child import REFUSED, say
 from llmexp.system.text import number
@@ -135,16 +135,16 @@ def at_work(
     return jobs
 
 
-def rungs(settings: Sweep) -> list[float | None]:
+def rungs(knobs: Sweep) -> list[float | None]:
     """Return the shares of a run's steps at which halving compares the points; None is all of them.
 
     Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
     """
     shares: list[float | None] = []
-    share = settings.halving
+    share = knobs.halving
     while share is not None and share < 1:
         shares.append(share)
-        share /= settings.halving_keep
+        share /= knobs.halving_keep
     return [*shares, None]
 
 
@@ -157,7 +157,7 @@ def run_rungs(current: Current, tasks: list[Task], earlier: Sequence[LedgerEntry
         # who goes on follows from the losses at the rungs, whatever was interrupted
         current.ledger.update(task.entry, rung=None)
     racing = tasks
-    for share in rungs(current.settings):
+    for share in rungs(current.knobs):
         if share is None:
             run_points(current, racing)
             return
@@ -214,7 +214,7 @@ def best(
         if e.folder not in scores and rundir.is_run(where / e.folder):
             scores[e.folder] = score(where / e.folder, stop_in(where / e.folder, share))
     arrived = sorted((name for name in scores if scores[name] < math.inf), key=scores.__getitem__)
-    kept = arrived[: max(1, math.ceil(len(arrived) * current.settings.halving_keep))]
+    kept = arrived[: max(1, math.ceil(len(arrived) * current.knobs.halving_keep))]
     for task in racing:
         out = task.entry.folder in arrived and task.entry.folder not in kept
         if out and task.entry.state != "finished":
@@ -259,7 +259,7 @@ def run_points(
     done = len(tasks) - len(left)
     if left and done:
         say(f"{done} of {len(tasks)} points {'is' if done == 1 else 'are'} there already")
-    for attempt in range(1 + current.settings.max_retries):
+    for attempt in range(1 + current.knobs.max_retries):
         if not left or current.over:
             return
         if attempt:
@@ -316,7 +316,7 @@ def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> 
             continue
         task.entry.not_started(refused)
         say(f"{show.name_of(task.entry, ledger.swept)}  not started: {task.entry.error}")
-        current.halted |= current.settings.stop_on_failure
+        current.halted |= current.knobs.stop_on_failure
     return queued
 
 

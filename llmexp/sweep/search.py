@@ -48,7 +48,7 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     space = {o.get_key_element(): distribution(o) for o in asked if o.is_sweep_override()}
     refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
-    if current.settings.resume is not None:
+    if current.knobs.resume is not None:
         if ledgers.is_sweep(current.where):
             refuse_other(ledgers.read_ledger(current.where), given, space)
         open_ledger(current)
@@ -59,12 +59,12 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
         there, proposed = len(trials_of(current)), not batch
         if proposed:
             count = batch_size(current, facts)
-            batch = suggest(space, history(current, space), current.settings.search.sampler, count)
+            batch = suggest(space, history(current, space), current.knobs.search.sampler, count)
         if not batch:
             break
         texts = [[*given, *(f"{key}={text}" for key, text in one.items())] for one in batch]
         first = current.opened.next_number() if current.opened else 0
-        points = load_points(hydra.config_loader, current.cfg, texts, first, current.settings,
+        points = load_points(hydra.config_loader, current.cfg, texts, first, current.knobs,
                              current.where, list(space))  # fmt: skip
         tasks = run_batch(current, *points, again=True, earlier=trials_of(current))
         batch, facts = [], tasks[0].facts if tasks else facts
@@ -91,7 +91,7 @@ def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any])
 
 def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
     """Print how many trials there are where no more are wanted, or where some do not count."""
-    trials, wanted = history(current, space), current.settings.search.trials
+    trials, wanted = history(current, space), current.knobs.search.trials
     assert wanted is not None
     if outside := sum(frozen(trial, space) is None for trial in trials):
         text = f"{outside} of {plural(len(trials), 'trial')} lie outside of what is searched now"
@@ -103,11 +103,11 @@ def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
 
 def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
     """Raise ConfigError for a search that cannot be. That needs no more than the command line."""
-    search, sampler = current.settings.search, current.settings.search.sampler
-    if current.settings.twins:
+    search, sampler = current.knobs.search, current.knobs.search.sampler
+    if current.knobs.twins:
         text = "needs a grid; a search chooses its points while it runs"
-        raise refuse("sweep.twins", current.settings.twins, text, 0)
-    if current.settings.decide:
+        raise refuse("sweep.twins", current.knobs.twins, text, 0)
+    if current.knobs.decide:
         text = "needs a grid, whose settings are known beforehand; leave it out"
         raise refuse("sweep.decide", True, text, "false")
     if not space:
@@ -284,19 +284,19 @@ def batch_size(current: Current, facts: PointFacts | None) -> int:
 
     `facts`: of a trial so far; before the first one it is not known how many run at once.
     """
-    settings, most = current.settings, current.settings.max_parallel or 1
-    if settings.max_parallel is None and current.launcher == "slurm":
+    knobs, most = current.knobs, current.knobs.max_parallel or 1
+    if knobs.max_parallel is None and current.launcher == "slurm":
         most = launcher_knobs("slurm", current.cfg).array_parallelism
-    elif settings.max_parallel is None and facts is not None:
-        need = settings.devices_of(facts.ranks, facts.devices > 0)
-        most = settings.at_once(facts.devices, [need])
-    assert settings.search.trials is not None
-    return max(0, min(most, settings.search.trials - len(trials_of(current))))
+    elif knobs.max_parallel is None and facts is not None:
+        need = knobs.devices_of(facts.ranks, facts.devices > 0)
+        most = knobs.at_once(facts.devices, [need])
+    assert knobs.search.trials is not None
+    return max(0, min(most, knobs.search.trials - len(trials_of(current))))
 
 
 def confirm(current: Current) -> None:
     """Train the best trials again with fresh seeds, since the lowest of many is luck too."""
-    search = current.settings.search
+    search = current.knobs.search
     if current.over or current.opened is None or not search.confirm:
         return
     ledger = current.ledger

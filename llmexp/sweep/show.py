@@ -19,7 +19,7 @@ from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
 from llmexp.settings.labels import parse_value, short_keys, short_label, short_value
 from llmexp.sweep.local import by_plan
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from llmexp.system.child import say
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, number, one_line
@@ -243,11 +243,9 @@ def naming(
     return [("run",), *((name,) for name in names)]
 
 
-def warn_of_budgets(
-    spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]
-) -> None:
+def warn_of_budgets(spent: Sequence[budgets.Spent], knobs: Sweep, arguments: Sequence[str]) -> None:
     """Warn on standard error of points whose losses will not compare."""
-    if settings.report == "throughput":  # no losses are of interest there
+    if knobs.report == "throughput":  # no losses are of interest there
         return
     for line in budgets.warning(spent, lambda budget: command_with(arguments, budget)):
         print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)

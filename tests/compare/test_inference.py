@@ -15,6 +15,7 @@ from scipy.optimize import brentq
 from scipy.special import polygamma
 
 from llmexp.compare import inference
+from llmexp.compare.statistics import quantile, tail
 
 
 def table(y_kn: np.ndarray) -> list[dict[str, float]]:
@@ -22,11 +23,11 @@ def table(y_kn: np.ndarray) -> list[dict[str, float]]:
     return [{str(j): float(y) for j, y in enumerate(row) if np.isfinite(y)} for row in y_kn]
 
 
-def judged(seeds) -> tuple[int, set[int], dict[int, inference.Pair]]:
+def judged(seeds) -> tuple[int, set[int], dict[int, inference.Difference]]:
     model = inference.fit(seeds)
     assert model is not None
     best, found = inference.judged(model)
-    return best, {i for i, j in found.items() if j.worse}, {i: j.pair for i, j in found.items()}
+    return best, {i for i, (_, out) in found.items() if out}, {i: d for i, (d, _) in found.items()}
 
 
 def test_two_settings_over_shared_seeds_are_students_paired_t():
@@ -78,9 +79,9 @@ def test_variances_are_drawn_to_the_common_one_as_in_limma():
 
 @pytest.mark.parametrize(("count", "df"), [(2, 4.0), (3, 2.5), (12, 22.0), (40, 90.0)])
 def test_the_studentized_range_is_scipys(count, df):
-    q = inference.quantile(count, df)
+    q = quantile(count, df)
     assert q == pytest.approx(stats.studentized_range.ppf(0.95, count, df), rel=1e-5)
-    assert inference.tail(q, count, df) == pytest.approx(0.05, abs=1e-6)
+    assert tail(q, count, df) == pytest.approx(0.05, abs=1e-6)
 
 
 def test_a_setting_that_nearly_diverged_takes_nothing_from_the_others():

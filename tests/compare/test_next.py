@@ -11,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp.__main__ import run as llmexp
-from llmexp.compare.comparing import investigate
+from llmexp.compare.comparing import compare
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import RULES, compared, propose
 from llmexp.compare.screening import design
@@ -47,7 +47,7 @@ def planted(path: Path, losses: dict[object, float], seeds=(1, 2, 3), *, wobble=
 
 
 def step_of(*paths: Path) -> Step:
-    step = propose(investigate(paths))
+    step = propose(compare(paths))
     for word in shlex.split(step.command)[2:]:  # what is pasted is what Hydra reads
         if ("=" in word and step.words[0] == "train") or word.startswith("optimizer."):
             assert PARSER.parse_override(word)

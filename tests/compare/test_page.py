@@ -16,11 +16,11 @@ import pytest
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import AXES, scale
+from llmexp.compare.inference import Difference
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Column, Result
-from llmexp.compare.statistics import Difference
 from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
@@ -115,7 +115,7 @@ def test_the_title_names_the_sweep_where_all_runs_are_of_it():
 
 def test_the_answer_is_the_comparisons_own():
     first, second = grid(n=20, **{CLIP: [0.5, 1.0]})
-    seeds = Difference(0.0173, 0.0046, "3 seeds", 3, 4.0, 2, 0.005)
+    seeds = Difference(0.0173, 0.0046 / 2.7764, df=4, seeds=3, most=3)
     second = replace(second, mark="undecided", size=0.0173, difference=seeds)
     made = comparison(
         [first, second], headline="clip=0.5 leads.", notes=("Budgets differ.",), why=("A.",)
@@ -192,7 +192,7 @@ def test_what_comes_from_runs_is_text():
         facts=record.facts | {"commit": EVIL, "versions": {EVIL: EVIL}},
         status=record.status | {"host": EVIL, "noise": {"verdict": EVIL}},
     )  # fmt: skip
-    judged = dict(mark=EVIL, size=0.5, difference=Difference(0.5, 0.1, EVIL, 3, 4.0, 2, 0.1))
+    judged = dict(mark=EVIL, size=0.5, difference=Difference(0.5, 0.1, df=4, seeds=3, most=3))
     words = dict(name=EVIL, label=EVIL, note=EVIL, state=EVIL)
     first = replace(entry(0, {"clip.max_norm": EVIL}), runs=(evil,), **judged, **words)
     more = dict(

@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from llmexp.compare import inference
-from llmexp.compare.statistics import Difference, estimate, mean_interval, seeds_needed
+from llmexp.compare.inference import Difference
+from llmexp.compare.statistics import mean_interval, seeds_needed
 
 
 def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
@@ -34,16 +35,17 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
     ],
 )
 def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
+    error = half / stats.t.ppf(0.975, 2)
     for size in (mean, -mean):
-        assert Difference(size, half, "", seeds=3, df=2, rivals=2, spread=1).real is real
+        assert Difference(size, error, df=2, seeds=3, most=3).real is real
 
 
 def test_a_difference_and_its_interval_against_the_formula():
     model = inference.fit([{"1": 0.0, "2": 0.0, "3": 0.0}, {"1": 0.1, "2": 0.2, "3": 0.3}])
-    d = estimate(model, np.array([-1.0, 1.0]))
+    d = model.contrast(np.array([-1.0, 1.0]))
     half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
     assert (d.mean, d.half) == (pytest.approx(0.2), pytest.approx(half, rel=1e-5))
-    assert (d.basis, d.seeds, d.spread) == ("3 seeds", 3, pytest.approx(0.1))
+    assert (d.basis, d.seeds, d.error) == ("3 seeds", 3, pytest.approx(0.1 / math.sqrt(3)))
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0, 2.0])

@@ -235,7 +235,7 @@ def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
         x = random.standard_normal((k, n)) * own + random.standard_normal(n)
         x = np.minimum(x, np.quantile(x, 1 - share))
         model = fit([{str(j): float(row[j]) for j in range(n)} for row in x])
-        found += model is not None and any(j.worse for j in judged(model)[1].values())
+        found += model is not None and any(worse for _, worse in judged(model)[1].values())
     return found / sweeps
 
 

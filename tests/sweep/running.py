@@ -17,7 +17,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task
 from llmexp.sweep.running import drive
-from llmexp.sweep.settings import build_sweep
+from llmexp.sweep.section import build_sweep
 from tests.conftest import ROOT
 
 DEFAULTS = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]

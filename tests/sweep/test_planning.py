@@ -19,7 +19,7 @@ from llmexp.settings.config import plain
 from llmexp.sweep import check
 from llmexp.sweep.local import Local
 from llmexp.sweep.points import Composer, expand
-from llmexp.sweep.settings import Sweep
+from llmexp.sweep.section import Sweep
 from tests.conftest import TINY, llmexp
 
 DEFAULTS = Sweep(
@@ -211,4 +211,4 @@ def test_the_forecast_of_a_sweep_counts_the_devices_of_each_point(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     facts = Namespace(devices=8, ranks=4)
     tasks = [Namespace(facts=facts, cuda=True)] * 8
-    assert Local(Namespace(settings=DEFAULTS), tasks).slots == 2
+    assert Local(Namespace(knobs=DEFAULTS), tasks).slots == 2

@@ -339,7 +339,7 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])],
 )
 def test_rungs(tmp_path, first, keep, shares):
-    assert rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).settings) == shares
+    assert rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).knobs) == shares
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.compare.folding import factors
 from llmexp.compare.records import Record, Setting
-from llmexp.compare.settings import factors
 from llmexp.run.batch import solve_rates
 from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, llmexp, train
