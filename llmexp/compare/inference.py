@@ -99,7 +99,8 @@ class Model:
         if self.apart and total > 0:
             df = total**2 / float((parts**2 / self.df).sum())  # Welch's
         counts = np.bincount(self.of_cell, minlength=len(weights))[weights != 0]
-        seeds = int(counts.min()), int(counts.max())
+        # a cell minus itself has no seeds
+        seeds = int(counts.min(initial=len(a))), int(counts.max(initial=0))
         return Difference(float(a @ self.figures), math.sqrt(total), df, *seeds, rivals, alpha)
 
     def pair(
