@@ -120,6 +120,12 @@ LISTINGS = (
     Listing("README.md", MIX, TABLE, (*SMALL, "train.max_steps=10"), corpus=True),
     Listing("README.md", "compare mix --sort val/code/loss", TABLE, before=(MIX,), corpus=True),
     Listing(
+        "docs/clipping.md",
+        "train clip=update clip.threshold=0.5 hydra.run.dir=run train.max_steps=100",
+        (r"tensors  ",),
+        (*SMALL, "train.max_steps=10", "train.eval_tokens=512"),
+    ),
+    Listing(
         "docs/branches.md",
         "resume trunk train.max_steps=400",
         (r"the warm-up stays",),

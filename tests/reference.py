@@ -7,6 +7,7 @@ cosine.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,15 @@ from torch import Tensor
 
 
 def gpt2_logits(
-    w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: int, seen: dict | None = None
+    w: dict[str, Tensor],
+    tokens: Tensor,
+    n_layers: int,
+    n_heads: int,
+    seen: dict | None = None,
+    heads: list | None = None,
 ) -> Tensor:
-    """Logits (b, t, v); `seen` gets the figures of layers.jsonl by name, a value a block."""
+    """Logits (b, t, v); `seen` gets the figures of layers.jsonl by name, a value a block, `heads`
+    the largest logits of attention (b, h) of each block."""
     seen = {} if seen is None else seen
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -38,6 +45,8 @@ def gpt2_logits(
             for p in "qkv"
         )
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~causal, -math.inf)
+        if heads is not None:
+            heads.append(scores.detach().amax((2, 3)))
         weights = torch.softmax(scores, -1)
         y = linear(
             (weights @ v).transpose(1, 2).reshape(b, t, -1), f"blocks.{i}.attention.out_proj"
@@ -71,6 +80,7 @@ def by_module(tensors: dict[str, Tensor]) -> dict[str, float]:
 class Reference:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    clipped_norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -84,9 +94,13 @@ def train(
     n_heads: int,
     beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, decay: float = 0.1,
     lrs: list[float] | None = None,
+    clip: Callable[[dict[str, Tensor], dict[str, Tensor]], None] | None = None,
+    threshold: float = math.inf, qk_limit: float = math.inf,
 ) -> Reference:  # fmt: skip
     """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been
-    printed. `real_batch` may be a list, of each step; so may the base rate, as `lrs`."""
+    printed. `real_batch` may be a list, of each step; so may the base rate, as `lrs`.
+    `clip(weights, gradients)` clips in place; `threshold` and `qk_limit` are those of StableAdamW
+    and QK-Clip."""
     w = {k: v.double().clone().requires_grad_() for k, v in weights.items()}
     moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in w.items()}
     available = (len(stream) - 1) // length
@@ -107,7 +121,8 @@ def train(
             else torch.ones_like(targets, dtype=torch.bool)
         )
         found.counts.append(int(valid.sum()))
-        logits = gpt2_logits(w, tokens, n_layers, n_heads)
+        heads: list[Tensor] = []
+        logits = gpt2_logits(w, tokens, n_layers, n_heads, heads=heads)
         picked = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
         peak = max(warmup - 1, 0)
         if update < warmup:
@@ -126,6 +141,12 @@ def train(
         found.losses.append(loss.item())
         found.norms.append(norm)
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        layers_gradients = dict(gradients)
+        gradients = {name: g * scale for name, g in gradients.items()}
+        if clip is not None:
+            clip(w, gradients)
+        after = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        found.clipped_norms.append(after)
         update += 1
         before = {name: p.detach().clone() for name, p in w.items()}
         inside: dict = {}
@@ -136,15 +157,26 @@ def train(
         }
         with torch.no_grad():
             for name, p in w.items():
-                g = gradients[name] * scale
+                g = gradients[name]
                 first, second = moments[name]
                 first.mul_(beta1).add_((1 - beta1) * g)
                 second.mul_(beta2).add_((1 - beta2) * g * g)
+                corrected = second.div(1 - beta2**update)
+                rms = math.sqrt(float((g * g / corrected.clamp(min=eps**2)).mean()))
+                rate = lr * factor / max(1.0, rms / threshold)
                 if p.ndim >= 2:
-                    p.mul_(1 - lr * factor * decay)
-                corrected = second.div(1 - beta2**update).sqrt() + eps
-                p.sub_(lr * factor * first / (1 - beta1**update) / corrected)
-        inside["grad_norm"] = by_module(gradients)
+                    p.mul_(1 - rate * decay)
+                p.sub_(rate * first / (1 - beta1**update) / (corrected.sqrt() + eps))
+            width = w["token_embedding.weight"].shape[1] // n_heads
+            for block, largest_bh in enumerate(heads):
+                for head, largest in enumerate(largest_bh[valid.any(1)].amax(0).tolist()):
+                    rows = slice(head * width, (head + 1) * width)
+                    for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+                        if largest > qk_limit:
+                            w[f"blocks.{block}.attention.{part}"][rows] *= math.sqrt(
+                                qk_limit / largest
+                            )
+        inside["grad_norm"] = by_module(layers_gradients)
         inside["weight_norm"] = by_module(before)
         inside["update_norm"] = by_module({name: p - before[name] for name, p in w.items()})
         found.layers.append(inside)

@@ -3,6 +3,7 @@
 The only room that touches torch.distributed. In reading order:
 store   through which ranks meet, without a process group
 groups  the process group and device mesh of a rank; sums over all ranks
+split   tensors of which each rank may hold a part
 wrap    DDP, FSDP, tensor parallelism and compilation, from outside
 ranks   start the ranks of a host, and again when one is lost
 pretend one rank of a run, played alone
@@ -15,20 +16,25 @@ from llmexp.mesh.groups import (
     differing_ranks,
     from_first,
     gather_last,
-    global_norm,
-    inner,
     join,
-    largest_entry,
+    largest_by_head,
     leave,
-    local_part,
     maximum,
     mean_of_split,
-    norms,
-    ranks_here,
     ranks_where,
-    share_work,
     shorten_timeout,
     total,
+)
+from llmexp.mesh.split import (
+    across_ranks,
+    global_norm,
+    inner,
+    largest_entry,
+    local_part,
+    norms,
+    ranks_here,
+    share_work,
+    sum_of_parts,
 )
 from llmexp.mesh.store import TRIAL, meeting_store, visited_store
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,75 +175,14 @@ def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def local_part(value: Any) -> Tensor:
-    """Return what this rank holds of a tensor: its part of a split one, else the tensor itself."""
-    return value.to_local() if is_split(value) else value
+def largest_by_head(mesh: Mesh, value: Tensor) -> Tensor:
+    """Return the largest over the ranks that see different sequences, of all heads.
 
-
-def is_split(value: Any) -> bool:
-    """Return whether a value is a DTensor.
-
-    It is told by an attribute, because importing that class costs a second.
+    The heads are the last dimension, of which each tensor-parallel rank has some.
     """
-    return hasattr(value, "to_local")
-
-
-def _copies(value: Any, world: int) -> float:
-    """Ranks that hold the same elements as this one."""
-    if not is_split(value):
-        return float(world)
-    shards = 1
-    for dim, placement in enumerate(value.placements):
-        assert not placement.is_partial(), "a gradient that was not reduced"
-        if not placement.is_replicate():
-            shards *= value.device_mesh.size(dim)
-    return world / shards
-
-
-def _counted_once(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
-    """Return a figure (n,) of each tensor's part here so that sums over the ranks count it once."""
-    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
-    return figures / copies.to(figures.device, non_blocking=True)
-
-
-def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm over tensors of which each rank may hold a part, as a 0-dim tensor.
-
-    Every element counts once.
-    """
-    if not mesh.sharded:
-        if not values:
-            return torch.zeros((), device=mesh.device)
-        # get_total_norm, without its sorting of tensors by device and dtype
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
-    norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    square = _counted_once(mesh, values, norms.double().square()).sum()
-    dist.all_reduce(square)
-    return square.sqrt().to(norms.dtype)
-
-
-def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, of which each rank may hold a part: (n,)."""
-    found = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    if not mesh.sharded:
-        return found
-    squares = _counted_once(mesh, values, found.double().square())
-    dist.all_reduce(squares)
-    return squares.sqrt()
-
-
-def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """Return the inner product of two lists of tensors, of which each rank may hold a part.
-
-    A 0-dim tensor in float64; every element counts once.
-    """
-    pairs = [(local_part(a), local_part(b)) for a, b in zip(first, second, strict=True)]
-    products = torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
-    if not mesh.sharded:
-        return products.sum()
-    value = _counted_once(mesh, first, products).sum()
-    dist.all_reduce(value)
-    return value
+    if mesh.dp_size > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.dp_group)
+    return value if mesh.tensor is None else gather_last(mesh.tensor, value)
 
 
 def mean_of_split(mesh: Mesh, value: Tensor) -> Tensor:
@@ -261,51 +199,6 @@ def from_first(mesh: Mesh, value: Tensor) -> Tensor:
         value = value.clone()
         dist.broadcast(value, 0)
     return value
-
-
-def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """Largest absolute value over tensors of which each rank may hold a part. A 0-dim tensor."""
-    held = [part for part in map(local_part, values) if part.numel()]
-    nothing = torch.zeros((), dtype=values[0].dtype, device=mesh.device)
-    largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else nothing
-    return maximum(mesh, largest) if mesh.sharded else largest
-
-
-def ranks_here() -> int:
-    """Return how many ranks this process's group has: 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def share_work(work: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return `work` of each whole matrix, at most one for each rank, which does its own alone.
-
-    All ranks call it with values of one shape, each the same on all ranks or split over them, and
-    `work` keeps shape and dtype. What it makes of a split value is a DTensor, whole on each rank.
-    """
-    ranks = ranks_here()
-    if ranks == 1:
-        return [work(value) for value in values]
-    whole = [_whole(value) for value in values]
-    rank = dist.get_rank()
-    own = work(whole[rank]) if rank < len(whole) else whole[0]
-    made = [torch.empty(own.shape, dtype=own.dtype, device=own.device) for _ in range(ranks)]
-    dist.all_gather(made, own.contiguous())
-    return [_as_split(new, value) for new, value in zip(made, values, strict=False)]
-
-
-def _whole(value: Any) -> Tensor:
-    found: Tensor = value.full_tensor() if is_split(value) else value
-    return found
-
-
-def _as_split(whole: Tensor, like: Any) -> Tensor:
-    """Return a tensor that each rank has whole as a DTensor on the mesh of one that is split."""
-    if not is_split(like):
-        return whole
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere = [Replicate() for _ in like.placements]
-    return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
 
 
 def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ keys      the keys of a row: names, units, digits, which way is better
 meter     counts and clocks since the last row
 ratio     the standard error of a ratio of sums
 norms     gradient norms: the clip table
+rules     the same for what other rules of clipping look at
 noise     the gradient noise scale
 outliers  steps far off those before
 lines     a row as a line of the console

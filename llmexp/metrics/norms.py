@@ -25,7 +25,7 @@ class Norms:
     def __init__(self, kind: str, limit: float | None) -> None:
         self.limit = limit if kind == "norm" else None
         self.moving = kind in ("zscore", "quantile")
-        self.by_value = kind in ("value", "adaptive")
+        self.by_norm = kind in ("none", "norm", "zscore", "quantile")
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         # at the last row: steps, the sum of their coefficients, and how many were clipped
@@ -58,7 +58,7 @@ class Norms:
         if not steps:
             return {}
         found = {"clipped_share": clipped / steps}
-        if not self.by_value:  # a difference of sums may round past 1
+        if self.by_norm:  # a difference of sums may round past 1
             found["clip_coefficient"] = min(1.0, total / steps)
         return found
 
@@ -111,7 +111,9 @@ class Norms:
             share, mean = self.at(limit)
             table.append({"limit": limit, "share": share, "coefficient": mean})
         share = self.clipped / self.steps
-        return {"steps": self.steps, "share": share, "quantiles": quantiles, "table": table}
+        found = {"steps": self.steps, "share": share, "quantiles": quantiles, "table": table}
+        own = {"share": share, "coefficient": self._coefficients / self.steps}
+        return found | ({"own": own} if self.moving else {})
 
     def state_dict(self) -> dict[str, Any]:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]
@@ -126,14 +128,19 @@ class Norms:
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 
-def clip_lines(summary: dict[str, Any], own: float | None) -> str:
-    """Return `Norms.summary` as lines for a reader; `own` is the run's own limit."""
-    lines = [f"{'limit':>9} {'steps clipped':>14} {'mean coefficient':>17}"]
+def clip_lines(summary: dict[str, Any], own: float | None, what: str = "steps") -> str:
+    """Return a summary as lines for a reader; `own` is the run's own limit, of `what` it clips."""
+    means = all("coefficient" in row for row in summary["table"])
+    lines = [f"{'limit':>9} {f'{what} clipped':>14}{' mean coefficient' * means:>18}".rstrip()]
     for row in summary["table"]:
-        limit, share, mean = row["limit"], row["share"], row["coefficient"]
+        limit, share, mean = row["limit"], row["share"], row.get("coefficient")
         names = [f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == limit]
         names += ["this run"] if limit == own else []
         name = f"  {', '.join(names)}" if names else ""
-        lines.append(f"{limit:>9.4g} {share:>13.1%} {mean:>17.3f}{name}")
-    steps = f"from {summary['steps']:,} norms"
-    return "\n".join([*lines, f"{steps}, to the first order: another limit leads elsewhere"])
+        factor = "" if mean is None else f"{mean:>17.3f}"
+        lines.append(f"{limit:>9.4g} {share:>13.1%} {factor}{name}")
+    if "own" in summary:
+        share, mean = summary["own"]["share"], summary["own"]["coefficient"]
+        lines.append(f"{'moving':>9} {share:>13.1%} {mean:>17.3f}  this run")
+    steps = f"from {summary['steps']:,} norms, " if "steps" in summary else ""
+    return "\n".join([*lines, f"{steps}to the first order: another limit leads elsewhere"])

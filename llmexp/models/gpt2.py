@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents
+from llmexp.models.logits import keep_largest
 from llmexp.settings.parts import ModelKnobs
 
 
@@ -19,6 +20,7 @@ class Attention(nn.Module):
     """Causal multi-head self-attention with biases."""
 
     split_over_ranks = False  # by tensor parallelism
+    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -40,6 +42,8 @@ class Attention(nn.Module):
 
     def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
         q_bhtk, k_bhtk, v_bhtk = self.heads(x_btd)
+        if self.largest_h is not None and self.training:
+            keep_largest(self, q_bhtk, k_bhtk, documents)
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)
         return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))

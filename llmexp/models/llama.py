@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents, within
+from llmexp.models.logits import keep_largest
 from llmexp.settings.parts import ModelKnobs
 from llmexp.settings.values import choice, count, knob, refuse
 
@@ -118,6 +119,7 @@ class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
 
     split_over_ranks = False  # by tensor parallelism
+    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -153,6 +155,8 @@ class Attention(nn.Module):
         self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
     ) -> Tensor:
         q_bhtk, k_bgtk, v_bgtk = self.heads(x_btd, cos, sin)
+        if self.largest_h is not None and self.training:
+            keep_largest(self, q_bhtk, k_bgtk, documents)
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped)
         return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))

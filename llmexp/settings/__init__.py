@@ -5,6 +5,7 @@ In reading order:
 values     how a knob is declared, and how a value is refused
 variables  variables of the environment in values, and which hold secrets
 config     the closed sections: meaning, unit, range and effect of each knob
+clipping   those of the section clip
 execution  the closed sections that change no result
 parts      the arguments that models, data sources, optimizers and schedules share
 convert    from a mapping to a checked `Config`

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.clipping import Clip
 from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
 from llmexp.settings.values import Where, choice, count, knob, where
 
@@ -217,70 +218,6 @@ class Metrics:
     )
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clip:
-    kind: str = choice(
-        "how gradients are clipped, once per optimizer step, after unscaling",
-        "norm | value | zscore | quantile | adaptive | none",
-    )
-    max_norm: float | None = knob(
-        "limit of the global gradient norm; beside zscore and quantile an upper bound; null: none",
-        1.0,
-        above=0,
-        acts=where("clip.kind", "norm", "zscore", "quantile"),
-        default=None,
-    )
-    max_value: float | None = knob(
-        "limit of each gradient entry; null: no limit",
-        0.5,
-        above=0,
-        acts=where("clip.kind", "value"),
-        default=None,
-    )
-    z: float = knob(
-        "standard deviations above the mean of the norms from which zscore clips",
-        2.5,
-        above=0,
-        acts=where("clip.kind", "zscore"),
-        default=2.5,
-    )
-    decay: float = knob(
-        "decay per update of mean and variance of the norms",
-        0.97,
-        above=0,
-        below=1,
-        acts=where("clip.kind", "zscore"),
-        default=0.97,
-    )
-    quantile: float = knob(
-        "quantile of the last norms that is the limit",
-        0.9,
-        above=0,
-        below=1,
-        acts=where("clip.kind", "quantile"),
-        default=0.9,
-    )
-    window: int = count(
-        "updates whose norms the quantile is of",
-        128,
-        acts=where("clip.kind", "quantile"),
-        default=128,
-    )
-    warmup_steps: int = count(
-        "updates before zscore and quantile give a limit",
-        25,
-        acts=where("clip.kind", "zscore", "quantile"),
-        default=25,
-    )
-    ratio: float = knob(
-        "largest norm of a unit's gradient, of the norm of its weights",
-        0.01,
-        above=0,
-        acts=where("clip.kind", "adaptive"),
-        default=0.01,
     )
 
 

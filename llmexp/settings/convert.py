@@ -138,9 +138,7 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     if typing.get_origin(kind) is dict:
         return _open_section(value, key)
     if typing.get_origin(kind) is list:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise refuse(key, value, "a list of texts is needed", "[one,two]")
-        return list(value)
+        return _entries(typing.get_args(kind)[0], value, key, knob)
     found = _scalar(kind, value, key, knob)
     check_range(value, key, knob)
     return found
@@ -182,6 +180,19 @@ def _open_section(value: Any, key: str) -> dict[str, Any]:
         raise refuse(key, value, f"a section of keys is needed here{needed}")
     _look_through(value, key)
     return dict(value)
+
+
+def _entries(kind: type, value: Any, key: str, knob: Knob) -> list[Any]:
+    """Return a list of texts, or of sections of the class `kind`."""
+    several = isinstance(value, (list, tuple))
+    if kind is str:
+        if not several or not all(isinstance(entry, str) for entry in value):
+            raise refuse(key, value, "a list of texts is needed", "[one,two]")
+        return list(value)
+    if not several or not all(isinstance(entry, Mapping) for entry in value):
+        raise refuse(key, value, "a list of sections is needed", knob.example)
+    pairs = enumerate(value)
+    return [convert_section(kind, entry, f"{key}.{number}.") for number, entry in pairs]
 
 
 def _hooks(value: Any) -> list[Any]:

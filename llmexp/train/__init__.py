@@ -4,6 +4,7 @@ No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
 step           one optimizer step, and what it works on
+clipping       the rule of clipping of a step
 set_up         builds that from the parts of a run
 layers         figures of a step layer by layer
 ema            an average of the weights, kept beside them

@@ -29,6 +29,7 @@ from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
+from llmexp.train.clipping import measures_of
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
 from llmexp.train.spikes import forget_after
@@ -127,7 +128,9 @@ def restore(
         for name, part in saved.items():
             # older checkpoints have none; a fork with another clip limit starts its clip table
             # anew, since shares at two limits cannot be added
-            if name in loaded.state and not (forked and clips and name in ("norms", "limit")):
+            if name in loaded.state and not (
+                forked and clips and name in ("norms", "limit", "measures")
+            ):
                 part.load_state_dict(loaded.state[name])
         progress, meter = (
             Progress(**loaded.state["progress"]),
@@ -160,9 +163,10 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     setup = set_up(parts, joined, fresh=loaded is None)
     clip = parts.config.clip
     norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
+    measures = measures_of(clip)
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
-        saved = saved_parts(setup, norms, noise)
+        saved = saved_parts(setup, norms, measures, noise)
         progress, meter = restore(parts, setup, loaded, forked, saved)
         source = loaded.path if forked else loaded.path.name
         console.line(
@@ -186,6 +190,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         progress=progress,
         meter=meter,
         norms=norms,
+        measures=measures,
         noise=noise,
         fixed=fixed_facts(parts),
         text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.models.documents import Documents
+from llmexp.models.logits import seen_by
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.settings.values import is_ours
@@ -178,14 +179,7 @@ def attention_figures(
     q_bhrk, k_bgtk = q_bhtk[:, :, rows].to(dtype), k_bgtk.to(dtype)
     k_bhtk = k_bgtk.repeat_interleave(q_bhtk.shape[1] // k_bgtk.shape[1], dim=1)
     logits_bhrt = q_bhrk @ k_bhtk.transpose(-1, -2) / math.sqrt(q_bhtk.shape[-1])
-    index_t = torch.arange(t, device=q_bhtk.device)
-    seen = rows[:, None] >= index_t
-    if documents is not None and documents.mask_b1ts is not None:
-        seen = documents.mask_b1ts[:, :, rows]
-    elif documents is not None:
-        first_bt = index_t - documents.positions_bt
-        seen = seen & (index_t >= first_bt[:, rows, None])[:, None]
-    logits_bhrt = logits_bhrt.masked_fill(~seen, -math.inf)
+    logits_bhrt = logits_bhrt.masked_fill(~seen_by(rows, t, documents), -math.inf)
     entropy_bhr = torch.special.entr(logits_bhrt.softmax(-1)).sum(-1)
     return logits_bhrt.amax(), entropy_bhr.mean()
 

@@ -24,8 +24,8 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
 from llmexp.system.redact import clean
+from llmexp.train.clipping import Rule, limit_of, measures_of
 from llmexp.train.loop import Due, take_step
-from llmexp.train.set_up import limit_of
 from llmexp.train.state import Loop
 from llmexp.train.step import (
     Outcome,
@@ -92,7 +92,7 @@ def look_into(
     loop: Loop, windows: Iterator[Window], asked: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what the step is made of, take it, and return what became of the loss."""
-    window = next(windows)
+    window, measures = next(windows), loop.measures
     with measuring(loop):
         here: dict[str, Any] = {"sequences": by_sequence(loop, window)}
     if asked["skip"]:
@@ -100,8 +100,10 @@ def look_into(
     else:
         setup = loop.setup
         if asked["max_norm"] is not None:
-            limit = dataclasses.replace(setup.clip, kind="norm", max_norm=asked["max_norm"])
-            loop.setup = dataclasses.replace(loop.setup, clip=limit, limit=limit_of(limit))
+            assert isinstance(setup.clipping, Rule)
+            rule = setup.clipping.by_norm(asked["max_norm"])
+            loop.setup = dataclasses.replace(loop.setup, clipping=rule, limit=limit_of(rule.clip))
+            loop.measures = measures_of(rule.clip)
         if asked["lr"] is not None:
             base = setup.optimizers[0].param_groups[0]["initial_lr"]
             rate = asked["lr"] / base
@@ -109,7 +111,7 @@ def look_into(
                 loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
             )
         seen, lr = take(loop, itertools.chain([window], windows))
-        loop.setup = setup
+        loop.setup, loop.measures = setup, measures
         if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
             setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         compare(found, asked["rows"], loop.progress.step, seen)

@@ -33,6 +33,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     if seen.applied:
         row["grad_norm"] = seen.grad_norm
         row["grad_norm_post_clip"] = seen.grad_norm_post_clip
+        row |= loop.measures.row(seen.measured)
     if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
         weights = [parameter.detach() for parameter in setup.parameters]
         row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
@@ -44,7 +45,8 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     if loop.config.train.data_digest:
         digest = torch.tensor(window.digest, device=loop.mesh.device)
         row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
-    row |= loop.meter.take(loop.mesh.world_size) | loop.norms.take() | loop.noise.figures()
+    row |= loop.meter.take(loop.mesh.world_size) | loop.norms.take()
+    row |= loop.measures.take() | loop.noise.figures()
     if setup.outliers.sigma is not None:
         row["outlier_steps"] = progress.outlier_count
     if run.flops_per_token is not None:

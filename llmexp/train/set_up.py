@@ -8,18 +8,12 @@ from llmexp import mesh
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
-from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
+from llmexp.train.clipping import Rule, limit_of
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.train.step import Setup
 from llmexp.update import precision
-from llmexp.update.limits import Limit
-
-
-def limit_of(clip: Clip) -> Limit:
-    knobs = (clip.max_norm, clip.z, clip.decay, clip.quantile, clip.window, clip.warmup_steps)
-    return Limit(clip.kind, *knobs)
 
 
 def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
@@ -48,6 +42,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
+    optimizers, rows = parts.build_optimizers(model), parts.run.micro_batch_size
+    limit = limit_of(config.clip)
     every, spikes = config.metrics.layers_every, config.metrics.spikes
     return Setup(
         mesh=joined,
@@ -55,15 +51,15 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         loss=loss,
         module=module,
         parameters=parameters,
-        optimizers=parts.build_optimizers(model),
+        optimizers=optimizers,
         scaler=precision.Scaler(
             parts.precision,
             joined.device,
             config.precision.init_scale,
             config.precision.growth_interval,
         ),
-        clip=config.clip,
-        limit=limit_of(config.clip),
+        clipping=Rule(joined, model, parameters, optimizers, config.clip, limit, rows),
+        limit=limit,
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),

@@ -18,6 +18,7 @@ from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.metrics.rules import Measures
 from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
@@ -72,10 +73,18 @@ class Saving:
     committing: bool = False
 
 
-def saved_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
+def saved_parts(
+    setup: Setup, norms: Norms, measures: Measures, noise: NoiseScale
+) -> dict[str, Any]:
     """Return what besides the progress has a state that a checkpoint keeps, by name."""
-    found = {"norms": norms, "noise": noise, "outliers": setup.outliers, "scaler": setup.scaler}
-    return found | ({"limit": setup.limit} if setup.limit.moving else {})
+    found: dict[str, Any] = {
+        "norms": norms,
+        "noise": noise,
+        "outliers": setup.outliers,
+        "scaler": setup.scaler,
+    }
+    found |= {"limit": setup.limit} if setup.limit.moving else {}
+    return found | ({"measures": measures} if measures else {})
 
 
 @dataclass
@@ -88,6 +97,7 @@ class Loop:
     progress: Progress
     meter: Meter
     norms: Norms
+    measures: Measures  # of the rule of clipping, besides the norm
     noise: NoiseScale
     text_bytes: TextBytes
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from llmexp.data.window import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
-from llmexp.settings.config import Clip
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
-from llmexp.update import clip as clipping
 from llmexp.update import optim, precision
 from llmexp.update.limits import Limit
 from llmexp.update.twin import seed_of
@@ -32,6 +30,28 @@ OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
+
+
+class Clipping(Protocol):
+    """Name what a step asks of its rule of clipping, which is `llmexp.train.clipping.Rule`."""
+
+    def begin(self) -> None:
+        """Begin a window."""
+
+    def before_forward(self, targets_bt: Tensor) -> None:
+        """Take note of the targets of the next micro-batch."""
+
+    def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
+        """Clip gradients of this norm in place.
+
+        Return (norm after it, whether anything was clipped, a factor left to the update or None).
+        """
+
+    def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
+        """Limit what the update has made, unless it was skipped.
+
+        Return (whether the rule clipped anything, what else it has measured).
+        """
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Setup:
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
-    clip: Clip
+    clipping: Clipping
     limit: Limit
     small: SmallGradient
     outliers: Outliers
@@ -70,6 +90,7 @@ class Outcome:
     loss_scale: float
     # mean square norm and targets of the small batch, where it was measured
     small: tuple[float, float] | None
+    measured: list[float]  # what the rule of clipping looks at
 
     @property
     def applied(self) -> bool:
@@ -90,6 +111,7 @@ class StepResult:
         own_nll: Tensor | float,
         layers: dict[str, Tensor] | None,
         limits: Limits | None,
+        measured: Sequence[Any],
         *figures: Any,
     ) -> None:
         self.lr, self.target_tokens = lr, figures[0]
@@ -97,6 +119,8 @@ class StepResult:
         self.layers = layers  # figures of the step layer by layer, where they were due
         self._limits = limits  # of outliers, that held for the step
         self._event: torch.cuda.Event | None = None
+        self._base = len(figures)
+        figures = (*figures, *measured)
         if isinstance(figures[1], bool):  # they are on the host
             self._figures = [float(figure) for figure in figures]
             return
@@ -110,10 +134,12 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
             self._figures = self._pinned.tolist()
-        count, skipped, loss, norm, norm_after, clipped, scale, *small = self._figures
+        figures, measured = self._figures[: self._base], self._figures[self._base :]
+        count, skipped, loss, norm, norm_after, clipped, scale, *small = figures
         code = outcome_code(loss, norm, count, bool(skipped), self._limits)
         mean_square = (small[0], small[1]) if small else None
-        return Outcome(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
+        base = code, loss, norm, norm_after, bool(clipped), count, scale
+        return Outcome(*base, mean_square, measured)
 
 
 def train_step(
@@ -134,6 +160,7 @@ def train_step(
     if layers is not None:
         layers.look(window.micro_batches[0][0])
     count, weight = loss_factor(setup, window)
+    setup.clipping.begin()
     nll = accumulate(setup, window, weight)
     own_nll = on_host(nll.clone())
     loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
@@ -147,7 +174,7 @@ def train_step(
     if layers is not None:
         layers.before_update()
     updates = settle_last()
-    norm_after, clipped, factor = clip_gradients(setup, gradients, norm)
+    norm_after, clipped, factor = setup.clipping.before_update(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
@@ -157,27 +184,13 @@ def train_step(
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
     optim.update(setup.optimizers, skip, factor)
+    clipped, measured = setup.clipping.after_update(skip, clipped)
     taken = None if layers is None else layers.after_update()
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     figures = count, skip, loss, norm, norm_after, clipped, scale, *small
-    return StepResult(lr, own_nll, taken, limits, *figures)
-
-
-def clip_gradients(setup: Setup, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-    """Clip by the run's rule, and return what `clipping.clip` does."""
-    clip = setup.clip
-    if clip.kind == "adaptive":  # all but the output head, as its authors do
-        head = getattr(setup.model, "head_weight", None)
-        weights = [p for p in setup.parameters if p.grad is not None and p is not head]
-        clipped = clipping.clip_units(setup.mesh, weights, clip.ratio)
-        return mesh.global_norm(setup.mesh, gradients), clipped, None
-    kind = "norm" if setup.limit.moving else clip.kind
-    by_update = optim.clips_in_update(setup.optimizers, norm)
-    return clipping.clip(
-        setup.mesh, kind, gradients, norm, setup.limit.of(norm), clip.max_value, by_update
-    )
+    return StepResult(lr, own_nll, taken, limits, measured, *figures)
 
 
 def on_host(value: Tensor) -> Any:
@@ -214,6 +227,7 @@ def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
+        setup.clipping.before_forward(targets_bt)
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)

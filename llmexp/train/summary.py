@@ -74,7 +74,8 @@ def details(loop: Loop) -> dict[str, Any]:
     """Return what status.json holds besides the summary: clipping and noise scale, if measured."""
     found: dict[str, Any] = {}
     if clip := loop.norms.summary():
-        found["clip"] = clip
+        measures = loop.measures.summary()
+        found["clip"] = clip | ({"measures": measures} if measures else {})
     if spikes := spike_totals(loop):
         found["spikes"] = spikes
     noise = loop.noise
@@ -109,6 +110,9 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
         sections.append(("noise scale", measured["noise"]["verdict"]))
     if "clip" in measured:
         sections.append(("clipping", clip_lines(measured["clip"], loop.norms.limit)))
+        for key, found in measured["clip"].get("measures", {}).items():
+            what = "steps" if "steps" in found else key
+            sections.append((key, clip_lines(found, found["limit"], what)))
     return sections
 
 

@@ -162,3 +162,4 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
     if seen.applied:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
         loop.setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
+        loop.measures.add(seen.measured)

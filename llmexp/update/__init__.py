@@ -3,8 +3,9 @@
 In reading order:
 
 precision  autocast, loss scale, dtype of parameters
-clip       limit a gradient by its norm, by value or by units
+clip       limit a gradient by norms, values or units, or the update of a tensor
 limits     the limit of the norm: fixed, or from the norms before
+heads      limit the logits of attention
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 muon       its polynomials, and its work shared among ranks

@@ -1,56 +1,65 @@
-"""Gradient clipping, once per window, on unscaled and fully reduced gradients."""
+"""Clip gradients, once per window, unscaled and reduced."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from llmexp import mesh
 
 LEAST_WEIGHTS = 1e-3  # norm of a unit's weights, in `clip_units`
+RUNGS = range(-4, 5)  # limits that are tried beside the own one: that x 2**k
 
 
-def clip(
-    joined: mesh.Mesh,
-    kind: str,
+def clip_norm(
     gradients: Sequence[Tensor],
     norm: Tensor,
-    max_norm: float | None,
-    max_value: float | None,
+    max_norm: float | Tensor | None,
     by_update: bool = False,
 ) -> tuple[Any, Any, Tensor | None]:
-    """Clip in place; return (norm after clipping, whether anything was clipped, None).
+    """Clip in place by `norm`; return (norm after clipping, whether anything was clipped, None).
 
-    These are numbers on a CPU, else 0-dim tensors. By norm with `by_update` nothing is changed, and
-    the last value is the factor with which the update has to multiply.
+    These are numbers on a CPU, else 0-dim tensors. With `by_update` nothing is changed, and the
+    last value is the factor with which the update has to multiply.
 
-    `gradients` may be split over the ranks; `norm` is that of them all. By norm the factor is
+    `gradients` may be split over the ranks; `norm` is that of them all. The factor is
     min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is
     no limit.
     """
+    if max_norm is None:
+        if norm.device.type == "cpu":
+            return norm, False, None
+        return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
     held = [mesh.local_part(g) for g in gradients]
-    if kind == "norm" and max_norm is not None:
-        if norm.device.type == "cpu" and not by_update:
-            return (*_clip_on_host(held, norm, max_norm), None)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if not by_update:
-            torch._foreach_mul_(held, factor)
-        return norm * factor, factor < 1, factor if by_update else None
-    if kind == "value" and max_value is not None:
-        largest = mesh.largest_entry(joined, gradients)
-        torch._foreach_clamp_min_(held, -max_value)
-        torch._foreach_clamp_max_(held, max_value)
-        return mesh.global_norm(joined, gradients), largest > max_value, None
-    if norm.device.type == "cpu":
-        return norm, False, None
-    return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
+    if norm.device.type == "cpu" and not by_update:
+        return (*_clip_on_host(held, norm, max_norm), None)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if not by_update:
+        torch._foreach_mul_(held, factor)
+    return norm * factor, factor < 1, factor if by_update else None
 
 
-def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: float) -> tuple[float, bool]:
+def clip_values(
+    joined: mesh.Mesh, gradients: Sequence[Tensor], max_value: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clip each entry to [-max_value, max_value], in place.
+
+    Return (norm after clipping, whether anything was clipped, the largest entry), 0-dim tensors.
+    """
+    held = [mesh.local_part(g) for g in gradients]
+    largest = mesh.largest_entry(joined, gradients)
+    torch._foreach_clamp_min_(held, -max_value)
+    torch._foreach_clamp_max_(held, max_value)
+    return mesh.global_norm(joined, gradients), largest > max_value, largest
+
+
+def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: Any) -> tuple[float, bool]:
     """Clip by norm on a CPU, and skip the multiplication where the factor is 1.
 
     Reading the norm costs nothing there. Each operation rounds as that of a tensor does.
@@ -65,24 +74,134 @@ def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: float) -> tuple[fl
     return float(before * factor), bool(factor < 1)
 
 
-def clip_units(joined: mesh.Mesh, weights: Sequence[Tensor], ratio: float) -> Any:
+def clip_groups(
+    joined: mesh.Mesh,
+    gradients: Sequence[Tensor],
+    groups: Sequence[int | None],
+    limits: Sequence[float | None],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Clip each group of gradients by its own norm, in place.
+
+    `groups` says to which each gradient belongs, None: to none; a limit of None is no limit. Return
+    (norm of all after clipping, whether anything was clipped, the norm of each group before), 0-dim
+    tensors.
+    """
+    norms = mesh.norms(joined, gradients).double()
+    each, found, after = norms.unbind(), [], []
+    for number, limit in enumerate([*limits, None]):
+        wanted = number if number < len(limits) else None
+        places = [i for i, group in enumerate(groups) if group == wanted]
+        norm = torch.linalg.vector_norm(torch.stack([each[i] for i in places] or [norms.sum() * 0]))
+        factor = ((math.inf if limit is None else limit) / (norm + 1e-6)).clamp(max=1.0)
+        if places and limit is not None and (norm.device.type != "cpu" or factor < 1):
+            held = [mesh.local_part(gradients[i]) for i in places]
+            torch._foreach_mul_(held, factor.to(held[0].dtype))
+        found.append(norm)
+        after.append(norm * factor)
+    whole = torch.linalg.vector_norm(torch.stack(after))
+    clipped = torch.stack([a < norm for a, norm in zip(after, found, strict=True)]).any()
+    return whole.to(gradients[0].dtype), clipped, found[:-1]
+
+
+def clip_units(joined: mesh.Mesh, weights: Sequence[Tensor], ratio: float) -> tuple[Tensor, Tensor]:
     """Clip each unit's gradient to `ratio` times the norm of its weights, in place.
 
     Adaptive gradient clipping, AGC, is by Brock et al. 2021 (arXiv 2102.06171). A unit is a row of
     a matrix, the inputs of one output, or a whole vector; weights of a norm below 1e-3 count as
-    that. Return whether anything was clipped: a bool on a CPU, else a 0-dim tensor.
+    that. Return (whether anything was clipped, `on_ladder` of the units' ratios).
     """
-    clipped = torch.zeros((), device=joined.device)
+    clipped, shares, counted = torch.zeros((), device=joined.device), [], []
     for weight in weights:
         gradient: Any = weight.grad
-        limits = _unit_norms(weight.detach()).clamp(min=LEAST_WEIGHTS) * ratio
-        norms = _unit_norms(gradient)
+        least = _unit_norms(weight.detach()).clamp(min=LEAST_WEIGHTS)
+        limits, norms = least * ratio, _unit_norms(gradient)
         gradient.mul_(torch.where(norms > limits, limits / norms.clamp(min=1e-6), 1.0))
         above = mesh.local_part(norms > limits)
         if above.numel():
             clipped = torch.maximum(clipped, above.any().to(clipped.dtype))
+        shares.append(norms / least)
+        counted.append(on_ladder(mesh.local_part(shares[-1]), ratio))
     clipped = mesh.maximum(joined, clipped) > 0
-    return bool(clipped) if clipped.device.type == "cpu" else clipped
+    return clipped, mesh.sum_of_parts(joined, shares, torch.stack(counted))
+
+
+def on_ladder(values: Tensor, limit: float) -> Tensor:
+    """Count values, those above each rung of a limit, and sum their factors min(1, rung / value).
+
+    The rungs are limit x 2**k for k in RUNGS; the result is float64, (1 + 2 x rungs).
+    """
+    exponents = torch.arange(RUNGS.start, RUNGS.stop, device=values.device, dtype=torch.float64)
+    limits = limit * 2.0**exponents
+    values = values.double().reshape(-1, 1)
+    count = torch.full((1,), float(len(values)), device=values.device, dtype=torch.float64)
+    factors = (limits / values).clamp(max=1.0)
+    return torch.cat((count, (values > limits).sum(0), factors.sum(0)))
+
+
+class UpdateLimit:
+    """Limit the RMS of AdamW's update of each tensor, before the rate.
+
+    With the tensor's gradient g and AdamW's second moment v, corrected for its start, the rate is
+    divided by max(1, RMS / threshold), RMS = sqrt(mean(g^2 / max(v, eps^2))): StableAdamW (Wortsman
+    et al. 2023, arXiv 2304.13013, algorithm 2), which has the threshold 1, as Adafactor has for its
+    update g / sqrt(v) (Shazeer & Stern 2018). Weight decay is a part of the update.
+
+    An update is made by the optimizer, and then taken back by its share, so that kernels and the
+    skipping of updates stay as they are.
+    """
+
+    def __init__(
+        self, joined: mesh.Mesh, optimizers: Sequence[Optimizer], threshold: float
+    ) -> None:
+        self._mesh, self._threshold = joined, threshold
+        self._limited = [
+            (optimizer.state, group, p)
+            for optimizer in optimizers
+            if isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        sizes = [p.numel() for *_, p in self._limited]
+        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=joined.device)
+        self._before: list[Tensor] = []
+
+    @property
+    def tensors(self) -> int:
+        return len(self._limited)
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Keep the weights as they are before the update."""
+        self._before = [mesh.local_part(p).detach().clone() for *_, p in self._limited]
+
+    @torch.no_grad()
+    def after(self, skip: Tensor | bool) -> tuple[Tensor, Tensor]:
+        """Limit the update that was made, or was not where `skip` is true.
+
+        Return (whether anything was limited, `on_ladder` of the tensors' RMS).
+        """
+        parameters = [p for *_, p in self._limited]
+        squares = torch.stack([self._square(*one) for one in self._limited]).double()
+        squares = mesh.across_ranks(self._mesh, parameters, squares)
+        rms = (squares / self._sizes).sqrt()
+        factors = (self._threshold / rms).clamp(max=1.0)
+        factors = torch.where(torch.as_tensor(skip, device=factors.device), 1.0, factors)
+        for p, old, factor in zip(parameters, self._before, factors, strict=True):
+            held = mesh.local_part(p)
+            if factor.device.type != "cpu" or factor < 1:
+                held.copy_(old.lerp_(held, factor.to(held.dtype)))
+        self._before = []
+        return (factors < 1).any(), on_ladder(rms, self._threshold)
+
+    def _square(self, states: Any, group: dict[str, Any], p: Tensor) -> Tensor:
+        """Return the sum of g^2 / max(v, eps^2) of this rank's part of a tensor."""
+        state = states.get(p)
+        if p.grad is None or not state:  # no update of it was made yet
+            return torch.zeros((), device=self._mesh.device, dtype=p.dtype)
+        gradient, moment = mesh.local_part(p.grad), mesh.local_part(state["exp_avg_sq"])
+        corrected = moment / (1 - group["betas"][1] ** state["step"].double())
+        least = max(group["eps"] ** 2, torch.finfo(p.dtype).tiny)
+        return (gradient.square() / corrected.clamp(min=least)).sum()
 
 
 def _unit_norms(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
 class Limit:
     """Give each step the limit of its gradient norm, from the applied updates before it.
 
-    - `norm`: `max_norm`, always.
+    - `norm`: `max_norm`, always; rules that are not by norm have none.
     - `quantile`: the quantile `quantile` of the last `window` norms, before clipping (AutoClip,
       Seetharaman et al. 2020, who take all norms of the run).
     - `zscore`: ZClip (Kumar et al. 2025, arXiv 2504.02507): where the norm g is more than `z`
@@ -37,7 +37,8 @@ class Limit:
         window: int,
         warmup_steps: int,
     ) -> None:
-        self._kind, self._most = kind, max_norm
+        by_norm = kind in ("norm", "zscore", "quantile")
+        self._kind, self._most = kind, max_norm if by_norm else None
         self.moving = kind in ("zscore", "quantile")
         self._z, self._decay, self._quantile = z, decay, quantile
         self._needed = warmup_steps

@@ -233,6 +233,22 @@ def takes_factor(optimizer: Optimizer) -> bool:
     return ours and _guards(optimizer) and not optimizer._optimizer_step_pre_hooks
 
 
+def check_limited(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for optimizers whose update has no RMS that `clip=update` could limit."""
+    reasons = {
+        Muon: "",  # beside AdamW, which has the rest
+        torch.optim.AdamW: "",
+        SGD: "sgd's update is as large as its gradients",
+        Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
+    }
+    for optimizer in optimizers:
+        known = [why for kind, why in reasons.items() if isinstance(optimizer, kind)]
+        why = known[0] if known else f"{type(optimizer).__name__} is not torch's AdamW"
+        if why:
+            text = f"is the limit of StableAdamW, for AdamW's update; {why}"
+            raise refuse("clip.kind", "update", text, "norm")
+
+
 def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:
     """Return whether the next update is to clip gradients of this norm.
 

@@ -7,14 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import TINY, Result, llmexp, train
-from tests.tools import weights
+from tests.conftest import Result, llmexp, train
+from tests.tools import cut_after, exact, same_state, weights
 from tests.train.test_invariance import SETTINGS
 
 RULES = {
     "zscore": ["clip=zscore", "clip.z=0.5", "clip.decay=0.8", "clip.warmup_steps=2"],
     "quantile": ["clip=quantile", "clip.quantile=0.4", "clip.window=3", "clip.warmup_steps=2"],
+}
+OTHERS = {  # which test_clip_reference.py cuts in every way
     "adaptive": ["clip=adaptive", "clip.ratio=0.02"],
+    "value": ["clip=value", "clip.max_value=0.05"],
+    "per_group": ["clip=per_group", "clip.limits=[{match: '*.attention.*', max_norm: 0.3}]"],
+    "update": ["clip=update", "clip.threshold=0.7"],
+    "heads": ["clip=zscore", "clip.z=0.5", "clip.warmup_steps=2", "clip.qk_limit=0.02"],
 }
 GIVEN = [s for s in SETTINGS if not s.startswith(("clip.", "train.max_epochs", "train.tail"))]
 GIVEN += ["train.max_steps=9", "precision=fp64", "checkpoint.every=4"]
@@ -86,15 +92,63 @@ def test_the_limit_is_what_the_rule_makes_of_the_norms(runs):
             var = 0.8 * var + 0.2 * (clipped - mean) ** 2
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_resumed_run_ends_the_same(runs, rule, tmp_path, tokens):
-    given = [*TINY, "hydra.run.dir=cut", *GIVEN, f"data.train_files=[{tokens}]", *RULES[rule]]
-    cut = llmexp("train", *given, *LAYOUTS["16x1"], "train.stop_step=5", cwd=tmp_path)
-    assert cut.code == 75, cut.err
-    again = llmexp("resume", "cut", "train.stop_step=null", cwd=tmp_path)
+@pytest.mark.parametrize("rule", [*RULES, *OTHERS])
+def test_a_killed_and_resumed_run_ends_the_same(request, rule, tmp_path, tokens):
+    """Bit for bit, with what it has counted."""
+    if rule in RULES:
+        whole = request.getfixturevalue("runs")[rule, "16x1"]
+    else:
+        given = [*GIVEN, f"data.train_files=[{tokens}]", *OTHERS[rule], *LAYOUTS["16x1"]]
+        whole = train(tmp_path, "whole", *given)
+    cut = cut_after(whole, tmp_path, 4)
+    again = llmexp("resume", cut.name, cwd=tmp_path)
     assert again.code == 0, again.err
-    final, whole = weights(cut, 9), weights(runs[rule, "16x1"], 9)
-    assert all(bool((final[key] == whole[key]).all()) for key in whole)
+    resumed = Result(0, "", "", cut)
+    same_state(resumed.checkpoint(9), whole.checkpoint(9))
+    assert exact(resumed) == exact(whole)
+    assert resumed.json("status.json")["clip"] == whole.json("status.json")["clip"]
+
+
+def test_rows_tables_and_the_end_tell_what_a_rule_saw(tmp_path, tokens):
+    """Each figure of status.json follows from the rows; the console has the tables."""
+    given = [*GIVEN, f"data.train_files=[{tokens}]", *LAYOUTS["16x1"]]
+    runs = {rule: train(tmp_path, rule, *given, *knobs) for rule, knobs in OTHERS.items()}
+    for rule, units in (("adaptive", "units"), ("update", "tensors"), ("heads", "heads")):
+        rows, found = runs[rule].rows(), runs[rule].json("status.json")["clip"]["measures"][units]
+        shares = [row[f"clipped_{units}"] for row in rows]
+        assert found["share"] == pytest.approx(np.mean(shares), rel=1e-12)
+        (own,) = [row for row in found["table"] if row["limit"] == found["limit"]]
+        assert own["share"] == found["share"]
+        if units != "heads":
+            means = [row["clip_coefficient"] for row in rows]
+            assert own["coefficient"] == pytest.approx(np.mean(means), rel=1e-12)
+        tried = [row["share"] for row in found["table"]]
+        assert tried == sorted(tried, reverse=True)
+        assert any(0 < share < 1 for share in tried)
+        assert f"limit {units} clipped" in " ".join(runs[rule].out.split())
+    rows, found = (runs["value"].rows(), runs["value"].json("status.json")["clip"])
+    entries = [row["grad_entry_max"] for row in rows]
+    table = found["measures"]["grad_entry_max"]
+    assert table["share"] == np.mean([entry > 0.05 for entry in entries]) == found["share"]
+    (own,) = [row for row in table["table"] if row["limit"] == 0.05]
+    assert own == {"limit": 0.05, "share": table["share"]}
+    rows, found = (runs["per_group"].rows(), runs["per_group"].json("status.json")["clip"])
+    norms = [row["grad_norm/*.attention.*"] for row in rows]
+    table = found["measures"]["grad_norm/*.attention.*"]
+    assert table["share"] == np.mean([norm > 0.3 for norm in norms]) > 0
+    for row, norm in zip(rows, norms, strict=True):
+        square = row["grad_norm"] ** 2 - norm**2 + min(norm, 0.3) ** 2
+        assert row["grad_norm_post_clip"] == pytest.approx(square**0.5, rel=1e-5)  # 1e-6 in it
+    moving = runs["heads"].json("status.json")["clip"]["own"]
+    rows = runs["heads"].rows()
+    assert moving["share"] == np.mean([row["clipped_share"] for row in rows])
+    assert moving["coefficient"] == pytest.approx(np.mean([r["clip_coefficient"] for r in rows]))
+    assert "moving" in runs["heads"].out
+    limited = [row for row in rows if row["grad_norm_post_clip"] < row["grad_norm"]]
+    assert limited
+    for row in limited:
+        wanted = row["grad_norm"] * min(1, row["clip_limit"] / (row["grad_norm"] + 1e-6))
+        assert row["grad_norm_post_clip"] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_knobs_of_another_rule_are_refused(tmp_path: Path):
@@ -103,6 +157,16 @@ def test_knobs_of_another_rule_are_refused(tmp_path: Path):
         (["clip=zscore", "clip.decay=1"], "clip.decay"),
         (["clip=quantile", "clip.quantile=0"], "clip.quantile"),
         (["clip=adaptive", "clip.max_norm=1"], "clip.max_norm"),
+        (["clip=norm", "clip.limits=[]"], "clip.limits"),
+        (["clip=per_group", "clip.limits=[]"], "clip.limits=[]: clip=per_group needs them"),
+        (["clip=per_group", "clip.limits=[{match: no, max_norm: 1}]"], "0.match=no: matches no"),
+        (["clip=per_group", "clip.limits=[{max_norm: 1}]"], "clip.limits.0.match"),
+        (["clip=per_group", "clip.limits=[{match: '*', max_norm: 0}]"], "clip.limits.0.max_norm=0"),
+        (["clip=per_group", "clip.limits=3"], "clip.limits=3: a list of sections is needed"),
+        (["clip=update", "optimizer=sgd"], "clip.kind=update: is the limit of StableAdamW"),
+        (["clip=update", "optimizer=lion"], "each entry of Lion's update"),
+        (["clip.qk_limit=0"], "clip.qk_limit=0"),
+        (["model=qwen3_0_6b", "clip.qk_limit=1"], "model.qk_norm normalizes queries and keys"),
     ):
         result = llmexp("train", *words, cwd=tmp_path)
         assert (result.code, says in result.err) == (2, True), result.err

@@ -16,6 +16,7 @@ from llmexp.data.stream import DataChanged
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.metrics.rules import Measures
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.system.fileio import Unwritable
@@ -75,7 +76,7 @@ def made(
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
-        norms=Norms("none", None),
+        norms=Norms("none", None), measures=Measures({}, {}, range(1)),
         noise=NoiseScale(12),
         text_bytes=None, fixed={}, peak_flops=None,
     )  # fmt: skip
@@ -143,7 +144,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 
 def overflow() -> Any:
-    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None)
+    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None, [])
     return SimpleNamespace(read=lambda: seen)
 
 

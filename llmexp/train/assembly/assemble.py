@@ -26,7 +26,7 @@ from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import SolvedBatch, solve_batch, solve_rates
 from llmexp.runs import provenance
 from llmexp.settings import variables
-from llmexp.settings.config import Config, plain
+from llmexp.settings.config import Clip, Config, plain
 from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import bind, hook
 from llmexp.settings.values import is_ours
@@ -50,6 +50,7 @@ from llmexp.train.assembly.parts import (
 from llmexp.train.assembly.placement import Placement, check_parallel, placed
 from llmexp.train.assembly.solving import rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model
+from llmexp.train.clipping import check_clip
 
 T = TypeVar("T")
 
@@ -141,7 +142,7 @@ def assemble(
     # model: without memory, with its optimizers and its loss; a user's own model is tried
     section = solved.model, place.precision, document_end(tokenizer, batch.document_mask)
     model = once(build_on_meta, *section)
-    loss = _loss_on_meta(model, optimizer, section)
+    loss = _loss_on_meta(model, optimizer, section, solved.clip)
     check_parallel(solved, place.layout, loss)
     train, length, mask = config.train, batch.sequence_length, batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
@@ -182,13 +183,16 @@ def assemble(
 
 
 def _loss_on_meta(
-    model: nn.Module, optimizer: dict[str, Any], section: tuple[Any, ...]
+    model: nn.Module, optimizer: dict[str, Any], section: tuple[Any, ...], clip: Clip
 ) -> WindowLoss:
-    """Return the model with its loss, without memory, once its optimizers were built."""
+    """Return the model with its loss, without memory, once its optimizers were built.
+
+    Raises ConfigError, also for a rule of clipping that does not go with them.
+    """
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
         bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
-        build_optimizers(optimizer, bare)
+        check_clip(clip, bare, build_optimizers(optimizer, bare))
         return WindowLoss(model)
 
 

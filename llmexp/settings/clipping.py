@@ -1,0 +1,99 @@
+"""Knobs of clipping. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.values import choice, count, knob, where
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimit:
+    """The limit of the parameters whose names a pattern matches."""
+
+    match: str = knob("pattern of names, as in a shell; the first that matches", "*.attention.*")
+    max_norm: float | None = knob("limit of their gradient's norm; null: none", 1.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    kind: str = choice(
+        "how gradients are clipped, once per optimizer step, after unscaling",
+        "norm | value | zscore | quantile | adaptive | per_group | update | none",
+    )
+    max_norm: float | None = knob(
+        "limit of the global gradient norm; beside zscore and quantile an upper bound; null: none",
+        1.0,
+        above=0,
+        acts=where("clip.kind", "norm", "zscore", "quantile"),
+        default=None,
+    )
+    max_value: float | None = knob(
+        "limit of each gradient entry; null: no limit",
+        0.5,
+        above=0,
+        acts=where("clip.kind", "value"),
+        default=None,
+    )
+    z: float = knob(
+        "standard deviations above the mean of the norms from which zscore clips",
+        2.5,
+        above=0,
+        acts=where("clip.kind", "zscore"),
+        default=2.5,
+    )
+    decay: float = knob(
+        "decay per update of mean and variance of the norms",
+        0.97,
+        above=0,
+        below=1,
+        acts=where("clip.kind", "zscore"),
+        default=0.97,
+    )
+    quantile: float = knob(
+        "quantile of the last norms that is the limit",
+        0.9,
+        above=0,
+        below=1,
+        acts=where("clip.kind", "quantile"),
+        default=0.9,
+    )
+    window: int = count(
+        "updates whose norms the quantile is of",
+        128,
+        acts=where("clip.kind", "quantile"),
+        default=128,
+    )
+    warmup_steps: int = count(
+        "updates before zscore and quantile give a limit",
+        25,
+        acts=where("clip.kind", "zscore", "quantile"),
+        default=25,
+    )
+    ratio: float = knob(
+        "largest norm of a unit's gradient, of the norm of its weights",
+        0.01,
+        above=0,
+        acts=where("clip.kind", "adaptive"),
+        default=0.01,
+    )
+    limits: list[GroupLimit] = knob(
+        "limits of the norm by pattern of parameter names; the first that matches counts",
+        [{"match": "*.attention.*", "max_norm": 0.5}, {"match": "*", "max_norm": 1.0}],
+        acts=where("clip.kind", "per_group"),
+        default=[],
+    )
+    threshold: float = knob(
+        "largest RMS of AdamW's update of a tensor, before the rate (StableAdamW: 1)",
+        1.0,
+        above=0,
+        acts=where("clip.kind", "update"),
+        default=1.0,
+    )
+    qk_limit: float | None = knob(
+        "beside any rule: queries and keys of a head are scaled down after a step whose largest "
+        "attention logit was above it (QK-Clip: 100); null: never",
+        100.0,
+        above=0,
+        default=None,
+    )

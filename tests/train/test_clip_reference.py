@@ -1,0 +1,96 @@
+"""Each rule of clipping against float64 loops on one big batch: however a window is cut, on any
+ranks, in losses, norms and parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tests import reference
+from tests.conftest import Result, train
+from tests.tools import weights
+from tests.train.test_invariance import CUTS, RANKS, SETTINGS, expected
+
+Tensors = dict[str, Tensor]
+GROUPS = [("*.attention.*", 0.3), ("*norm*", None), ("blocks.1.*", 0.2), ("*_embedding.*", 0.5)]
+AS_KNOB = ",".join(
+    f"{{match: '{match}', max_norm: {'null' if limit is None else limit}}}"
+    for match, limit in GROUPS
+)
+
+
+def by_group(weights: Tensors, gradients: Tensors) -> None:
+    """The first pattern that matches; a group is scaled by its own norm."""
+    left = set(gradients)
+    for match, limit in GROUPS:
+        names = {name for name in left if fnmatch.fnmatchcase(f".{name}", f"*{match}")}
+        left -= names
+        norm = math.sqrt(sum(float((gradients[name] ** 2).sum()) for name in names))
+        for name in names:
+            gradients[name] *= 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def by_unit(weights: Tensors, gradients: Tensors) -> None:
+    """Each row against its weights, but for the tied head."""
+    for name, g in gradients.items():
+        if name != "token_embedding.weight":
+            for unit in range(len(g)) if g.ndim > 1 else [...]:
+                norm = float((g[unit] ** 2).sum()) ** 0.5
+                limit = 0.02 * max(float((weights[name][unit].detach() ** 2).sum()) ** 0.5, 1e-3)
+                g[unit] *= min(1.0, limit / norm) if norm else 1.0
+
+
+def by_entry(weights: Tensors, gradients: Tensors) -> None:
+    for g in gradients.values():
+        g.clamp_(-0.05, 0.05)
+
+
+GIVEN = [setting for setting in SETTINGS if not setting.startswith("clip.")] + ["precision=fp64"]
+NORM = {"max_norm": 1.5}
+RULES = {
+    "per_group": ([f"clip.limits=[{AS_KNOB}]"], {"clip": by_group}),
+    "adaptive": (["clip.ratio=0.02"], {"clip": by_unit}),
+    "value": (["clip.max_value=0.05"], {"clip": by_entry}),
+    "update": (["clip.threshold=0.7"], {"threshold": 0.7}),
+    "norm": (["clip.max_norm=1.5", "clip.qk_limit=0.02"], {**NORM, "qk_limit": 0.02}),
+}
+FIRST = ("16x1", "1x16", "fsdp_tp 2x2, selective recomputation")  # of which the others are parts
+CASES = [
+    pytest.param(rule, cut, marks=[] if cut in FIRST else pytest.mark.slow)
+    for rule in RULES
+    for cut in (*CUTS, *RANKS)
+]
+
+
+@pytest.mark.parametrize(("rule", "cut"), CASES)
+def test_it_is_the_formula(tmp_path, tokens, rule, cut):
+    knobs, formula = RULES[rule]
+    micro, accum, *ranks = (*CUTS.get(cut, ()), *RANKS.get(cut, ()))
+    layout = [f"parallelism={ranks[0]}", *(f"parallelism.{r}" for r in ranks[1:])] if ranks else []
+    cut_by = [f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}"]
+    given = [*GIVEN, f"data.train_files=[{tokens}]", f"clip={rule}", *knobs]
+    result = train(tmp_path, "run", *given, *cut_by, *layout)
+    check(result, expected(result, tokens, **{"max_norm": None, **formula}))
+    rows = result.rows()
+    assert any(row["clipped_share"] for row in rows)
+    share = {"adaptive": "clipped_units", "update": "clipped_tensors", "norm": "clipped_heads"}
+    if rule in share:  # some are clipped and some are not: the case must show both
+        assert any(0 < row[share[rule]] < 1 for row in rows)
+
+
+def check(result: Result, want: reference.Reference) -> None:
+    rows = result.rows()
+    np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=1e-12)
+    np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=1e-12)
+    after = [r["grad_norm_post_clip"] for r in rows]
+    np.testing.assert_allclose(after, want.clipped_norms, rtol=1e-12)
+    final, start = weights(result, len(rows)), weights(result, 0)
+    error, moved = (
+        sum(float((w[k].double() - want.weights[k]).square().sum()) for k in want.weights)
+        for w in (final, start)
+    )
+    assert (error / moved) ** 0.5 < 1e-11
