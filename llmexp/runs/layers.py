@@ -30,13 +30,9 @@ def read_layers(path: Path) -> Iterator[dict[str, Any]]:
             for name, value in named.items():
                 by_name.setdefault(name, {})[key] = value
         norms = row.get("grad_norm", {})
-        square = sum_of_squares(norms) if len(norms) == len(row.get("weight_norm", {})) else 0.0
+        whole = norms if len(norms) == len(row.get("weight_norm", {})) else {}
         for name, figures in by_name.items():
-            if figures.get("weight_norm") and "update_norm" in figures:
-                figures["update_ratio"] = figures["update_norm"] / figures["weight_norm"]
-            if 0 < square < math.inf and "grad_norm" in figures:
-                figures["grad_share"] = figures["grad_norm"] ** 2 / square
-            yield place | {"name": name} | _split(name) | figures
+            yield place | {"name": name} | _split(name) | _with_shares(figures, whole)
 
 
 def by_layer(row: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +42,12 @@ def by_layer(row: dict[str, Any]) -> dict[str, Any]:
     value, as one that is not finite, is absent.
     """
     named = {key: values for key, values in row.items() if isinstance(values, dict)}
-    found = {key: value for key, value in row.items() if key not in named}
     number = {name: _split(name)["layer"] for values in named.values() for name in values}
     count = max((layer for layer in number.values() if layer is not None), default=-1) + 1
     count = count if count <= len(number) else 0  # damage
     norms = {key for key in named if key.endswith("_norm")}
     modules = {name for key in norms for name in named[key]}
+    figures: list[dict[str, float]] = [{} for _ in range(count)]  # of each layer
     for key, values in named.items():
         if key in norms and values.keys() != modules:
             continue
@@ -59,18 +55,27 @@ def by_layer(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items():
             if (layer := number[name]) is not None and layer < count:
                 layers[layer].append(value)
-        if layers and all(layers):
-            found[key] = [math.hypot(*layer) if key in norms else layer[0] for layer in layers]
-    weights, square = found.get("weight_norm", [0.0]), sum_of_squares(named.get("grad_norm", {}))
-    if "update_norm" in found and all(weights):
-        found["update_ratio"] = [u / w for u, w in zip(found["update_norm"], weights, strict=True)]
-    if "grad_norm" in found and 0 < square < math.inf:
-        found["grad_share"] = [norm**2 / square for norm in found["grad_norm"]]
+        for own, several in zip(figures, layers, strict=True):
+            if all(layers):
+                own[key] = math.hypot(*several) if key in norms else several[0]
+    whole = named.get("grad_norm", {})
+    figures = [_with_shares(own, whole) for own in figures]
+    keys = [key for key in next(iter(figures), {}) if all(key in own for own in figures)]
+    found = {key: value for key, value in row.items() if key not in named}
+    return found | {key: [own[key] for own in figures] for key in keys}
+
+
+def _with_shares(figures: dict[str, float], gradients: dict[str, float]) -> dict[str, float]:
+    """Return figures of a module or a layer with its shares, as far as they are known.
+
+    `gradients`: the norms of all modules, none where that of one is not finite.
+    """
+    found, square = dict(figures), sum(norm * norm for norm in gradients.values())
+    if found.get("weight_norm") and "update_norm" in found:
+        found["update_ratio"] = found["update_norm"] / found["weight_norm"]
+    if 0 < square < math.inf and "grad_norm" in found:
+        found["grad_share"] = found["grad_norm"] ** 2 / square
     return found
-
-
-def sum_of_squares(norms: dict[str, float]) -> float:
-    return sum(norm**2 for norm in norms.values())
 
 
 def _split(name: str) -> dict[str, Any]:
