@@ -32,7 +32,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 SIZES = {
     "settings": 11_500,
     "run": 6_550,
-    "system": 6_350,
+    "system": 6_450,
     "models": 13_350,
     "mesh": 4_950,
     "update": 8_700,
@@ -43,7 +43,7 @@ SIZES = {
     "runs": 12_100,
     "exchange": 9_950,
     "tracker": 9_700,
-    "compare": 51_220,
+    "compare": 51_100,
     "train": 37_350,
     "evaluate": 2_550,
     "forecast": 9_750,

@@ -25,7 +25,7 @@ from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import clean, warn
-from llmexp.system.text import columns, duration, number, readable_size
+from llmexp.system.text import columns, duration, number, padded, readable_size
 
 INCOMPLETE = 1
 
@@ -140,39 +140,31 @@ def _plain(line: RunLine) -> dict[str, Any]:
 
 
 def _show(lines: Sequence[RunLine]) -> None:
-    from rich import box
+    """Print the runs of each sweep or folder below its name, as `ls -l` does: the name is last."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(width=columns(), highlight=False, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    wide = console.width >= 80
-    figures = 4 if wide else 2
-    table.add_column("state", no_wrap=True)
-    table.add_column("run", overflow="fold")
-    for title in ("step", "loss", "age", "size")[:figures]:
-        table.add_column(title, justify="right", no_wrap=True)
-    groups: dict[Path, list[RunLine]] = defaultdict(list)
-    for line in lines:
-        groups[line.sweep or line.path.parent].append(line)
+    count = 5 if console.width >= 80 else 3
+    titles = ("state", "step", "loss", "age", "size")
+    table = [titles, *((line.state, *_cells(line)) for line in lines)]
+    head, *rows = padded([row[:count] for row in table], left=(0,))
+    console.print("  ".join([*head, "run"]))
+    groups: dict[Path, list[tuple[RunLine, list[str]]]] = defaultdict(list)
+    for line, cells in zip(lines, rows, strict=True):
+        groups[line.sweep or line.path.parent].append((line, cells))
     for group in sorted(groups, key=str):
-        members = groups[group]
-        tally = Counter(m.state for m in members)
+        tally = Counter(line.state for line, _ in groups[group])
         counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
-        of_sweep = members[0].sweep is not None
-        head = f"{clean(group)}\n{counts}" if of_sweep else clean(group)
-        table.add_row("sweep" if of_sweep else "", Text(head, style="bold"))
-        for line in members:
-            name = "  " * of_sweep + line.name
-            if line.error and wide:
-                name += f"\n{line.error[:200]}"
-            state = Text(line.state, style=STATES[line.state])
-            table.add_row(state, Text(name), *_cells(line)[:figures])
-    console.print(table)
-    for line in () if wide else lines:
-        if line.error:
-            console.print(f"\n{line.name}: {line.error[:200]}")
+        sweep = f"sweep {clean(group)}: {counts}"
+        title = Text(sweep if groups[group][0][0].sweep else clean(group), style="bold")
+        console.print(title, soft_wrap=True)
+        for line, (word, *figures) in groups[group]:
+            state = Text(word, style=STATES[line.state])
+            row = Text("  ").join([state, *map(Text, (*figures, line.name))])
+            console.print(row, soft_wrap=True)
+            if line.error:
+                console.print(f"  {line.error[:200]}")
     total = readable_size(sum(line.size for line in lines))
     console.print(f"\n{plural(len(lines), 'run')}, {total}")
 

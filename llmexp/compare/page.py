@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,22 +28,6 @@ from llmexp.system import fileio
 from llmexp.system.text import number, shown
 
 LIBRARY = "plotly.min.js"
-MISSING = (
-    f"This figure needs the file {LIBRARY} beside the page. "
-    "A page in one file, to be sent around: llmexp compare FOLDER --out page.html"
-)
-CLIP = (
-    "At other limits, by the norms that each run has seen: under another limit it would have taken "
-    "another path."
-)
-LOOKS = (
-    "The sweep decided by itself which settings got further seeds. Each look spends a part of the "
-    "5 % of error; a setting that was shown to be worse gets no more seeds."
-)
-NOISE = (
-    "In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains "
-    "nearly as well per token as a small one, one far above it wastes tokens."
-)
 
 
 def write_beside(comparison: Result, where: Path) -> Path:
@@ -72,9 +55,9 @@ def page(comparison: Result, inline: bool = True) -> str:
     library, script = str(get_plotlyjs()) if inline else "", _asset("page.js")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_asset("page.html")).render(
-        c=c, title=_title(c), about=_about(c), missing=MISSING, style=_asset("page.css"),
-        verdict=stand, looks=look_table(c), losses=curves, settings=settings, others=rest,
-        layers=layers, runs=run_table(c), clip=clip_table(c), noise=noise_table(c),
+        c=c, title=_title(c), about=_about(c), style=_asset("page.css"),
+        verdict=stand, looks=look_rows(c), losses=curves, settings=settings, others=rest,
+        layers=layers, clip=clip_rows(c), noise=noise_rows(c), **run_rows(c),
         data=data.replace("<", "\\u003c"), policy=_policy(script, library),
         script=script, library=library, library_file=LIBRARY,
     )  # fmt: skip
@@ -140,18 +123,6 @@ class Row(NamedTuple):
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table, its name for those who hear it, and the words before and after it."""
-
-    about: str
-    heads: list[str]
-    rows: list[Row]
-    before: str = ""
-    after: str = ""
-    sortable: bool = False
-
-
 def number_cells(*values: Any) -> list[Cell]:
     """Return a cell for each number, empty where one is not known."""
     return [Cell("" if number(v) is None else shown(v, 3), v) for v in values]
@@ -169,11 +140,8 @@ def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
             yield look.colour, setting.label_of(record), record
 
 
-def run_table(c: Result) -> Table | None:
-    """Return a row a setting, the best first.
-
-    It has the standing, and the settings and figures that are not alike in all.
-    """
+def run_rows(c: Result) -> dict[str, list[Any]]:
+    """Return the table of settings: titles, rows with the best first, and what is alike in all."""
     found = shown_columns(c)
     metric = [found.pop(c.metric.key)] if c.metric.key in found else []
     kept, same = list(metric), []
@@ -186,30 +154,25 @@ def run_table(c: Result) -> Table | None:
     for i, (e, look) in enumerate(looks(c).items()):
         cells = [Cell(k.cells[i], k.values[i] if k.values else None) for k in kept]
         rows.append(Row(look.colour, e.label, cells, look.lead, e.note))
-    heads = ["setting", *(column.title for column in kept)]
-    alike = f"Alike in all: {', '.join(same)}." if same else ""
-    return Table("Runs", heads, rows, after=alike, sortable=True) if rows else None
+    return {"heads": ["setting", *(k.title for k in kept)], "rows": rows, "alike": same}
 
 
-def look_table(c: Result) -> Table | None:
-    """Show the looks of a sweep that decided by itself: where seeds went, and what they showed."""
-    sweeps = {r.sweep for r in c.runs}
-    found = c.runs[0].looks if len(sweeps) == 1 else ()
+def look_rows(c: Result) -> list[Row]:
+    """Return the looks of a sweep that decided by itself: where seeds went, what they showed."""
     rows = []
-    for i, one in enumerate(found):
+    for i, one in enumerate(c.looks, 1):
         count = len(one.seeds)
         trained = sum(r.seed in one.seeds and not r.config.get(TWIN) for r in c.runs)
         cells = [
             Cell(str(count), count), Cell(str(trained), trained), share(one.level),
             Cell(", ".join(one.worse)), Cell(", ".join(one.going)), Cell(one.why),
         ]  # fmt: skip
-        rows.append(Row("transparent", str(i + 1), cells))
-    heads = ["Look", "Seeds each", "Runs so far", "Of the 5 %", "Shown to be worse", "Still open"]
-    return Table("Where seeds went", [*heads, "What follows"], rows, before=LOOKS) if rows else None
+        rows.append(Row("transparent", str(i), cells))
+    return rows
 
 
-def clip_table(c: Result) -> Table | None:
-    """Show how often each run was clipped, and how often other limits would have clipped it."""
+def clip_rows(c: Result) -> list[Row]:
+    """Return how often each run was clipped, and how often other limits would have clipped it."""
     rows = []
     for colour, name, record in runs(c):
         if clip := as_dict(record.status.get("clip")):
@@ -221,19 +184,15 @@ def clip_table(c: Result) -> Table | None:
             for at in map(as_dict, limits if isinstance(limits, list) else []):
                 cells.append(share(at.get("share"), f"{short_value(at.get('limit'))}: "))
             rows.append(Row(colour, name, cells))
-    heads = ["Run", "Limit", "Steps clipped", "Norm: median", "90 %", "99 %"]
-    most = max((len(row.cells) for row in rows), default=0)
-    heads += ["At another limit"] * (most + 1 - len(heads))
-    return Table("Clipping of each run", heads, rows, before=CLIP) if rows else None
+    return rows
 
 
-def noise_table(c: Result) -> Table | None:
-    """Show the gradient noise scale of each run beside its batch."""
+def noise_rows(c: Result) -> list[Row]:
+    """Return the gradient noise scale of each run beside its batch."""
     rows = []
     for colour, name, record in runs(c):
         if noise := as_dict(record.status.get("noise")):
             known = [noise.get(key) for key in ("noise_scale", "low", "high", "measurements")]
             cells = number_cells(record.facts.get("real_batch_size"), *known)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
-    heads = ["Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict"]
-    return Table("Noise scale of each run", heads, rows, before=NOISE) if rows else None
+    return rows

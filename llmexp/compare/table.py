@@ -8,12 +8,12 @@ import json
 import math
 import sys
 import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import difference, figure_text
@@ -23,6 +23,7 @@ from llmexp.compare.spikes import rose_first
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
+from llmexp.system.text import padded
 
 _STYLES = {
     "best": "bold green",
@@ -50,6 +51,11 @@ class Shown:
     def width(self) -> int:
         texts = [*textwrap.wrap(self.title, 14), *self.cells]
         return max(map(cell_len, texts), default=0) + 2
+
+    @property
+    def is_numbers(self) -> bool:
+        """Tell whether its cells are figures, which end together."""
+        return bool(self.title) and any(ch.isdigit() for cell in self.cells for ch in cell)
 
 
 def shown_columns(c: Result) -> dict[str, Shown]:
@@ -80,24 +86,29 @@ def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = F
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
     if c.headline:
         console.print(Text(child.printable(c.headline, encoding), style="bold"))
-    table = Table(
-        box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
-    )
-    columns = _fitting(c, console.width, encoding)
-    for column in columns:
-        numbers = column.title and any(ch.isdigit() for cell in column.cells for ch in cell)
-        head = Text("\n".join(textwrap.wrap(column.title, 14)), style="dim")
-        justify: Any = "right" if numbers else "left"
-        table.add_column(head, justify=justify, no_wrap=True, vertical="bottom")
-    for i, e in enumerate(c.settings):
-        style = _STYLES.get(e.mark, "")
-        table.add_row(*(Text(k.cells[i], style="" if k.title else style) for k in columns))
-    console.print(table)
+    for row in _rows(c, _fitting(c, console.width, encoding)):
+        console.print(row, no_wrap=True, overflow="ellipsis")
     for line in (*c.notes, *(c.why if why else ())):
         console.print(Text(child.printable(line, encoding)))
     for setting in c.settings if why else ():
         if setting.note:
             console.print(Text(f"{setting.label or setting.name}: {setting.note}", style="dim"))
+
+
+def _rows(c: Result, columns: Sequence[Shown]) -> Iterator[Text]:
+    """Yield the lines of the table: those of the titles, then one a setting."""
+    titles = [textwrap.wrap(k.title, 14) for k in columns]
+    height = max(map(len, titles))
+    heads = zip(*([""] * (height - len(words)) + words for words in titles), strict=True)
+    cells = zip(*(k.cells for k in columns), strict=True)
+    rows = padded([*heads, *cells], [i for i, k in enumerate(columns) if not k.is_numbers])
+    for row in rows[:height]:
+        yield Text("  ".join(row).rstrip(), style="dim")
+    for e, row in zip(c.settings, rows[height:], strict=True):
+        styles = ["" if k.title else _STYLES.get(e.mark, "") for k in columns]
+        line = Text("  ").join(Text(*pair) for pair in zip(row, styles, strict=True))
+        line.rstrip()
+        yield line
 
 
 def lines(comparison: Result, width: int) -> list[str]:
@@ -128,9 +139,14 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
         if news and room >= column.width:
             room -= column.width
             kept.append(column)
-    if room < 0:  # a very narrow terminal: the names give way
-        spare = max(6, names[0].width - 2 + room)
-        kept[0] = Shown(_cut(names[0].title, spare), [_cut(x, spare) for x in names[0].cells])
+    if room < -2:  # a very narrow terminal (nothing stands behind the last column): titles give way
+        for i, name in enumerate(names):
+            most = max(2, *map(cell_len, name.cells))
+            kept[i] = Shown(_cut(name.title, most), name.cells)
+        room = width - sum(column.width for column in kept)
+    if room < -2:  # and then the names
+        spare = max(6, kept[0].width + room)
+        kept[0] = Shown(_cut(kept[0].title, spare), [_cut(x, spare) for x in kept[0].cells])
     return kept
 
 
@@ -162,27 +178,32 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def to_json(c: Result) -> str:
-    """Return strict JSON.
-
-    It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
-    figures, ...}], ...}.
-    """
-    # Every run has every key, null where it has no such figure or setting.
+def rows_of(c: Result) -> list[dict[str, Any]]:
+    """Return what is known of each setting, under the same keys for all, null where it is not."""
     named = [column.key for column in c.columns]
     figures = dict.fromkeys([*named, *(key for e in c.settings for key in e.figures)])
     settings = [key for key in c.differing if any(key in e.values for e in c.settings)]
-    runs = []
+    rows = []
     for e in c.settings:
         row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
-        row |= {key: _strict(e.values.get(key)) for key in settings}
+        row |= {key: e.values.get(key) for key in settings}
         row |= figures | e.figures
         row |= {"paths": [str(r.path) for r in e.runs], "intervals": e.intervals}
         row |= {"note": e.note or None, "label": e.label, "mark": e.mark or None}
         row |= {"difference": e.apart, "half": e.half}
         if "spikes" in figures:
             row["rose_first"] = first[0] if (first := rose_first(e)) else None
-        runs.append(row | {"basis": e.basis or None})
+        rows.append(row | {"basis": e.basis or None})
+    return rows
+
+
+def to_json(c: Result) -> str:
+    """Return strict JSON.
+
+    It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
+    figures, ...}], ...}.
+    """
+    runs = [{key: _strict(value) for key, value in row.items()} for row in rows_of(c)]
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
     whole |= {name: getattr(c, name) for name in names} | {"metric": c.metric.key}
@@ -207,12 +228,11 @@ def columns_in_full(c: Result) -> dict[str, list[Any]]:
         keys.append(key)
         if any(key in e.intervals for e in c.settings):
             keys += [f"{key} low", f"{key} high"]
-    rows: list[dict[str, Any]] = []
-    for e in c.settings:
-        row = dict(e.values) | {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
-        for key, (low, high) in e.intervals.items():
+    rows = rows_of(c)
+    for row in rows:
+        for key, (low, high) in row["intervals"].items():
             row |= {f"{key} low": low, f"{key} high": high}
-        rows.append(row | {"note": e.note} | e.figures)
+        row["note"] = row["note"] or ""
     heads = ("name", "path", "state", *c.differing, *keys, "note")
     return {head: [row.get(head) for row in rows] for head in heads}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -117,19 +117,32 @@ def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) 
     """
     from rich.cells import cell_len  # wide signs take two cells
 
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
-        widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))
+        others = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][1:]
+        most = max(12, width - sum(w + 2 for w in others))
+        rows = [(_without_middle(name, most), *rest) for name, *rest in rows]
+    return "\n".join("  ".join(cells).rstrip() for cells in padded(rows, range(left)))
+
+
+def padded(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[list[str]]:
+    """Return the rows with equally wide cells in each column: `left` ones filled up behind."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for name, *rest in rows:
-        if cell_len(name) > widths[0]:
-            end = name[3:]
-            while cell_len(end) > widths[0] - cell_len(name[:2]) - 1:
-                end = end[1:]
-            name = f"{name[:2]}…{end}"
-        texts = []
-        for i, cell in enumerate((name, *rest)):
-            space = " " * (widths[i] - cell_len(cell))
-            texts.append(cell + space if i < left else space + cell)
-        lines.append("  ".join(texts).rstrip())
-    return "\n".join(lines)
+    for row in rows:
+        spaces = [" " * (w - cell_len(cell)) for w, cell in zip(widths, row, strict=True)]
+        pairs = enumerate(zip(row, spaces, strict=True))
+        lines.append([cell + space if i in left else space + cell for i, (cell, space) in pairs])
+    return lines
+
+
+def _without_middle(name: str, most: int) -> str:
+    from rich.cells import cell_len
+
+    if cell_len(name) <= most:
+        return name
+    end = name[3:]
+    while cell_len(end) > most - cell_len(name[:2]) - 1:
+        end = end[1:]
+    return f"{name[:2]}…{end}"

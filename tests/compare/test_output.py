@@ -57,6 +57,19 @@ def test_the_table_fits_and_keeps_settings_marks_and_metric(sweep, width):
         assert len(lines) <= 12
 
 
+def test_titles_of_keys_give_way_before_the_metric_does(tmp_path):
+    """Four keys, whose titles are wider than their values, in a terminal of 40."""
+    keys = {"optimizer__beta2": 0.9, "schedule__warmup_steps": 1, "optimizer__lr": 0.1}
+    for i in (1, 2):
+        own = {key: i * value for key, value in keys.items()}
+        make_run(tmp_path / str(i), max_norm=float(i), offset=0.1 * i, **own)
+    c, out = compare([tmp_path]), io.StringIO()
+    show(c, out, 40)
+    for entry in c.settings:
+        row = [*map(str, entry.values.values()), entry.mark, f"{entry.figures['val/loss']:.5g}"]
+        assert row in [line.split() for line in out.getvalue().splitlines()]
+
+
 def test_markup_and_escapes_in_names_are_shown_as_text(tmp_path, capsys):
     make_run(tmp_path / "[red]x[bold]|`=1\x1b[31m")
     make_run(tmp_path / "b")
@@ -211,7 +224,7 @@ def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys, monkeyp
     make_run(tmp_path / "worse", state="failed", status={"error": "a long word and others " * 3})
     monkeypatch.setenv("COLUMNS", "40")
     assert llmexp(["runs", str(tmp_path)]) == 0
-    assert "\nworse: a long word and others a long \n" in capsys.readouterr().out
+    assert "  worse\n  a long word and others a long word and\n" in capsys.readouterr().out
 
 
 def make_checkpoint(run, step):
