@@ -552,7 +552,7 @@ def trained(setting: int, seed: int, loss: float) -> Record:
     return Record(Path(name), name, None, "finished", config, {}, {}, columns)
 
 
-@pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty(draws):
     """Sweeps of 2 to 6 settings in which nothing but the seeds makes a difference, and the
     last setting scatters as the others or five times as far."""

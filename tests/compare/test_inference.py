@@ -155,7 +155,7 @@ GOALS += [(6, 3, 0.35, 0.35), (12, 3, 0.35, 0.25), (12, 5, 0.35, 0.60)]
 OTHERS = [(2, 3), (2, 5), (3, 3), (24, 5), (12, 2), (24, 2), (6, 2)]
 
 
-@pytest.mark.parametrize(("count", "seeds", "unlike", "goal"), GOALS[:2])
+@pytest.mark.parametrize(("count", "seeds", "unlike", "goal"), GOALS[:1])
 def test_few_false_alarms_and_much_found(count, seeds, unlike, goal):
     sweeps = 200
     alarms, found = simulated(count, seeds, unlike, sweeps)

@@ -111,13 +111,13 @@ ONE = [0.0] + [4.0] * 7
 
 
 def test_a_sweep_that_stops_by_itself_errs_seldom_and_costs_less(tmp_path, monkeypatch):
-    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 60)
-    assert at_most(alarms, 0.05, 60)
-    _, power, runs = simulated(tmp_path, monkeypatch, SPREAD, 20)
-    # Over twenty sweeps the ratio of two counts near a hundred has an sd of some 0.04.
+    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 30)
+    assert at_most(alarms, 0.05, 30)
+    _, power, runs = simulated(tmp_path, monkeypatch, SPREAD, 12)
+    # Over twelve sweeps the ratio of two counts near sixty has an sd of some 0.05.
     assert power > 0.75
     assert runs < 0.9
-    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 10)
+    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 6)
     assert runs < 0.65
 
 

@@ -84,7 +84,7 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
 
 def test_a_sweep_ends_with_its_answer_and_a_wider_one_replaces_it(tmp_path: Path) -> None:
     with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2,3")
+        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2")
         assert done.code == 0, done.err
         (line,) = re.findall(r"^wandb  (.*)$", done.out, re.M)
         assert line.endswith(next(i for i, r in server.runs.items() if r in answers(server)))
@@ -92,7 +92,7 @@ def test_a_sweep_ends_with_its_answer_and_a_wider_one_replaces_it(tmp_path: Path
         check_all_there(tmp_path, server)
         first = answers(server)[0].variables["notes"]
         wider = [a for a in QUICK if not a.startswith(("optimizer.lr", "hydra."))]
-        more = ("optimizer.lr=1e-5,1e-2,1e-1", "train.seed=1,2,3", "sweep.resume=s")
+        more = ("optimizer.lr=1e-5,1e-2,1e-1", "train.seed=1,2", "sweep.resume=s")
         done = run(tmp_path, server, "train", *wider, *more)
         assert done.code == 0, done.err
         check_all_there(tmp_path, server)
@@ -101,7 +101,7 @@ def test_a_sweep_ends_with_its_answer_and_a_wider_one_replaces_it(tmp_path: Path
 
 def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
     with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2", mode="offline")
+        done = run(tmp_path, server, "train", *QUICK, mode="offline")
         assert done.code == 0, done.err
         assert (server.runs, "upload llmexp sync" in done.out) == ({}, True)
         assert "wandb: the answer" not in done.out
@@ -257,7 +257,7 @@ def test_a_run_that_was_deleted_there_is_one_line(tmp_path: Path) -> None:
 def test_a_workspace_is_saved_once_and_its_link_printed(tmp_path: Path) -> None:
     """With the package a workspace for the sweep, without it the command that installs it."""
     with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *QUICK, "train.seed=1,2", mode="offline")
+        done = run(tmp_path, server, "train", *QUICK, mode="offline")
         assert done.code == 0, done.err
         assert run(tmp_path, server, "sync", "s").code == 0
         asked = run(tmp_path, server, "sync", "--answer", "s")

@@ -118,18 +118,18 @@ def test_shares_are_those_of_the_gradient(garbage):
     assert sum(s["share"] for s in sequences) == pytest.approx(1, rel=1e-10)
 
 
-def test_ranks_find_the_same(garbage):
-    ways = ["parallelism=ddp", "parallelism=fsdp", "parallelism=tp"]
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "tp"))]
+)
+def test_ranks_find_the_same(garbage, tmp_path, way):
     one = replayed(garbage, STEP)["here"]["sequences"]
-    for number, way in enumerate(ways):
-        (folder := garbage.folder.parent / str(number)).mkdir()
-        two = ["precision=fp64", way, "parallelism.nproc_per_node=2"]
-        found = replayed(planted(folder, "garbage", 1, *two), STEP)
-        assert found["cause"] == "data"
-        for here, there in zip(one, found["here"]["sequences"], strict=True):
-            assert here["first_token"] == there["first_token"]
-            for key in ("loss", "grad_norm", "share"):
-                assert here[key] == pytest.approx(there[key], rel=1e-9)
+    two = ["precision=fp64", f"parallelism={way}", "parallelism.nproc_per_node=2"]
+    found = replayed(planted(tmp_path, "garbage", 1, *two), STEP)
+    assert found["cause"] == "data"
+    for here, there in zip(one, found["here"]["sequences"], strict=True):
+        assert here["first_token"] == there["first_token"]
+        for key in ("loss", "grad_norm", "share"):
+            assert here[key] == pytest.approx(there[key], rel=1e-9)
 
 
 def test_other_starts_rates_limits_and_without_the_window(garbage):
