@@ -61,15 +61,19 @@ TINY = [
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
 # alone.
-LONGEST = ("test_slurm", "test_types", "test_sweep", "test_parallel", "test_refusals", "test_cli",
-           "test_own_parts", "test_security", "test_golden", "test_resume", "test_memory",
-           "test_branches", "test_tracker", "test_in_and_out", "test_shipped", "test_time",
-           "test_planning", "test_fuzz", "test_invariance", "test_fitting", "test_train",
-           "test_data_proof", "test_hosts", "test_kills", "test_knobs", "test_window_loss",
-           "test_page", "test_tokenizer", "test_sync", "test_geometry", "test_checkpoint",
-           "test_program", "test_comparing", "test_command", "test_temporary", "test_agents",
-           "test_averages", "test_twins", "test_prepare", "test_numbers", "test_agent",
-           "test_disk")  # fmt: skip
+LONGEST = (
+    "test_parallel", "test_slurm", "test_deciding", "test_sweep", "test_tracker", "test_answer",
+    "test_branches", "test_hosts", "test_memory", "test_refusals", "test_cli", "test_search",
+    "test_security", "test_clip_reference", "test_own_parts", "test_invariance",
+    "test_clip_rules", "test_planning", "test_shipped", "test_corpus", "test_golden",
+    "test_in_and_out", "test_knobs", "test_replay", "test_resume", "test_types",
+    "test_geometry", "test_program", "test_train", "test_time", "test_kills", "test_checkpoint",
+    "test_fitting", "test_sync", "test_window_loss", "test_spikes", "test_comparing",
+    "test_averages", "test_explain", "test_page", "test_agent", "test_data_proof", "test_disk",
+    "test_twins", "test_tokenizer", "test_numbers", "test_fuzz", "test_agents", "test_layers",
+    "test_tasks", "test_screening", "test_inference", "test_documents", "test_structure",
+    "test_evaluate", "test_command",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
