@@ -66,29 +66,51 @@ def shown(found: dict[str, Any], text: bool) -> str:
     proof = f"equal bit by bit to {rows} of its rows" if rows else UNPROVEN
     parts.append(f"repeated from step {found['repeated_from']:,}: {proof}")
     if "loss" in here:
-        after = "not finite" if here["loss_after"] is None else f"{here['loss_after']:.4f}"
-        parts.append(
-            f"loss {here['loss']:.4f}, after the update {after} on the same window; gradient norm "
-            f"{here['grad_norm']:.4g}, after clipping {here['grad_norm_post_clip']:.4g}; "
-            f"rate {here['lr']:.4g}"
-        )
+        parts.append(figures(here))
+    if "ended" in found and not found["later"]:
+        parts.append(found["ended"])
     parts.append("\n".join(["", sequences(here["sequences"], text)]))
     if "layers" in here:
         parts.append("\n".join(["", modules(here["layers"])]))
     if found["later"]:
         table = [(f"{step:,}", f"{loss:.4f}", f"{norm:.4g}") for step, loss, norm in found["later"]]
         parts.append("\n" + aligned([("step", "loss", "gradient norm"), *table], 0))
+        if "ended" in found:
+            parts.append(found["ended"])
     return "\n".join(parts)
 
 
+def figures(here: dict[str, Any]) -> str:
+    """Return the figures of the step in a line."""
+    text = f"loss {digits(here['loss'], '.4f')}, gradient norm {digits(here['grad_norm'], '.4g')}"
+    if "skipped" in here:
+        return f"{text}; the update was not made, as the step has {here['skipped']}"
+    return (
+        f"{text}, after clipping {here['grad_norm_post_clip']:.4g}; rate {here['lr']:.4g}; after "
+        f"the update the loss on the same window is {digits(here['loss_after'], '.4f')}"
+    )
+
+
+def digits(value: float | None, digits: str) -> str:
+    return "not finite" if value is None else format(value, digits)
+
+
 def sequences(found: list[dict[str, Any]], text: bool) -> str:
-    """Return the sequences with the largest shares of the gradient as a table."""
-    order = sorted(found, key=lambda one: -one["share"])[:SHOWN]
+    """Return the sequences with the largest shares of the gradient as a table.
+
+    Those that are not finite come first.
+    """
+
+    def rank(one: dict[str, Any]) -> tuple[bool, float, float]:
+        whole = one["loss"] is not None and one["grad_norm"] is not None
+        return whole, -(one["share"] or 0), -(one["grad_norm"] or 0)
+
+    order = sorted(found, key=rank)[:SHOWN]
     head = ("sequence", "first token", "loss", "gradient norm", "share")
     lines = [
         (
-            f"{one['sequence']:,}", f"{one['first_token']:,}", f"{one['loss']:.4f}",
-            f"{one['grad_norm']:.4g}", f"{one['share']:.1%}",
+            f"{one['sequence']:,}", f"{one['first_token']:,}", digits(one["loss"], ".4f"),
+            digits(one["grad_norm"], ".4g"), "-" if one["share"] is None else f"{one['share']:.1%}",
         )
         for one in order
     ]  # fmt: skip

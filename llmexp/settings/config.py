@@ -49,7 +49,7 @@ class Batch:
     ramp: str | None = knob(
         "sequences per optimizer step from so many tokens on, such as {0: 32, 1e6: 64}; the "
         "accumulation of each stage follows; null: real_batch_size throughout",
-        "{0: 32, 1e6: 64}",
+        "{0:32,1e6:64}",
         default=None,
     )
     sequence_length: int = count("tokens per sequence", 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -87,6 +88,16 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
+def asked_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+    """Return the checkpoint that the run goes on from: the newest, or that which a replay asks for.
+
+    Raises ConfigError where ranks see different folders."""
+    if (text := os.environ.get(rundir.REPLAY_ASKED)) is None:
+        return newest_checkpoint(path, joined, console)
+    asked = json.loads(text)
+    return checkpoint_at(Path(asked["checkpoints"]), joined, console, asked["begin"])
+
+
 def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
     """Return the newest whole checkpoint of the run, the same on all ranks, or None.
 
@@ -156,7 +167,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     the folder may be written to. Raises ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
-    loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
+    loaded, parent = asked_checkpoint(path, joined, console), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)

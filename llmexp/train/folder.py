@@ -64,7 +64,8 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     path = Path(request["folder"])
     if not request["fixed"]:
         return {}
-    return {"tried": rundir.saved_step(path) is not None, "parent": parent_of(path)}
+    tried = rundir.saved_step(path) is not None or rundir.REPLAY_ASKED in os.environ
+    return {"tried": tried, "parent": parent_of(path)}
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from llmexp.train.clipping import Rule, limit_of, measures_of
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
 from llmexp.train.step import (
+    BAD_LOSS,
+    BAD_NORM,
     Outcome,
     TrainingFailed,
     accumulate,
@@ -35,7 +38,7 @@ from llmexp.train.step import (
     loss_factor,
     on_host,
 )
-from llmexp.train.verdicts import finish_step
+from llmexp.train.verdicts import WHAT, finish_step
 from llmexp.train.windows import order_of, read_ahead
 from llmexp.update import precision
 
@@ -51,16 +54,19 @@ def replay(loop: Loop) -> str:
     how many steps to take `after` it.
     """
     asked = json.loads(os.environ[REPLAY_ASKED])
-    found: dict[str, Any] = {"from": loop.progress.step, "norms": {}, "equal": [], "differs": None}
-    found["start"] = around(loop, asked["step"])
+    found: dict[str, Any] = {"from": loop.progress.step, "equal": [], "differs": None}
+    found |= {"norms": {}, "losses": {}, "start": around(loop, asked["step"])}
     if not asked["only_look"]:
         loop.setup.model.train()
         windows = read_ahead(loop.parts, loop.mesh, loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
-            seen, _ = take(loop, windows)
-            if seen.applied:
-                found["norms"][loop.progress.step] = seen.grad_norm
-            compare(found, asked["rows"], loop.progress.step, seen)
+            taken = take(loop, windows)
+            if taken.ended:
+                raise TrainingFailed(taken.ended)
+            if taken.seen.applied:
+                found["norms"][loop.progress.step] = taken.seen.grad_norm
+                found["losses"][loop.progress.step] = taken.seen.loss
+            compare(found, asked["rows"], loop.progress.step, taken.seen)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
     if loop.out.main:
@@ -68,11 +74,23 @@ def replay(loop: Loop) -> str:
     return "finished"
 
 
-def take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, float]:
-    """Take a step of the run; return its figures and its rate."""
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken again: its figures, its rate, and why it ended the run if it did."""
+
+    seen: Outcome
+    lr: float
+    ended: str = ""
+
+
+def take(loop: Loop, windows: Iterator[Window]) -> Taken:
+    """Take a step of the run."""
     _, step = take_step(loop, windows, Due())
-    finish_step(loop)
-    return step.read(), step.lr
+    try:
+        finish_step(loop)
+    except TrainingFailed as error:
+        return Taken(step.read(), step.lr, str(error))
+    return Taken(step.read(), step.lr)
 
 
 def compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
@@ -94,7 +112,8 @@ def look_into(
     """Return what the step is made of, take it, and return what became of the loss."""
     window, measures = next(windows), loop.measures
     with measuring(loop):
-        here: dict[str, Any] = {"sequences": by_sequence(loop, window)}
+        norm, sequences = by_sequence(loop, window)
+    here: dict[str, Any] = {"sequences": sequences}
     if asked["skip"]:
         loop.progress.step += 1
     else:
@@ -110,34 +129,55 @@ def look_into(
             loop.setup = dataclasses.replace(
                 loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
             )
-        seen, lr = take(loop, itertools.chain([window], windows))
+        taken = take(loop, itertools.chain([window], windows))
         loop.setup, loop.measures = setup, measures
-        if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
-            setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
-        compare(found, asked["rows"], loop.progress.step, seen)
-        here |= {
-            "loss": seen.loss,
-            "grad_norm": seen.grad_norm,
-            "grad_norm_post_clip": seen.grad_norm_post_clip,
-            "lr": lr,
-        }
+        if asked["max_norm"] is not None and taken.seen.applied:  # else the run's own rule has it
+            setup.limit.add(taken.seen.grad_norm, taken.seen.grad_norm_post_clip)
+        compare(found, asked["rows"], loop.progress.step, taken.seen)
+        here |= figures_of(loop, taken, norm)
         if setup.layers is not None and loop.last_layers:
             here["layers"] = setup.layers.row(loop.last_layers[-1][1])
+        if taken.ended:
+            return {"here": here, "later": [], "ended": taken.ended}
         with measuring(loop):
-            after = loss_and_norm(loop, window)[0]
-            here["loss_after"] = after if math.isfinite(after) else None  # a rate too high
-    later = []
+            here["loss_after"] = known(loss_and_norm(loop, window)[0])  # None: a rate too high
+    later, ended = [], ""
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
-        seen, _ = take(loop, windows)
-        if seen.applied:
-            later.append([loop.progress.step, seen.loss, seen.grad_norm])
-    return {"here": here, "later": later}
+        taken = take(loop, windows)
+        if taken.seen.applied:
+            later.append([loop.progress.step, taken.seen.loss, taken.seen.grad_norm])
+        if ended := taken.ended:
+            break
+    return {"here": here, "later": later} | ({"ended": ended} if ended else {})
+
+
+def figures_of(loop: Loop, taken: Taken, norm: float) -> dict[str, Any]:
+    """Return the figures of the step; what is not finite is None.
+
+    `norm`: of its gradient, measured at a loss scale that does not overflow.
+    """
+    seen = taken.seen
+    found = {"loss": known(seen.loss), "grad_norm": known(seen.grad_norm), "lr": taken.lr}
+    if seen.applied:
+        return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
+    how = WHAT[seen.code]
+    if seen.code in (BAD_LOSS, BAD_NORM):
+        how += " that is not finite"
+        if loop.setup.scaler.enabled:
+            how += f" at the loss scale {seen.loss_scale:g}"
+            found["grad_norm"] = known(norm)
+    return found | {"skipped": how}
+
+
+def known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def around(loop: Loop, step: int) -> dict[str, Any]:
     """Return loss and gradient norm of the step's window, and of others near it, at one state.
 
-    Windows are those before the step, or after it where these are too few.
+    Windows are those before the step, or after it where these are too few. What is not finite is
+    None.
     """
     begin, end = step - 1 - OTHERS, step + OTHERS
     parent = loop.run.parent
@@ -148,25 +188,15 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
         for window in itertools.islice(read_ahead(loop.parts, loop.mesh, begin), end - begin):
             if window.step in wanted or window.step == step - 1:
                 figures[window.step] = loss_and_norm(loop, window)
-    refuse_overflow(loop, step, figures[step - 1][1])
     others = [pair for i, pair in figures.items() if i in wanted and math.isfinite(pair[1])]
-    return {"window": figures[step - 1], "others": others}
-
-
-def refuse_overflow(loop: Loop, step: int, norm: float) -> None:
-    """Raise TrainingFailed where the gradient of a step's window is not finite."""
-    if not math.isfinite(norm):
-        raise TrainingFailed(
-            f"the gradient of the window of step {step} is not finite with the weights and the "
-            f"loss scale of step {loop.progress.step}, so there is nothing to look into"
-        )
+    return {"window": [known(figure) for figure in figures[step - 1]], "others": others}
 
 
 @contextlib.contextmanager
 def measuring(loop: Loop) -> Iterator[None]:
-    """Compute without dropout and compiled graphs, and leave no gradient behind."""
-    model = loop.setup.model
-    was_training = model.training
+    """Compute without dropout and compiled graphs; leave no gradient and the loss scale behind."""
+    model, scaler = loop.setup.model, loop.setup.scaler
+    was_training, scale = model.training, scaler.value
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -174,6 +204,7 @@ def measuring(loop: Loop) -> Iterator[None]:
     finally:
         model.train(was_training)
         clear(loop)
+        scaler.value = scale
 
 
 def gradients_of(loop: Loop) -> list[Tensor]:
@@ -192,24 +223,32 @@ def clear(loop: Loop) -> None:
 
 
 def loss_and_norm(loop: Loop, window: Window) -> list[float]:
-    """Return mean loss and gradient norm of a window; its gradient stays."""
+    """Return mean loss and gradient norm of a window; its gradient stays.
+
+    In fp16 the loss scale falls as far as the gradient needs to be finite.
+    """
     setup = loop.setup
-    count, weight = loss_factor(setup, window)
-    clear(loop)
-    nll = accumulate(setup, window, weight)
-    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
-    return [float(loss), float(mesh.global_norm(setup.mesh, unscaled_gradients(loop)))]
+    while True:
+        count, weight = loss_factor(setup, window)
+        clear(loop)
+        nll = accumulate(setup, window, weight)
+        loss = float(on_host(mesh.total(setup.mesh, nll)) / at_least_one(count))
+        norm = float(mesh.global_norm(setup.mesh, unscaled_gradients(loop)))
+        scale = float(setup.scaler.value)
+        if math.isfinite(norm) or not math.isfinite(loss) or not setup.scaler.enabled or scale <= 1:
+            return [loss, norm]
+        setup.scaler.value = setup.scaler.value / 2
 
 
-def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
-    """Return loss, gradient norm and share of each sequence of a window, on all ranks.
+def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]]:
+    """Return a window's gradient norm, and loss, norm and share of each sequence, on all ranks.
 
     The share is <g_i, g> / <g, g>, of the sequence's part g_i of the window's gradient g: shares
-    add up to 1. Each sequence is a window of its own, on one rank, while the others have no target.
+    add up to 1. What is not finite is None. Each sequence is a window of its own, on one rank,
+    while the others have no target.
     """
     setup, joined = loop.setup, loop.mesh
     total = loss_and_norm(loop, window)[1]
-    refuse_overflow(loop, window.step + 1, total)
     whole = [g.detach().clone() for g in gradients_of(loop)]
     weight = loss_factor(setup, window)[1]
     rows = [
@@ -226,25 +265,28 @@ def by_sequence(loop: Loop, window: Window) -> list[dict[str, Any]]:
         nll = accumulate(setup, Window(-1, [(tokens_1t, targets_1t)], 0, 0), weight)
         gradients = unscaled_gradients(loop)
         norm = float(mesh.global_norm(joined, gradients))
-        share = float(mesh.inner(joined, gradients, whole)) / total**2 if total else 0.0
+        inner = float(mesh.inner(joined, gradients, whole))
+        share = inner / total**2 if total and math.isfinite(total) else 0 * total
         with precision.autocast(setup.arithmetic, joined.device):
             operands = (x.to(joined.device) for x in (tokens_1t, targets_1t))
             each_t = setup.loss(*operands, each=True)[0]
         each_t = mesh.total(joined, each_t.double())
         valid = mesh.total(joined, (targets_1t[0] >= 0).double().to(joined.device))
+        loss = float(on_host(mesh.total(joined, nll))) / max(1, int(valid.sum()))
         if len(found) < end - begin:
+            start = int(starts[len(found)])
             found.append(
                 {
                     "sequence": begin + len(found),
-                    "first_token": int(starts[len(found)]),
+                    "first_token": start,
                     "targets": int(valid.sum()),
-                    "loss": float(on_host(mesh.total(joined, nll))) / max(1, int(valid.sum())),
-                    "grad_norm": norm,
-                    "share": share,
-                    "documents": documents_of(loop, int(starts[len(found)]), each_t, valid),
+                    "loss": known(loss),
+                    "grad_norm": known(norm),
+                    "share": known(share),
+                    "documents": documents_of(loop, start, each_t, valid),
                 }
             )
-    return found
+    return total, found
 
 
 def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> list[dict[str, Any]]:
@@ -262,7 +304,7 @@ def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> lis
     for a, b in itertools.pairwise(edges):
         targets = int(valid[a:b].sum())
         text = tokenizer.decode(ids[a : min(b, a + BEGINNING_TOKENS)].tolist())
-        loss = float(nll[a:b].sum()) / targets if targets else None
+        loss = known(float(nll[a:b].sum()) / targets) if targets else None
         found.append(
             {"first_token": start + a, "targets": targets, "loss": loss, "text": clean(text)}
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, read_rows
-from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json
 from llmexp.verify import runs
 
 UNUSUAL = 2  # times the usual gradient norm
+UNUSUAL_LOSS = 6  # robust standard deviations above the usual loss
+LEAST_SPREAD = 0.01  # of the usual loss: what a standard deviation is at least
 BEFORE, FEWEST = 32, 4  # steps before, whose median norm is the usual one; known at least
+BEFORE_LOSS = 8  # the same for the loss, which falls
 
 
 @dataclass(frozen=True)
@@ -69,56 +70,117 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
             f"{bad['figure']} {bad['replayed']!r}, in its row {bad['row']!r}; a replay needs the "
             "machine, the versions and the code of the run (llmexp verify determinism)"
         )
-    norms = {
-        row["step"]: row["grad_norm"]
-        for row in read_rows(wanted.run / rundir.METRICS)
-        if "grad_norm" in row
-    }
-    norms |= {int(step): norm for step, norm in found.pop("norms").items()}
-    before = [norms[step] for step in sorted(norms) if wanted.step - BEFORE <= step < wanted.step]
-    return {"step": wanted.step} | found | verdict(wanted.step, found, before)
+    rows = read_rows(wanted.run / rundir.METRICS)
+    norms = usual_of(wanted.step, rows, "grad_norm", found.pop("norms"))
+    losses = usual_of(wanted.step, rows, "train/loss", found.pop("losses"))[-BEFORE_LOSS:]
+    return {"step": wanted.step} | found | verdict(wanted.step, found, norms, losses)
+
+
+def usual_of(
+    step: int, rows: list[dict[str, Any]], key: str, repeated: dict[str, float]
+) -> list[float]:
+    """Return a figure of the updates before a step, from rows and from steps that were repeated."""
+    known = {row["step"]: row[key] for row in rows if key in row and "grad_norm" in row}
+    known |= {int(number): value for number, value in repeated.items()}
+    return [known[number] for number in sorted(known) if step - BEFORE <= number < step]
 
 
 def last_step(run: Path) -> int:
-    """Return the last step that the run took, as far as its rows and checkpoints tell."""
-    rows = read_rows(run / rundir.METRICS)
-    return max([row["step"] for row in rows[-1:]] + [rundir.saved_step(run) or 0])
+    """Return the last step that the run took, that which ended it with it, as far as is known."""
+    rows, error = read_rows(run / rundir.METRICS), rundir.read_status(run).get("error")
+    ended_at = re.search(r"\bstep ([\d,]+)", str(error))
+    steps = [row["step"] for row in rows[-1:]] + [rundir.saved_step(run) or 0]
+    return max(*steps, int(ended_at[1].replace(",", "")) if ended_at else 0)
 
 
-def verdict(step: int, found: dict[str, Any], before: list[float]) -> dict[str, Any]:
-    """Return `cause` and a sentence, from gradient norms at two states.
+def verdict(
+    step: int, found: dict[str, Any], norms: list[float], losses: list[float]
+) -> dict[str, Any]:
+    """Return `cause` and a sentence, from gradient norms and losses at two states.
 
-    `times_here` is the norm of the step over the median of the steps `before` it; `times_there` is
+    `times_here` is the norm of the step over the median of the `norms` before it; `times_there` is
     that of its window with the weights of the start over the median of other windows there. A step
     is unusual from UNUSUAL times on; then the cause is that which `times_there` is nearer to, on a
-    logarithmic scale: `times_here` is the data, 1 is the state.
+    logarithmic scale: `times_here` is the data, 1 is the state. Where the norm is not unusual the
+    loss may be: see `by_loss`. What is not finite counts as infinite, and is None.
     """
     start, here = found["start"], found["here"]
-    there = [norm for _, norm in start["others"]] or [start["window"][1]]
-    count, begin = len(here["sequences"]), found["from"]
-    usual = statistics.median(before if len(before) >= FEWEST else there)
+    window = infinite(start["window"][1])
+    there = [norm for _, norm in start["others"]] or [window]
+    begin = found["from"]
+    usual = statistics.median(norms if len(norms) >= FEWEST else there)
     if not (usual > 0 and statistics.median(there) > 0):
         text = f"step {step:,} cannot be judged: the windows near it have gradients of norm 0."
         return {"cause": None, "usual_norm": usual, "sentence": text}
     if "grad_norm" not in here:
         return {"cause": None, "usual_norm": usual, "sentence": skipped(step, found, usual)}
-    times_here = here["grad_norm"] / usual
-    times_there = start["window"][1] / statistics.median(there)
+    times_here = infinite(here["grad_norm"]) / usual
+    times_there = window / statistics.median(there)
     figures = {"usual_norm": usual, "times_here": times_here, "times_there": times_there}
+    figures = {key: value if math.isfinite(value) else None for key, value in figures.items()}
     if times_here < UNUSUAL:
-        text = f"no spike: step {step} has {times_here:.3g} times the usual gradient norm."
-        return figures | {"cause": "none", "sentence": text}
-    if math.log(max(times_there, 1e-9)) > math.log(times_here) / 2:
+        text = f"step {step} has {times_here:.3g} times the usual gradient norm"
+        ordinary = {"cause": "none", "sentence": f"no spike: {text}."}
+        return figures | (by_loss(text, found, losses) or ordinary)
+    is_data = math.log(max(times_there, 1e-9)) > math.log(times_here) / 2
+    if not math.isfinite(times_here):  # no number is near it
+        is_data = times_there >= UNUSUAL
+    count = len(here["sequences"])
+    if is_data:
         text = (
-            f"the data: these {count} sequences give {times_there:.3g} times the usual norm with "
-            f"the weights of step {begin:,}, too ({times_here:.3g} times at step {step:,})."
+            f"the data: these {count} sequences give {times(times_there)} with the weights of step "
+            f"{begin:,}, too ({times(times_here)} at step {step:,})."
         )
         return figures | {"cause": "data", "sentence": text}
     text = (
         f"the state: with the weights of step {begin:,} the same window is ordinary "
-        f"({times_there:.3g} times the usual norm; {times_here:.3g} times at step {step:,})."
+        f"({times(times_there)}; {times(times_here)} at step {step:,})."
     )
     return figures | {"cause": "state", "sentence": text}
+
+
+def by_loss(norm: str, found: dict[str, Any], before: list[float]) -> dict[str, Any] | None:
+    """Return `cause` and a sentence for a step whose loss alone is unusual; None for others.
+
+    It is unusual where it is more than UNUSUAL_LOSS robust standard deviations (1.4826 times the
+    median distance from the median) above the median of the losses `before`. The cause is the data
+    where more than half of that rise is there with the weights of the start, too. `norm`: the step
+    and its norm in words.
+    """
+    start, here, begin = found["start"], found["here"], found["from"]
+    there = [loss for loss, _ in start["others"]]
+    if len(before) < FEWEST or not there or here["loss"] is None:
+        return None
+    usual = statistics.median(before)
+    spread = 1.4826 * statistics.median(abs(loss - usual) for loss in before)
+    rise = here["loss"] - usual
+    if rise <= UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual):
+        return None
+    rise_there = infinite(start["window"][0]) - statistics.median(there)
+    cause = "data" if rise_there > rise / 2 else "state"
+    text = f"the {cause}: {norm}, but a loss that is {rise:.3g} above the usual one; with the "
+    if cause == "data":
+        text += f"weights of step {begin:,} that of these {len(here['sequences'])} sequences is "
+        text += f"{rise_there:.3g} above that of others, too."
+    else:
+        text += f"weights of step {begin:,} the same window is ordinary ({rise_there:+.3g})."
+    return {
+        "cause": cause,
+        "sentence": text,
+        "usual_loss": usual,
+        "rise_here": rise,
+        "rise_there": rise_there if math.isfinite(rise_there) else None,
+    }
+
+
+def infinite(figure: float | None) -> float:
+    return math.inf if figure is None else figure
+
+
+def times(value: float) -> str:
+    if not math.isfinite(value):
+        return "a gradient that is not finite"
+    return f"{value:.3g} times the usual norm"
 
 
 def skipped(step: int, found: dict[str, Any], usual: float) -> str:
@@ -134,11 +196,18 @@ def skipped(step: int, found: dict[str, Any], usual: float) -> str:
 
 
 def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
-    """Do it in a copy of the run's folder, on the run's ranks. Raises ConfigError."""
-    config = _quiet(rundir.built_config(wanted.run), wanted.step)
+    """Do it in a folder beside the run's, on the run's ranks. Raises ConfigError."""
+    config = rundir.built_config(wanted.run)
+    runs.refuse_hosts(config, "a replay")
+    layers = {"noise_scale_every": None, "spikes": False, "layers_every": wanted.step}
+    config = with_knobs(
+        runs.quiet(config), metrics=layers, checkpoint={"save_initial": False, "last": False}
+    )
     rows = read_rows(wanted.run / rundir.METRICS)
     asked = {
         "step": wanted.step,
+        "checkpoints": str((wanted.run / rundir.CHECKPOINTS).absolute()),
+        "begin": begin,
         "rows": {row["step"]: row for row in rows if begin < row["step"] <= wanted.step},
         "only_look": only_look,
         "lr": wanted.lr,
@@ -148,54 +217,16 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="llmexp-replay-") as folder:
         path = Path(folder, "run")
-        _copy(wanted.run, path, begin)
+        path.mkdir()
+        for name in (rundir.CONFIG, rundir.RUN, LINEAGE):
+            if (wanted.run / name).exists():
+                shutil.copy(wanted.run / name, path / name)
+        rundir.write_status(path, "preempted")
         try:
             runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked)})
         except ConfigError:
             words = runs.last_words(path).removeprefix("llmexp: ")
-            text = words.partition("; the logs of all ranks are in")[0]  # they go with the copy
+            text = words.partition("; the logs of all ranks are in")[0]  # they go with the folder
             text = text.replace(str(path), str(wanted.run))
             raise ConfigError(f"{wanted.run}: it cannot be repeated: {text}") from None
         return read_json(path / rundir.REPLAY)
-
-
-def _copy(run: Path, path: Path, begin: int) -> None:
-    """Make a folder that goes on from a checkpoint of the run, or from its beginning."""
-    path.mkdir()
-    for name in (rundir.CONFIG, rundir.RUN, LINEAGE):
-        if (run / name).exists():
-            shutil.copy(run / name, path / name)
-    rundir.write_status(path, "preempted")
-    checkpoint = checkpoint_folder(run / rundir.CHECKPOINTS, begin)
-    if checkpoint.is_dir():
-        there = checkpoint_folder(path / rundir.CHECKPOINTS, begin)
-        there.mkdir(parents=True)
-        for file in checkpoint.iterdir():
-            _link(file, there / file.name)
-
-
-def _link(file: Path, link: Path) -> None:
-    try:
-        os.link(file, link)
-    except OSError:  # another file system
-        shutil.copy(file, link)
-
-
-def _quiet(config: Config, step: int) -> Config:
-    """Return the config without anything that the steps do not need. Raises ConfigError."""
-    if (hosts := config.parallelism.nnodes) > 1:
-        raise refuse("parallelism.nnodes", hosts, "a replay runs on this host alone", 1)
-    train: dict[str, Any] = {
-        "stop_step": None, "tasks": [], "sample_tokens": 0, "sample_every": None,
-        "profile_start": None,
-    }  # fmt: skip
-    checkpoint: dict[str, Any] = {
-        "every": None, "every_minutes": None, "keep_every": None, "save_initial": False,
-        "last": False, "resume": "auto",
-    }  # fmt: skip
-    metrics = {
-        "noise_scale_every": None, "picture": False, "spikes": False, "layers_every": step,
-    }  # fmt: skip
-    return with_knobs(
-        config, train=train, checkpoint=checkpoint, metrics=metrics, tracker={"kind": "none"}
-    )

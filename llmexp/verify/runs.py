@@ -34,20 +34,38 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps`
     is given by train={"max_tokens": ..., "max_steps": None}.
     """
-    quiet: dict[str, dict[str, Any]] = {
+    knobs: dict[str, dict[str, Any]] = {
         "train": {
-            **NO_BUDGET, "max_steps": steps, "stop_step": None,
-            "log_every": 1, "eval_every": None, "eval_every_tokens": None, "sample_every": None,
-            "sample_tokens": 0, "data_digest": True, "profile_start": None,
+            **NO_BUDGET, "max_steps": steps, "log_every": 1, "data_digest": True,
         },
-        "metrics": {"picture": False},
-        "tracker": {"kind": "none"},
-        "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
+        "checkpoint": {"keep": None, "save_initial": True},
     }  # fmt: skip
     if config.batch.ramp is not None:
         sizes = window_sizes(config.batch, steps)
-        quiet["batch"] = ramp_over(sizes, config.batch.sequence_length)
-    return with_knobs(with_knobs(config, **quiet), **sections)
+        knobs["batch"] = ramp_over(sizes, config.batch.sequence_length)
+    return with_knobs(with_knobs(quiet(config), **knobs), **sections)
+
+
+def quiet(config: Config) -> Config:
+    """Return the config without what comes between and beside the steps, which stay as they are."""
+    knobs: dict[str, dict[str, Any]] = {
+        "train": {
+            "stop_step": None, "eval_every": None, "eval_every_tokens": None, "tasks": [],
+            "sample_every": None, "sample_tokens": 0, "profile_start": None,
+        },
+        "metrics": {"picture": False},
+        "tracker": {"kind": "none"},
+        "checkpoint": {
+            "every": None, "every_minutes": None, "keep_every": None, "resume": "auto",
+        },
+    }  # fmt: skip
+    return with_knobs(config, **knobs)
+
+
+def refuse_hosts(config: Config, what: str) -> None:
+    """Raise ConfigError for several hosts, which `what` cannot start."""
+    if (hosts := config.parallelism.nnodes) > 1:
+        raise refuse("parallelism.nnodes", hosts, f"{what} runs on this host alone", 1)
 
 
 def window_sizes(batch: Batch, steps: int, factor: int = 1) -> list[int]:
@@ -77,9 +95,7 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
 
     Raises ConfigError for several hosts.
     """
-    hosts = config.parallelism.nnodes
-    if hosts > 1:
-        raise refuse("parallelism.nnodes", hosts, "a verification runs on this host alone", 1)
+    refuse_hosts(config, "a verification")
     if shrink:
         config = shrunk(config)
     most = EVAL_SEQUENCES * config.batch.sequence_length

@@ -52,7 +52,8 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, toke
         ),
         checkpoint=Namespace(every=save, keep_every=keep, last=last, save_initial=True),
     )  # fmt: skip
-    planned = Namespace(max_steps=steps, first_step=first, tokens_at=lambda step: 3 * step)
+    sizes = {"tokens_at": lambda step: 3 * step, "stages": ()}
+    planned = Namespace(max_steps=steps, first_step=first, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
     due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
     found = part_counts(planned, config)
@@ -87,7 +88,7 @@ def test_recomputation_costs_what_is_computed_again(dropout):
 
 
 def test_an_estimate_is_arithmetic():
-    sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
+    sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024, "ramp": None}
     planned = Namespace(flops_per_token=6e9, world_size=8, max_steps=1000, first_step=0, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
     times = estimated(planned, device_named("h200"), "bf16", 0.4)
@@ -110,7 +111,14 @@ def test_an_estimate_is_arithmetic():
     assert cost.tokens_per_sec == 2**18
     said = dict(cost_sections(cost, ""))["time"]
     assert said == "33m 57s: 1,000 steps of 2 s, 10 evaluations of 3 s"
-    config.train.eval_every = None
+    # 900 steps of a quarter of a batch, then 100 of a whole one
+    stages = {"ramp": "{0: 128, 9: 512}", "real_batch_size": 512}
+    stages["sequences_at"] = lambda step: 128 * min(step, 900) + 512 * max(0, step - 900)
+    vars(planned).update(stages)
+    cost = cost_of(planned, config, Times(step_s=2.0, start_s=7.0, evaluation_s=3.0), 8, 2.5)
+    assert cost.duration_s == pytest.approx(7 + 900 * 0.5 + 100 * 2 + 10 * 3)
+    assert dict(cost_sections(cost, ""))["time"].startswith("11m 27s: 1,000 steps of 0.65 s on av")
+    planned.ramp = config.train.eval_every = None
     brief = cost_of(planned, config, Times(step_s=1e-5, evaluation_s=0.01), 8, 2.5)
     said = dict(cost_sections(brief, ""))["time"]
     assert said == "less than 0.1s: 1,000 steps of 1e-05 s, 1 evaluation of 0.01 s"

@@ -45,7 +45,7 @@ def new_task(
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
     facts = PointFacts(name, 80, 0, 0, ranks, devices)
-    config = SimpleNamespace(fork=SimpleNamespace(step=None))
+    config = SimpleNamespace(fork=SimpleNamespace(step=None), batch=SimpleNamespace(ramp=None))
     return Task(SimpleNamespace(path=path, facts=facts, config=config), entry)
 
 

@@ -59,6 +59,7 @@ def made(
     return Loop(
         setup=SimpleNamespace(  # type: ignore[arg-type]
             mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
+            layers=None,
             outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
         ),
@@ -67,7 +68,7 @@ def made(
                 train=SimpleNamespace(max_consecutive_skips=1),
                 metrics=SimpleNamespace(spikes=False),
             ),
-            run=SimpleNamespace(parent=None),
+            run=SimpleNamespace(parent=None, stages=()),
         ),
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),

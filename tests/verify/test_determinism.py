@@ -54,7 +54,7 @@ import dataclasses, os
 from llmexp.train import windows
 
 order_of = windows.order_of
-windows.order_of = lambda parts: dataclasses.replace(order_of(parts), seed=os.getpid())
+windows.order_of = lambda *given: dataclasses.replace(order_of(*given), seed=os.getpid())
 """
 
 
