@@ -65,6 +65,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "data.stages": {"data.stages": [STAGE]},
     "data.max_epochs": {"data.max_epochs": 99.0},
     "data.on_bad_record": {"data.on_bad_record": "skip"},
+    # beside sizes that are given they do nothing: tests/train/test_shape.py leaves these open
+    "model.size": {"model.size": "2k"},
+    "model.depth": {"model.depth": 2},
+    "model.shape_rule": {"model.shape_rule": {"aspect": 8}, "model.depth": 2},
     "model.n_heads": {"model.n_heads": 4},
     "model.dropout": {"model.dropout": 0.3},
     "model.vocab_size": {"model.vocab_size": 384},

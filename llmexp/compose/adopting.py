@@ -1,7 +1,8 @@
-"""Compose a run that begins with given weights: sizes that nobody gave are those of the weights."""
+"""Compose values that nobody gave: sizes of the weights to begin with, and what a rule decides."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -9,7 +10,10 @@ from omegaconf import DictConfig
 from llmexp.compose.origin import COMMAND_LINE, layers
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
+from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.variables import fill
+
+SHAPE = (*SIZES, "head_dim")
 
 
 def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
@@ -23,18 +27,40 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
     found = sizes_of(str(fill(model["init_from"], "model.init_from")))
     if found is None or found[0] != model.get("_target_"):
         return
-    given = _given(cfg)
+    given = {key for _, keys in _given(cfg) for key in keys}
     for key, theirs in found[1].items():
         grows = key == "vocab_size" and model.get("init_grow") and model.get(key) is None
         if model.get(key, USUAL.get(key)) != theirs and f"model.{key}" not in given and not grows:
             model[key] = theirs
 
 
-def _given(cfg: DictConfig) -> set[str]:
-    """Return the keys of values that are not those of the chosen option of a group."""
-    overrides = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
+def leave_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
+    """Set what a rule decides to null in the plain config, unless it is given beside the rule.
+
+    `saved`: the config is composed over that of a run, where it was decided, unless the rule itself
+    is given anew."""
+    model = tree.get("model")
+    if not isinstance(model, dict) or all(model.get(name) is None for name in ("size", "depth")):
+        return
+    if beside := _beside(cfg, ONE_NUMBER, saved):
+        model |= {k: None for k in SHAPE if k in model and f"model.{k}" not in beside}
+
+
+def _beside(cfg: DictConfig, chosen: Sequence[str], saved: bool) -> set[str]:
+    """Return the keys that are given beside one of `chosen`, or later; none where none is given."""
     found: set[str] = set()
-    for layer in layers(overrides):
-        if layer.source == COMMAND_LINE or "experiment/" in layer.source:
-            found |= layer.values.keys()
-    return found
+    for source, keys in _given(cfg):
+        if source == COMMAND_LINE or not saved:
+            found = keys if keys.intersection(chosen) else found | keys
+    return found if found.intersection(chosen) else set()
+
+
+def _given(cfg: DictConfig) -> list[tuple[str, set[str]]]:
+    """Return the keys of values that are not those of the chosen option of a group.
+
+    Those of each file of an experiment are together, and at the end those of the command line."""
+    overrides = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
+    found = layers(overrides)
+    files = [layer for layer in found if "experiment/" in layer.source]
+    typed = {key for layer in found if layer.source == COMMAND_LINE for key in layer.values}
+    return [*((layer.source, set(layer.values)) for layer in files), (COMMAND_LINE, typed)]

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose import forking
-from llmexp.compose.adopting import take_sizes
+from llmexp.compose.adopting import leave_open, take_sizes
 from llmexp.compose.command_line import opened
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
@@ -156,6 +156,7 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
         take_sizes(tree, cfg)
     else:
         forking.follow(tree, given, beneath, fork=run is None)
+    leave_open(tree, cfg, saved=beneath is not None)
     config = build({str(k): v for k, v in tree.items()})
     config = config if beneath is None else forking.recut(config, given)
     refuse_dead(cfg, config, chosen=beneath is None)

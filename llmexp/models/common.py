@@ -31,6 +31,7 @@ class LanguageModel(nn.Module):
     head_weight: Tensor
     residual: str  # the dtype of the residual stream: full, as the parameters', or autocast
     sliding_window: int | None = None  # tokens that a token looks back to; None: all
+    mlp_factor = 4.0  # width of the MLP over that of the model, where a rule gives the shape
 
     def features(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
         raise NotImplementedError

@@ -267,6 +267,8 @@ class Llama(LanguageModel):
     ConfigError for sizes that do not fit together.
     """
 
+    mlp_factor = 8 / 3  # with a third matrix in the MLP
+
     def __init__(
         self,
         vocab_size: LlamaKnobs.vocab_size,

@@ -2,8 +2,8 @@
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
 would. This room imports the standard library and `settings` only. Next to read: batch (the batch
-equation), stages (batches that change), budget (steps and tokens), layout (ranks), banner (the run
-in words).
+equation), stages (batches that change), budget (steps and tokens), layout (ranks), shape (sizes of
+a model from one number), banner (the run in words).
 """
 
 from __future__ import annotations
@@ -112,6 +112,11 @@ class Facts:
     )
     parameters_in_blocks: int | None = follows(
         "parameters of the matrices inside the blocks", "model", default=None
+    )
+    shape: str | None = follows(
+        "how the model's sizes follow from one number",
+        "model.size model.depth model.shape_rule",
+        default=None,
     )
     warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
@@ -234,7 +239,7 @@ class Run(Facts):
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
-        for key in ("initial", "memory", "parent", "compiled", "sources", "budget_given"):
+        for key in ("initial", "memory", "parent", "compiled", "sources", "shape", "budget_given"):
             if not found[key]:
                 del found[key]
         if self.ramp is None:

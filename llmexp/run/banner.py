@@ -94,6 +94,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{run.model}, {run.parameters:,} parameters"),
+        *([("shape", run.shape)] if run.shape else []),
         *([("begins with", run.initial)] if run.initial else []),
         *([("goes on from", _parent_text(run.parent))] if run.parent else []),
         ("batch", batch_equation(run)),

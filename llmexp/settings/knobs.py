@@ -16,6 +16,7 @@ from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
+from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
@@ -115,9 +116,12 @@ def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
 
 
-def _counted(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the tokens of a step amount to where its sequences are known: nothing more."""
-    return {} if flat.get("batch.real_batch_size") is None else {"batch.tokens_per_step": None}
+def _settled(flat: Mapping[str, Any]) -> set[str]:
+    """Return the keys that decide nothing more, as what follows from them is in the config."""
+    found = {"batch.tokens_per_step"} if flat.get("batch.real_batch_size") is not None else set()
+    if None not in (flat.get(f"model.{name}", 0) for name in SIZES):
+        found |= {key for key in flat if key.startswith((*ONE_NUMBER, "model.shape_rule"))}
+    return found
 
 
 def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +131,8 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     of an older run, has its default.
     """
     flat = {**defaults(), **flat}
-    flat = {**flat, **_unlimited(flat), **_unscaled(flat), **_counted(flat)}
-    without = set(dead(flat))
+    flat = {**flat, **_unlimited(flat), **_unscaled(flat)}
+    without = set(dead(flat)) | _settled(flat)
     for key, knob in fields().items():
         if knob.decides is not None and not _holds(knob.decides, key, flat):
             without.add(key)

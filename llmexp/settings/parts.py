@@ -12,11 +12,12 @@ import functools
 import typing
 from typing import Annotated, Any
 
+from llmexp.settings import rules
 from llmexp.settings.values import Knob, Where, choice, count, knob, where
 
 # Knobs that llmexp reads itself: no arguments of the functions.
 COMMON = {
-    "model": ("init_from", "init_grow"),
+    "model": ("init_from", "init_grow", "size", "depth", "shape_rule"),
     "data": ("shuffle", "ignore_id"),
     "optimizer": ("lr_rule", "reference_batch"),
 }
@@ -41,6 +42,7 @@ class ModelKnobs:
             default=False,
         ),
     ]
+    size, depth, shape_rule = rules.size, rules.depth, rules.shape_rule
     vocab_size = Annotated[
         int, count("tokens; null: the tokenizer's, rounded up to a multiple of 64", 50304)
     ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmexp.models.common import parameter_counts
+from llmexp.settings.parts import COMMON
 from tests.tools import option
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -40,7 +41,8 @@ def test_every_config_is_covered() -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_config_builds_the_stated_model(name: str) -> None:
     arguments = option(f"model/{name}")
-    del arguments["init_from"], arguments["init_grow"]  # of every model
+    for name_of_all in COMMON["model"]:
+        del arguments[name_of_all]
     module_name, class_name = arguments.pop("_target_").rsplit(".", 1)
     model_class = getattr(importlib.import_module(module_name), class_name)
     assert list(arguments) == list(inspect.signature(model_class).parameters), (

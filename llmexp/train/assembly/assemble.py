@@ -24,7 +24,6 @@ from llmexp.exchange.families import TRANSFORMERS
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import SolvedBatch, solve_batch, solve_rates
-from llmexp.runs import provenance
 from llmexp.settings import variables
 from llmexp.settings.config import Clip, Config, plain
 from llmexp.settings.parts import COMMON
@@ -46,6 +45,7 @@ from llmexp.train.assembly.parts import (
     build_optimizers,
     initial_notes,
     prepare_tasks,
+    shaped,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, placed
 from llmexp.train.assembly.solving import rate_factor, run_facts, solve_run
@@ -137,10 +137,11 @@ def assemble(
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
     # inputs: tokenizer and vocabulary
     tokenizer = once(build_tokenizer, config.tokenizer)
-    solved = _solved(config, place, batch, optimizer, tokenizer)
-
+    kind, end = place.precision, document_end(tokenizer, batch.document_mask)
     # model: without memory, with its optimizers and its loss; a user's own model is tried
-    section = solved.model, place.precision, document_end(tokenizer, batch.document_mask)
+    sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, once)
+    solved = _solved(config, place, batch, optimizer, sized)
+    section = solved.model, kind, end
     model = once(build_on_meta, *section)
     loss = _loss_on_meta(model, optimizer, section, solved.clip)
     check_parallel(solved, place.layout, loss)
@@ -162,10 +163,9 @@ def assemble(
 
     # run: every derived number
     parent = parent or parent_of(solved, trunk, corpus)
-    notes = {"parent": parent, "rates": rates, "warnings": tuple(warnings)}
+    notes = {"parent": parent, "rates": rates, "shape": shape, "warnings": tuple(warnings)}
     facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
-    versions, commit = once(provenance.versions), once(provenance.source_commit)
-    run = solve_run(config, solved, facts, corpus, versions, commit)
+    run = solve_run(config, solved, facts, corpus, once)
     return Parts(
         config=solved,
         run=run,
@@ -201,14 +201,14 @@ def _solved(
     place: Placement,
     batch: SolvedBatch,
     optimizer: dict[str, Any],
-    tokenizer: Tokenizer,
+    model: dict[str, Any],
 ) -> Config:
     """Return the config with every derived value written back."""
     layout, kind, wanted = place.layout, config.parallelism.kind, config.checkpoint.async_
     ours = {key: config.data[key] for key in COMMON["data"] if key in config.data}
     return dataclasses.replace(
         config,
-        model=with_vocabulary(config.model, tokenizer),
+        model=model,
         data=config.data | variables.fill(ours, "data"),
         optimizer=optimizer,
         batch=batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from llmexp.exchange.reading import (
     open_source,
 )
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
+from llmexp.models.common import parameter_counts
 from llmexp.models.hf import check_finite
+from llmexp.run.shape import solve_shape
 from llmexp.runs import rundir
-from llmexp.settings.targets import bind
+from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.settings.variables import fill
 from llmexp.tasks.items import read_task
@@ -144,6 +146,25 @@ def build_on_meta(section: dict[str, Any], kind: str, end: int | None) -> nn.Mod
     """Build the model of a section without memory. Raises ConfigError."""
     with torch.device("meta"):
         return build_model(section, kind, end)
+
+
+def shaped(
+    section: dict[str, Any], kind: str, end: int | None, once: Callable[..., Any]
+) -> tuple[dict[str, Any], str | None]:
+    """Return the model section with the sizes that follow from one number, and how, in words.
+
+    `once`: an `assemble.Cache`; the models that are counted are built without memory. Raises
+    ConfigError."""
+    asked = {key: section.get(key) for key in ("size", "depth", "shape_rule")}
+    if not any(value is not None for value in asked.values()):
+        return section, None
+
+    def count(sizes: dict[str, Any]) -> int:
+        model = once(build_on_meta, sizes, kind, end)
+        return parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
+
+    target = locate("model._target_", section.get("_target_"))
+    return solve_shape(section | fill(asked, "model"), count, getattr(target, "mlp_factor", 4.0))
 
 
 def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> None:

@@ -16,6 +16,7 @@ from llmexp.models.common import parameter_counts
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
+from llmexp.runs import provenance
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob, ramp_sizes
 from llmexp.settings.targets import bind
@@ -90,12 +91,13 @@ def solve_run(
     solved: Config,
     facts: Facts,
     corpus: Corpus,
-    versions: dict[str, str],
-    commit: str | None,
+    once: Callable[..., Any],
 ) -> Run:
     """Return the run, with its sources, its warnings and what is known of its memory.
 
-    `solved` is `config` with every derived value. Raises ConfigError."""
+    `solved` is `config` with every derived value; `once`: an `assemble.Cache`. Raises
+    ConfigError."""
+    versions, commit = once(provenance.versions), once(provenance.source_commit)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), versions, commit)
     sources = []
     if (mixed := corpus.mixed) is not None:

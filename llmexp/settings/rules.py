@@ -1,0 +1,62 @@
+"""Knobs of rules: a few numbers from which sizes, rates and batches follow.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from llmexp.settings.values import Where, count, knob
+
+ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
+SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
+
+
+@dataclass(frozen=True)
+class ShapeRule:
+    """How the sizes of a model follow from its depth."""
+
+    aspect: float = knob("features of width for each layer", 64.0, above=0, default=64.0)
+    head_width: int = count(
+        "features of a head; the width is rounded to a multiple of it", 64, default=64
+    )
+    mlp_factor: float | None = knob(
+        "width of the MLP over that of the model; null: 4, of Llama 8/3",
+        4.0,
+        above=0,
+        default=None,
+    )
+    multiple: int = count("the width of the MLP is rounded to a multiple of it", 64, default=64)
+    queries_per_kv: int = count(
+        "query heads for each key/value head, as far as the heads divide by it", 1, default=1
+    )
+
+
+size = Annotated[
+    Any,
+    knob(
+        "parameters, such as 38M, from which model.shape_rule makes the nearest shape: with the "
+        "head, without tables of embeddings; null: the sizes decide",
+        "38M",
+        default=None,
+    ),
+]
+depth = Annotated[
+    int | None,
+    count(
+        "layers, from which model.shape_rule makes the other sizes; null: the sizes decide",
+        12,
+        default=None,
+    ),
+]
+shape_rule = Annotated[
+    ShapeRule | None,
+    knob(
+        "how sizes follow from model.size or model.depth: {aspect: 64, head_width: 64, "
+        "mlp_factor: 4, multiple: 64, queries_per_kv: 1}; null: so, with 8/3 for Llama's MLP",
+        acts=Where(ONE_NUMBER),
+        default=None,
+    ),
+]

@@ -1,0 +1,210 @@
+"""The shape of a model from one number: `model.depth` or `model.size`, by `model.shape_rule`."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.compose.app import compose, hydra_app, typed_config
+from llmexp.models.common import parameter_counts
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
+from llmexp.run.shape import parameters_in, solve_shape
+from llmexp.settings.config import Config
+from llmexp.settings.rules import SIZES
+from llmexp.settings.values import ConfigError
+from llmexp.train.assembly.assemble import assemble
+from tests.conftest import llmexp
+from tests.tools import exact
+
+QUIET = [
+    "tracker=none", "train.device=cpu", "precision=fp32", "data=synthetic", "data.n_tokens=20000",
+    "batch.sequence_length=12", "batch.micro_batch_size=2", "train.sample_tokens=0",
+    "metrics.picture=false",
+]  # fmt: skip
+SMALL = "model.shape_rule={aspect: 8, head_width: 8, multiple: 8}"
+
+
+def gpt2_parameters(depth: int, aspect: float, head: int, factor: float, multiple: int) -> int:
+    """Those of GPT-2 with 320 tokens and a tied head, without positions: by arithmetic alone."""
+    width = max(1, math.floor(aspect * depth / head + 0.5)) * head
+    inner = max(1, math.floor(factor * width / multiple + 0.5)) * multiple
+    block = 4 * width * width + 4 * width + 2 * width * inner + inner + width + 4 * width
+    return depth * block + 2 * width + 320 * width
+
+
+def section(**more) -> dict:
+    sizes = dict.fromkeys(SIZES)
+    del sizes["n_kv_heads"]
+    whole = {"_target_": "llmexp.models.gpt2.GPT2", "vocab_size": 320, **sizes}
+    return whole | {"size": None, "depth": None, "shape_rule": None} | more
+
+
+def build(kind: type, found: dict):
+    names = [name for name in SIZES if name in found]
+    with torch.device("meta"):
+        return kind(320, 32, **{name: found[name] for name in names})
+
+
+def parameters(kind: type, found: dict) -> int:
+    return parameter_counts(build(kind, found))[0]
+
+
+rules = st.fixed_dictionaries({
+    "aspect": st.sampled_from([4.0, 7.5, 16.0]),
+    "head_width": st.sampled_from([4, 6, 16]),
+    "mlp_factor": st.sampled_from([1.0, 2.7, 4.0]),
+    "multiple": st.sampled_from([1, 8, 20]),
+    "queries_per_kv": st.just(1),
+})  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(rules, st.integers(2_000, 300_000))
+def test_a_size_takes_the_nearest_of_all_depths(rule, size):
+    numbers = [rule[k] for k in ("aspect", "head_width", "mlp_factor", "multiple")]
+    by_depth = {d: gpt2_parameters(d, *numbers) for d in range(1, 80)}
+    found, words = solve_shape(
+        section(size=size, shape_rule=rule), lambda s: by_depth[s["n_layers"]], 4.0
+    )
+    nearest = min(by_depth, key=lambda d: abs(math.log(by_depth[d] / size)))
+    chosen = found["n_layers"]
+    assert parameters(GPT2, found) == by_depth[chosen]
+    assert abs(math.log(by_depth[chosen] / size)) == pytest.approx(
+        abs(math.log(by_depth[nearest] / size)), abs=1e-12
+    )
+    assert found["d_model"] == found["n_heads"] * rule["head_width"]
+    again = solve_shape(found, lambda s: by_depth[s["n_layers"]], 4.0)
+    assert again == (found, words)  # written back, it is solved again into itself
+
+
+def test_the_usual_rule_makes_known_shapes():
+    found, words = solve_shape(section(depth=12), lambda s: 0, 4.0)
+    assert [found[k] for k in ("n_layers", "n_heads", "d_model", "d_ff")] == [12, 12, 768, 3072]
+    assert "n_layers 12, n_heads 12, d_model 768, d_ff 3,072" in words
+    llama = section(depth=16, n_kv_heads=None) | {"_target_": "llmexp.models.llama.Llama"}
+    grouped = {"queries_per_kv": 4}
+    found, _ = solve_shape(llama | {"shape_rule": grouped}, lambda s: 0, 8 / 3)
+    assert (found["n_heads"], found["n_kv_heads"], found["d_ff"]) == (16, 4, 2752)
+    assert found["shape_rule"]["mlp_factor"] == 8 / 3  # stands in the config from now on
+    found, _ = solve_shape(llama | {"shape_rule": grouped, "depth": 6}, lambda s: 0, 8 / 3)
+    assert (found["n_heads"], found["n_kv_heads"]) == (6, 3)  # 4 does not divide 6, 2 does
+    assert build(Llama, found)
+
+
+def test_what_is_given_beside_stays_and_is_said():
+    found, words = solve_shape(section(depth=4, d_ff=100), lambda s: 0, 4.0)
+    assert (found["d_model"], found["d_ff"]) == (256, 100)
+    assert "d_ff 100 (1,024 by the rule)" in words
+    found, words = solve_shape(section(depth=4, d_model=128), lambda s: 0, 4.0)
+    assert (found["n_heads"], found["d_ff"]) == (2, 512)  # these follow from the width
+    assert "n_heads 2 (4 by the rule), d_model 128 (256 by the rule)" in words
+    assert solve_shape(found, lambda s: 0, 4.0) == (found, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("38M", 38_000_000),
+        ("1.5B", 1_500_000_000),
+        ("50k", 50_000),
+        (7e6, 7_000_000),
+        ("1_000", 1000),
+    ],
+)
+def test_sizes_in_words(text, number):
+    assert parameters_in(text) == number
+
+
+@pytest.mark.usefixtures("suggestions_are_read")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"size": "lots"}, "model.size=lots: a number of parameters"),
+        ({"size": "1e"}, "model.size=1e: a number of parameters"),
+        ({"size": 0}, "model.size=0: a number of parameters"),
+        ({"size": "1M", "depth": 3}, "model.size=1M: model.depth=3 gives a shape too"),
+        ({"depth": 0}, "model.depth=0: must be at least 1"),
+        ({"depth": 2, "shape_rule": {"head_width": 0}}, "model.shape_rule.head_width=0: must be"),
+        ({"depth": 2, "shape_rule": {"width": 8}}, "model.shape_rule.width: there is no such key"),
+        ({"shape_rule": {"aspect": 8}}, "model.shape_rule=.*does nothing without model.size"),
+        ({"size": "1e15", "shape_rule": {"aspect": 0.01, "head_width": 1}}, "1024 layers have"),
+    ],
+)
+def test_what_makes_no_shape_is_refused(more, says):
+    def count(found: dict) -> int:
+        return found["n_layers"] * 100
+
+    with pytest.raises(ConfigError, match=says):
+        solve_shape(section(**more), count, 4.0)
+
+
+def test_a_model_without_these_sizes_is_refused():
+    own = {"_target_": "mine.Net", "width": 3, "depth": 2}
+    with pytest.raises(ConfigError, match=r"model.depth=2: mine.Net has no n_layers that a rule"):
+        solve_shape(own, lambda s: 0, 4.0)
+
+
+def composed(*overrides: str) -> Config:
+    with hydra_app(None, overrides) as hydra:
+        return typed_config(compose(hydra, overrides)[0])
+
+
+def test_the_last_word_on_a_shape_counts(tmp_path):
+    """Sizes of an option and of a file give way to a number; those beside it or after it stay."""
+    assert composed("model=gpt2_small", "model.depth=3").model["n_layers"] is None
+    assert composed("model=gpt2_small").model["n_layers"] == 12
+    one = composed("experiment=shakespeare_nanogpt_cpu", "model.depth=3", "model.d_ff=8").model
+    assert (one["n_layers"], one["d_model"], one["d_ff"]) == (None, None, 8)
+    assert one["max_position_embeddings"] == 64
+    qwen = composed("model=qwen3_0_6b", "model.depth=3").model
+    assert (qwen["head_dim"], qwen["n_kv_heads"], qwen["vocab_size"]) == (None, None, 151936)
+
+
+def test_runs_of_a_depth_and_of_its_sizes_are_one_run(tmp_path):
+    """Also cut and gone on with; its config has the sizes and the rule, and a fork keeps them."""
+    steps = [*QUIET, "train.max_steps=4", "train.log_every=1", "train.eval_every=null"]
+    first = llmexp("train", *steps, "model.depth=2", SMALL, "train.stop_step=2",
+                   "hydra.run.dir=a", cwd=tmp_path)  # fmt: skip
+    assert first.code == 75, first.err
+    done = llmexp("resume", "a", cwd=tmp_path)
+    assert done.code == 0, done.err
+    config = yaml.safe_load((first.folder / "config.yaml").read_text())["model"]
+    assert (config["n_layers"], config["d_model"], config["depth"]) == (2, 16, 2)
+    assert config["shape_rule"]["mlp_factor"] == 4.0
+    words = first.json("run.json")["shape"]
+    assert words.startswith("model.depth=2; n_layers 2, n_heads 2, d_model 16, d_ff 64 (model.sh")
+    assert " ".join(words.split()) in " ".join(first.out.split())
+    sizes = ["model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=64"]
+    same = llmexp("train", *steps, *sizes, "hydra.run.dir=b", cwd=tmp_path)
+    assert [r["train/loss"] for r in exact(first)] == [r["train/loss"] for r in exact(same)]
+    fork = llmexp("plan", "fork.run=a", "train.max_steps=6", "--json", cwd=tmp_path)
+    assert fork.code == 0, fork.err
+    assert json.loads(fork.out)["shape"] == words
+    other = llmexp("plan", "fork.run=a", "model.depth=3", "train.max_steps=6", cwd=tmp_path)
+    assert other.code == 2
+    assert "a fork has the model of its parent" in other.err
+
+
+def test_a_ladder_is_planned_with_three_counts(tmp_path):
+    """Two numbers that give one shape are one point."""
+    sweep = ["-m", *QUIET, SMALL, "train.tokens_per_parameter=1", "hydra.sweep.dir=ladder"]
+    found = llmexp("plan", *sweep, "model.depth=1,2,3", cwd=tmp_path)
+    assert found.code == 0, found.err
+    twice = llmexp("plan", *sweep, "model.size=15k,15100", cwd=tmp_path)
+    assert twice.code == 2
+    assert "resolves to the same config" in twice.err
+
+
+def test_a_shape_costs_no_build_of_its_own():
+    """The model that is counted last is the one that the run describes."""
+    config = composed(*QUIET, "model.size=20k", SMALL)
+    parts = assemble(config)
+    assert parts.run.parameters_with_head == parameters(GPT2, parts.config.model)
+    assert parts.config.model["size"] == "20k"
