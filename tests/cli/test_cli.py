@@ -161,8 +161,8 @@ COMPLETIONS = [
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small",
     "xl")}),
-    ("llmexp train train.max_", {f"train.max_{k}=" for k in ("consecutive_skips", "epochs", "steps",
-    "tokens")}),
+    ("llmexp train train.max_", {f"train.max_{k}=" for k in ("consecutive_skips", "epochs", "flops",
+    "steps", "tokens")}),
     ("llmexp plan -m model=gpt_tiny model.n_l", {"model.n_layers="}),
     ("llmexp train --config-dir own model=min", {"model=mine"}),
 ]  # fmt: skip

@@ -116,7 +116,7 @@ BAD = [
     ("--frobnicate", "--frobnicate", "train.max_steps=100"),
     ("--allow=../x", "--allow ../x", "--allow mypackage"),
     # types that YAML or a shell may change; tests/test_knobs.py tries each knob's type and range
-    ("clip=off", "clip=off", "adaptive, none, norm, quantile, value, zscore"),
+    ("clip=off", "clip=off", "adaptive, none, norm, per_group, quantile, update, value, zscore"),
     ("clip.kind=false", "clip.kind=false", "YAML reads off"),
     ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
     # knobs that do nothing in the chosen option

@@ -27,7 +27,7 @@ from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.main import settings_of
+from llmexp.sweep.main import section_of
 from llmexp.sweep.points import expand, load_points
 from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
@@ -242,8 +242,8 @@ def points_of(overrides: list[str]) -> list[Config]:
     with hydra_app(None, overrides) as hydra:
         cfg, _ = compose(hydra, overrides, True)
         grid = expand(hydra, cfg, overrides)
-        settings = settings_of(cfg)[0]
-        found, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, Path("new"))
+        knobs = section_of(cfg)[0]
+        found, refused = load_points(hydra.config_loader, cfg, grid, 0, knobs, Path("new"))
         assert not refused
         return [point.config for point in found]
 
