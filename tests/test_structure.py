@@ -44,7 +44,7 @@ SIZES = {
     "exchange": 9_950,
     "tracker": 9_700,
     "compare": 51_220,
-    "train": 37_900,
+    "train": 37_950,
     "evaluate": 2_550,
     "forecast": 9_750,
     "compose": 9_900,

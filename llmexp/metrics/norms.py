@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from llmexp.settings.clipping import BY_NORM, MOVING
+
 PER_OCTAVE = 64  # bins: 1.1 % wide; every power of two is an edge
 # of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
 EPSILON = 1e-6
@@ -24,8 +26,8 @@ class Norms:
 
     def __init__(self, kind: str, limit: float | None) -> None:
         self.limit = limit if kind == "norm" else None
-        self.moving = kind in ("zscore", "quantile")
-        self.by_norm = kind in ("none", "norm", "zscore", "quantile")
+        self.moving = kind in MOVING
+        self.by_norm = kind in ("none", *BY_NORM)
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         # at the last row: steps, the sum of their coefficients, and how many were clipped

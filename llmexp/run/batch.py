@@ -89,12 +89,11 @@ def _solve_ramp(batch: Batch, ramp: dict[int, int], dp_size: int) -> SolvedBatch
     """Solve a batch of which each stage has so many micro-batches. Raises ConfigError."""
     micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
     sizes = list(ramp.values())
-    if batch.tokens_per_step not in (None, sizes[-1] * batch.sequence_length):
-        text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
-        raise refuse("batch.tokens_per_step", batch.tokens_per_step, text, "null")
-    if batch.real_batch_size not in (None, sizes[-1]):
-        text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
-        raise refuse("batch.real_batch_size", batch.real_batch_size, text, "null")
+    ends = {"tokens_per_step": sizes[-1] * batch.sequence_length, "real_batch_size": sizes[-1]}
+    for name, last in ends.items():
+        if (given := getattr(batch, name)) not in (None, last):
+            text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
+            raise refuse(f"batch.{name}", given, text, "null")
     if not isinstance(micro, int):
         _check_ramp(ramp, dp_size, f"dp_size {dp_size}")
         micro = _uncut(batch, dp_size) if micro == AUTO else shared_sequences(batch) // dp_size

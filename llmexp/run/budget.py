@@ -22,7 +22,7 @@ DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 @dataclass(frozen=True)
 class Price:
-    """What budgets in FLOPs and in tokens per parameter need to know of a model."""
+    """Hold what budgets in FLOPs and in tokens per parameter need to know of a model."""
 
     flops_per_token: int | None = None
     parameters: int = 0  # with the head, without tables of embeddings

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from llmexp.settings.values import choice, count, knob, where
 
+MOVING = ("zscore", "quantile")  # rules whose limit of the norm follows the norms before
+BY_NORM = ("norm", *MOVING)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLimit:
@@ -25,7 +28,7 @@ class Clip:
         "limit of the global gradient norm; beside zscore and quantile an upper bound; null: none",
         1.0,
         above=0,
-        acts=where("clip.kind", "norm", "zscore", "quantile"),
+        acts=where("clip.kind", *BY_NORM),
         default=None,
     )
     max_value: float | None = knob(
@@ -67,7 +70,7 @@ class Clip:
     warmup_steps: int = count(
         "updates before zscore and quantile give a limit",
         25,
-        acts=where("clip.kind", "zscore", "quantile"),
+        acts=where("clip.kind", *MOVING),
         default=25,
     )
     ratio: float = knob(

@@ -16,7 +16,7 @@ SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule 
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """How the sizes of a model follow from its depth."""
+    """Give a model its sizes by its depth."""
 
     aspect: float = knob("features of width for each layer", 64.0, above=0, default=64.0)
     head_width: int = count(

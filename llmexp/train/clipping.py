@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from llmexp import mesh
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.metrics.rules import Measures
+from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Clip
 from llmexp.settings.values import refuse
 from llmexp.update import clip as rules
@@ -50,7 +51,7 @@ def check_clip(clip: Clip, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 def measures_of(clip: Clip) -> Measures:
     """Return what counts the figures that a rule measures, in their order."""
     values, units = dict[str, float | None](), dict[str, float]()
-    if clip.kind in ("zscore", "quantile"):
+    if clip.kind in MOVING:
         values["clip_limit"] = None
     elif clip.kind == "value" and clip.max_value is not None:
         values["grad_entry_max"] = clip.max_value

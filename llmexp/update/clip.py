@@ -165,10 +165,6 @@ class UpdateLimit:
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=joined.device)
         self._before: list[Tensor] = []
 
-    @property
-    def tensors(self) -> int:
-        return len(self._limited)
-
     @torch.no_grad()
     def before(self) -> None:
         """Keep the weights as they are before the update."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmexp.settings.clipping import BY_NORM, MOVING
+
 EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
 
 
@@ -37,9 +39,8 @@ class Limit:
         window: int,
         warmup_steps: int,
     ) -> None:
-        by_norm = kind in ("norm", "zscore", "quantile")
-        self._kind, self._most = kind, max_norm if by_norm else None
-        self.moving = kind in ("zscore", "quantile")
+        self._kind, self._most = kind, max_norm if kind in BY_NORM else None
+        self.moving = kind in MOVING
         self._z, self._decay, self._quantile = z, decay, quantile
         self._needed = warmup_steps
         self._updates = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,24 +110,25 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             held: tuple[list[Tensor], ...] = ([], [], [])
             self._init_group(group, *held)  # parameters, gradients, momenta
+            rows, safety = polynomials(group["ns_coefficients"], group["ns_steps"])
+            work = partial(orthogonalize, rows=rows, safety=safety, eps=group["eps"])
             for parameters, gradients, momenta in _rounds(*held):
-                self._round(group, parameters, gradients, momenta, skip)
+                self._round(group, work, parameters, gradients, momenta, skip)
 
     def _round(
         self,
         group: dict[str, Any],
+        work: Callable[[Tensor], Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
         momenta: list[Tensor],
         skip: Tensor | None,
     ) -> None:
-        """Update matrices of one shape or its transpose, at most one for each rank."""
+        """Update matrices of one shape or its transpose, at most one for each rank.
+
+        `work` makes one of them orthogonal.
+        """
         decay, beta, lr = group["weight_decay"], group["momentum"], group["lr"]
-        rows, safety = polynomials(group["ns_coefficients"], group["ns_steps"])
-
-        def work(matrix: Tensor) -> Tensor:
-            return orthogonalize(matrix, rows, safety, group["eps"])
-
         new = [m.lerp(g, 1 - beta) for m, g in zip(momenta, gradients, strict=True)]
         pairs = zip(gradients, new, strict=True)
         wanted = [g.lerp(m, beta) if group["nesterov"] else m for g, m in pairs]

@@ -17,6 +17,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
+from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob, ramp_sizes
 from llmexp.settings.targets import bind
@@ -159,7 +160,7 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
                 why = "as the next one begins with the same step"
             yield f"batch.ramp: the stage from {tokens:,} tokens on never begins, {why}"
     clip = config.clip
-    if clip.kind in ("zscore", "quantile") and clip.warmup_steps >= run.max_steps:
+    if clip.kind in MOVING and clip.warmup_steps >= run.max_steps:
         yield (
             f"clip.warmup_steps={clip.warmup_steps}: the run ends after {run.max_steps} updates, "
             f"so clip={clip.kind} never gives a limit"
