@@ -96,11 +96,12 @@ def train(
     lrs: list[float] | None = None,
     clip: Callable[[dict[str, Tensor], dict[str, Tensor]], None] | None = None,
     threshold: float = math.inf, qk_limit: float = math.inf,
+    factors: Callable[[str], tuple[float, float]] = lambda name: (1.0, 1.0),
 ) -> Reference:  # fmt: skip
     """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been
     printed. `real_batch` may be a list, of each step; so may the base rate, as `lrs`.
     `clip(weights, gradients)` clips in place; `threshold` and `qk_limit` are those of StableAdamW
-    and QK-Clip."""
+    and QK-Clip; `factors` gives those on rate and decay of a parameter."""
     w = {k: v.double().clone().requires_grad_() for k, v in weights.items()}
     moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in w.items()}
     available = (len(stream) - 1) // length
@@ -163,9 +164,10 @@ def train(
                 second.mul_(beta2).add_((1 - beta2) * g * g)
                 corrected = second.div(1 - beta2**update)
                 rms = math.sqrt(float((g * g / corrected.clamp(min=eps**2)).mean()))
-                rate = lr * factor / max(1.0, rms / threshold)
+                own_rate, own_decay = factors(name)
+                rate = lr * own_rate * factor / max(1.0, rms / threshold)
                 if p.ndim >= 2:
-                    p.mul_(1 - rate * decay)
+                    p.mul_(1 - rate * decay * own_decay)
                 p.sub_(rate * first / (1 - beta1**update) / (corrected.sqrt() + eps))
             width = w["token_embedding.weight"].shape[1] // n_heads
             for block, largest_bh in enumerate(heads):

@@ -98,6 +98,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "data.cache_dir": {"data.cache_dir": "elsewhere"},
     "optimizer.lr_rule": {"optimizer.lr_rule": "sqrt", "optimizer.reference_batch": 32},
     "optimizer.reference_batch": {"optimizer.lr_rule": "linear", "optimizer.reference_batch": 32},
+    "optimizer.groups": {"optimizer.groups": [{"match": "*.mlp.*", "lr": 0.5}]},
     "optimizer.adamw_lr": {"optimizer.adamw_lr": 0.1},
     "optimizer.adjust_lr": {"optimizer.adjust_lr": "original"},
     "optimizer.ns_coefficients": {"optimizer.ns_coefficients": "polar_express"},

@@ -30,12 +30,12 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 11_750,
-    "run": 7_500,
+    "settings": 11_850,
+    "run": 7_600,
     "system": 6_450,
     "models": 13_350,
     "mesh": 4_950,
-    "update": 8_700,
+    "update": 9_200,
     "metrics": 7_600,
     "data": 32_300,
     "tasks": 3_100,
@@ -44,7 +44,7 @@ SIZES = {
     "exchange": 9_950,
     "tracker": 9_700,
     "compare": 51_220,
-    "train": 37_950,
+    "train": 38_200,
     "evaluate": 2_550,
     "forecast": 9_750,
     "compose": 9_900,

@@ -3,7 +3,7 @@
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
 would. This room imports the standard library and `settings` only. Next to read: batch (the batch
 equation), stages (batches that change), budget (steps and tokens), layout (ranks), shape (sizes of
-a model from one number), banner (the run in words).
+a model from one number), shares, banner (the run in words).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from llmexp.run.batch import rate_by_batch, solve_batch, too_large
 from llmexp.run.budget import BUDGETS, Price, solve_budget, spent_of
 from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
+from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.run.stages import BatchStage, stage_at, stages_of
 from llmexp.settings.config import Config, Train
 from llmexp.settings.convert import ramp_sizes
@@ -95,6 +96,9 @@ class Facts:
         "how the rates follow the real batch",
         "optimizer.lr optimizer.lr_rule optimizer.reference_batch real_batch_size",
     )
+    groups: tuple[GroupShare, ...] = follows(
+        "what each group of parameters takes", "optimizer.groups model", default=()
+    )
     compiled: str = follows(  # empty where nobody asked
         "whether the model is compiled, and why", "train.compile device", default=""
     )
@@ -124,16 +128,6 @@ class Facts:
     def price(self) -> Price:
         """Return what budgets need to know of the model."""
         return Price(self.flops_per_token, self.parameters_with_head or self.parameters)
-
-
-@dataclass(frozen=True)
-class SourceShare:
-    """The part of a run that one source of its data makes."""
-
-    name: str
-    tokens: int  # that the source has
-    sequences: int  # that the run trains on
-    epochs: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +233,8 @@ class Run(Facts):
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
-        for key in ("initial", "memory", "parent", "compiled", "sources", "shape", "budget_given"):
+        absent = "initial memory parent compiled sources shape budget_given groups"
+        for key in absent.split():
             if not found[key]:
                 del found[key]
         if self.ramp is None:

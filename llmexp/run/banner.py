@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmexp.run import Parent, Run, SourceShare
+from llmexp.run import Parent, Run
+from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.settings.labels import plural
 
 
@@ -57,6 +58,13 @@ def _source_text(run: Run, source: SourceShare) -> str:
     )
 
 
+def _group_text(group: GroupShare) -> str:
+    size = f"{plural(group.tensors, 'tensor')}, {plural(group.parameters, 'parameter')}"
+    if not group.match:
+        return f"all others: {size}, rate and weight decay as they are"
+    return f"{group.match}: {size}, rate x {group.lr:g}, weight decay x {group.weight_decay:g}"
+
+
 def _parent_text(parent: Parent) -> str:
     return (
         f"step {parent.step:,} of {parent.folder}, with its {parent.tokens:,} tokens; budgets and "
@@ -101,6 +109,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
         *([("rate", run.rates)] if run.rates else []),
+        *[("group", _group_text(group)) for group in run.groups],
         ("warm-up", warmup),
     ]
     of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"

@@ -19,7 +19,7 @@ from llmexp.settings.values import Knob, Where, choice, count, knob, where
 COMMON = {
     "model": ("init_from", "init_grow", "size", "depth", "shape_rule"),
     "data": ("shuffle", "ignore_id"),
-    "optimizer": ("lr_rule", "reference_batch"),
+    "optimizer": ("lr_rule", "reference_batch", "groups"),
 }
 
 
@@ -213,6 +213,7 @@ class OptimizerKnobs:
             default=None,
         ),
     ]
+    groups = rules.groups
     lr = Annotated[float, knob("base learning rate", 3e-4, above=0)]
     momentum = Annotated[float, knob("decay of the momentum; 0: none", 0.9, at_least=0, below=1)]
     nesterov = Annotated[

@@ -34,6 +34,15 @@ class ShapeRule:
     )
 
 
+@dataclass(frozen=True)
+class Group:
+    """Multiply rate and weight decay of the parameters whose names a pattern matches."""
+
+    match: str = knob("pattern of names, as in a shell; the first that matches", "*.mlp.*")
+    lr: float = knob("factor on their rate", 0.3, at_least=0, default=1.0)
+    weight_decay: float = knob("factor on their weight decay", 0.0, at_least=0, default=1.0)
+
+
 size = Annotated[
     Any,
     knob(
@@ -58,5 +67,14 @@ shape_rule = Annotated[
         "mlp_factor: 4, multiple: 64, queries_per_kv: 1}; null: so, with 8/3 for Llama's MLP",
         acts=Where(ONE_NUMBER),
         default=None,
+    ),
+]
+groups = Annotated[
+    list[Group],
+    knob(
+        "factors on rate and weight decay by pattern of parameter names; the first that matches "
+        "counts",
+        [{"match": "*.token_embedding.*", "lr": 0.3, "weight_decay": 0}],
+        default=[],
     ),
 ]

@@ -10,5 +10,6 @@ patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 muon       its polynomials, and its work shared among ranks
 optim      the optimizers, and an update that the device can skip
+groups     factors on the rate and the weight decay of single parameters
 twin       other last bits of the initial weights
 """

@@ -206,10 +206,13 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def set_rate(optimizers: list[Optimizer], factor: float) -> float:
-    """Set every group to its base rate x factor; return the rate of the first group."""
+    """Set every group to its base rate x its own factor x factor; return the first base rate x it.
+
+    A group has a factor of its own where `groups` gave it one.
+    """
     for group in (g for o in optimizers for g in o.param_groups):
-        group["lr"] = group["initial_lr"] * factor
-    return optimizers[0].param_groups[0]["lr"]
+        group["lr"] = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
+    return optimizers[0].param_groups[0]["initial_lr"] * factor
 
 
 def _guards(optimizer: Optimizer) -> bool:

@@ -27,6 +27,7 @@ from llmexp.data.sampler import Sampler
 from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.windows import order_of
+from llmexp.update.optim import set_rate
 
 MATMUL = re.compile(
     r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"
@@ -215,7 +216,6 @@ def train_plainly(
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = parts.build_optimizers(model)
-    groups = [g for o in optimizers for g in o.param_groups]
     in_update = None
     if off is not None:
         in_update = Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
@@ -224,9 +224,7 @@ def train_plainly(
         targets = targets_of(rows, ignore_id, parts.document_end)
         count = int((targets != -100).sum())
         factor = parts.rate_factor(update) * parts.run.stage_at(step).rate
-        for group in groups:
-            group["lr"] = group["initial_lr"] * factor
-        found.rates.append(groups[0]["lr"])
+        found.rates.append(set_rate(optimizers, factor))
         found.counts.append(count)
         if not count:
             for figures in (found.losses, found.norms, found.norms_post_clip):

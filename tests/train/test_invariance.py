@@ -27,6 +27,8 @@ SETTINGS = [
     f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null",
     "train.data_digest=true",
     "train.tail=keep", "data.val_ratio=0", "metrics.layers_every=1",
+    "optimizer.groups=[{match: '*.q_proj.*', lr: 3, weight_decay: 0}, {match: '*.attention.*'}, "
+    "{match: 'blocks.*', lr: 0.5, weight_decay: 4}]",
 ]  # fmt: skip
 CUTS = {"16x1": (16, 1), "4x4": (4, 4), "1x16": (1, 16)}
 # Each with its cut of the 16 sequences: micro_batch_size, gradient_accumulation_steps, and where
@@ -51,11 +53,18 @@ def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more
     return train(folder, name, *SETTINGS, f"data.train_files=[{tokens}]", *cut, *more)
 
 
+def factors(name: str) -> tuple[float, float]:
+    """Those of the groups in SETTINGS."""
+    if "q_proj" in name:
+        return 3.0, 0.0
+    return (0.5, 4.0) if "blocks" in name and ".attention." not in name else (1.0, 1.0)
+
+
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:
     settings = {
         "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2,
         "end_ratio": 0.1,
-        "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, **more,
+        "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, "factors": factors, **more,
     }  # fmt: skip
     return reference.train(weights(result, 0), np.load(tokens), **settings)
 

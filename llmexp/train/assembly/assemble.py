@@ -43,6 +43,7 @@ from llmexp.train.assembly.parts import (
     build_model,
     build_on_meta,
     build_optimizers,
+    group_shares,
     initial_notes,
     prepare_tasks,
     shaped,
@@ -143,7 +144,7 @@ def assemble(
     solved = _solved(config, place, batch, optimizer, sized)
     section = solved.model, kind, end
     model = once(build_on_meta, *section)
-    loss = _loss_on_meta(model, optimizer, section, solved.clip)
+    loss, notes = _loss_on_meta(model, optimizer, section, solved.clip)
     check_parallel(solved, place.layout, loss)
     train, length, mask = config.train, batch.sequence_length, batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
@@ -163,7 +164,7 @@ def assemble(
 
     # run: every derived number
     parent = parent or parent_of(solved, trunk, corpus)
-    notes = {"parent": parent, "rates": rates, "shape": shape, "warnings": tuple(warnings)}
+    notes |= {"parent": parent, "rates": rates, "shape": shape, "warnings": tuple(warnings)}
     facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
     run = solve_run(config, solved, facts, corpus, once)
     return Parts(
@@ -184,16 +185,17 @@ def assemble(
 
 def _loss_on_meta(
     model: nn.Module, optimizer: dict[str, Any], section: tuple[Any, ...], clip: Clip
-) -> WindowLoss:
-    """Return the model with its loss, without memory, once its optimizers were built.
+) -> tuple[WindowLoss, dict[str, Any]]:
+    """Return the model with its loss, without memory, and facts about its optimizers.
 
     Raises ConfigError, also for a rule of clipping that does not go with them.
     """
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
         bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
-        check_clip(clip, bare, build_optimizers(optimizer, bare))
-        return WindowLoss(model)
+        optimizers = build_optimizers(optimizer, bare)
+        check_clip(clip, bare, optimizers)
+        return WindowLoss(model), {"groups": group_shares(optimizer, bare, optimizers)}
 
 
 def _solved(

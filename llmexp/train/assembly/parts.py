@@ -23,14 +23,17 @@ from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.common import parameter_counts
 from llmexp.models.hf import check_finite
 from llmexp.run.shape import solve_shape
+from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
+from llmexp.settings.convert import checked_knob
+from llmexp.settings.rules import Group
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.settings.variables import fill
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import optim, precision
+from llmexp.update import groups, optim, precision
 from llmexp.update.twin import perturb
 
 
@@ -185,9 +188,35 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
     """Return the optimizers of the section, whose rates are solved. Raise ConfigError."""
     built = bind("optimizer", section, {})(model)
     try:
-        return optim.as_list(built)
+        optimizers = optim.as_list(built)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
+    groups.by_name(model, optimizers, groups_of(section))
+    return optimizers
+
+
+def groups_of(section: dict[str, Any]) -> list[Group]:
+    """Return the groups of parameters of an optimizer section. Raises ConfigError."""
+    found: list[Group] = checked_knob(
+        "optimizer.groups", fill(section, "optimizer").get("groups", [])
+    )
+    return found
+
+
+def group_shares(
+    section: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[GroupShare, ...]:
+    """Return what each of the groups takes, and what is left for none of them."""
+    if not (wanted := groups_of(section)):
+        return ()
+    places = groups.groups_by_name(model, optimizers, wanted)
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    taken = []
+    for number, group in [*enumerate(wanted), (None, Group("", 1.0, 1.0))]:
+        own = [sizes[key] for key, place in places.items() if place == number]
+        if own:
+            taken.append(GroupShare(**vars(group), tensors=len(own), parameters=sum(own)))
+    return tuple(taken)
 
 
 SIZES = (

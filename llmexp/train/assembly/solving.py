@@ -14,8 +14,9 @@ from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.models.common import parameter_counts
 from llmexp.models.loss import WindowLoss
-from llmexp.run import Facts, Run, SourceShare, solve
+from llmexp.run import Facts, Run, solve
 from llmexp.run.layout import Layout
+from llmexp.run.shares import SourceShare
 from llmexp.runs import provenance
 from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
