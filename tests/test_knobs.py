@@ -69,6 +69,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "model.size": {"model.size": "2k"},
     "model.depth": {"model.depth": 2},
     "model.shape_rule": {"model.shape_rule": {"aspect": 8}, "model.depth": 2},
+    "model.parametrization": {"model.parametrization": "mup", "model.base_width": 8},
+    "model.base_width": {"model.parametrization": "mup", "model.base_width": 4},
     "model.n_heads": {"model.n_heads": 4},
     "model.dropout": {"model.dropout": 0.3},
     "model.vocab_size": {"model.vocab_size": 384},

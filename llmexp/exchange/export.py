@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
+from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.models.common import all_finite
 from llmexp.settings.values import ConfigError
@@ -40,14 +41,15 @@ class Stored:
     """The form of the weights in the files.
 
     `dtype` None: as in the checkpoint; `vocabulary`: the ids to write, without rows of padding
-    behind them, None: all.
+    behind them, None: all; `factor`: on each of our parameters.
     """
 
     dtype: torch.dtype | None = None
     vocabulary: int | None = None
+    factor: Callable[[str], float] = lambda name: 1.0
 
 
-def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype) -> Tensor:
+def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype, form: Stored) -> Tensor:
     """Return a tensor of theirs, made of ours in the memory that it takes itself."""
     found = torch.empty(_shape(loaded, rule), dtype=dtype)
     target = found.T if rule.transposed and found.ndim == 2 else found
@@ -56,7 +58,10 @@ def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype) -> Tensor:
     else:
         parts = list(target.split([loaded.model[name][0].shape[0] for name in rule.ours]))
     for name, part in zip(rule.ours, parts, strict=True):
-        whole_tensor(loaded, name, part)
+        if (factor := form.factor(name)) == 1:
+            whole_tensor(loaded, name, part)
+        else:  # rounded once
+            part.copy_(whole_tensor(loaded, name).double() * factor)
     return found
 
 
@@ -92,7 +97,7 @@ def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored)
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        _write_file(folder / name, loaded, shard, kinds, shapes)
+        _write_file(folder / name, loaded, shard, kinds, shapes, form)
         place |= {rule.theirs: name for rule in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": place}
@@ -106,13 +111,14 @@ def _write_file(
     shard: list[Rule],
     kinds: dict[str, torch.dtype],
     shapes: dict[str, tuple[int, ...]],
+    form: Stored,
 ) -> None:
     """Write one file of safetensors: the length of its header, the header, the tensors in turn."""
     named = [(rule.theirs, kinds[rule.theirs], shapes[rule.theirs]) for rule in shard]
     with open(file, "wb") as f:
         f.write(tensor_files.header(named, {"format": "pt"}))
         for rule in shard:
-            tensor = theirs(loaded, rule, kinds[rule.theirs])
+            tensor = theirs(loaded, rule, kinds[rule.theirs], form)
             if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
                 tensor = tensor[: shapes[rule.theirs][0]]
             if not all_finite(tensor):
@@ -155,7 +161,7 @@ def export_model(
     `check`: read the files with transformers before the folder gets its name. Raises ConfigError
     for a model that transformers does not have.
     """
-    end = tokenizer.eot_token
+    end, form = tokenizer.eot_token, replace(form, factor=multipliers(section))
     described, rules = _described(loaded, section, end)
     padding = 0
     if form.vocabulary is not None and "vocab_size" in section:
@@ -170,6 +176,8 @@ def export_model(
     facts = {
         "weights": "their exponential moving average (train.ema)" * (weights == "ema"),
         "stored as": rounding(stored, trained),
+        "parametrization": (section.get("parametrization", "standard") != "standard")
+        * "trained with mup, whose multipliers are now in the final norm and in the queries",
         "vocabulary": padding and f"{form.vocabulary:,} ids; {padding:,} rows of padding left out",
     }
     with new_folder(folder) as draft:

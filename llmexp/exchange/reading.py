@@ -20,6 +20,7 @@ from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, is_step, step
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
+from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.models.common import all_finite
 from llmexp.runs import rundir
@@ -40,7 +41,7 @@ class WeightSource:
     """Weights in files, and the knobs of our model that computes the same.
 
     `folder`: of Hugging Face, or of a run. `rules`: how its tensors make ours; `shapes` and `read`:
-    by their names.
+    by their names. `factor`: on each of our parameters, for the standard parametrization.
     """
 
     name: str
@@ -50,6 +51,7 @@ class WeightSource:
     rules: list[Rule]
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    factor: Callable[[str], float] = lambda name: 1.0
 
 
 def open_source(given: Any, hashed: bool = True) -> WeightSource:
@@ -127,6 +129,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:
         rules,
         shapes,
         lambda name: whole_tensor(loaded, name),
+        multipliers(section),
     )
 
 
@@ -277,12 +280,13 @@ def check_values(source: WeightSource) -> None:
 
 
 @torch.no_grad()
-def begin_with(model: nn.Module, source: WeightSource) -> None:
-    """Copy the weights, which `check_weights` has found to fit, into the model.
+def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any]) -> None:
+    """Copy the weights, which `check_weights` has found to fit, into the model of a section.
 
-    Rows that they do not have stay as they are.
+    Rows that they do not have stay as they are. Another parametrization computes the same with
+    other weights: these are converted.
     """
-    own = named_tensors(model)
+    own, factor = named_tensors(model), multipliers(section)
     for rule in source.rules:
         theirs = source.read(rule.theirs)
         if rule.transposed and theirs.ndim == 2:
@@ -290,5 +294,6 @@ def begin_with(model: nn.Module, source: WeightSource) -> None:
         start = 0
         for name in rule.ours:
             rows = theirs.shape[0] if len(rule.ours) == 1 else own[name].shape[0]
-            own[name][:rows].copy_(theirs[start : start + rows])
+            part, ratio = theirs[start : start + rows], source.factor(name) / factor(name)
+            own[name][:rows].copy_(part if ratio == 1 else part.double() * ratio)
             start += rows

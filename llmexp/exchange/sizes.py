@@ -13,6 +13,7 @@ from llmexp.runs.naming import named_checkpoint
 
 # Knobs that two models with the same weights may have otherwise.
 FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained")
+CONVERTED = ("parametrization", "base_width")  # by factors on weights: `multipliers`
 
 
 def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
@@ -34,4 +35,4 @@ def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
 
 def knobs_of(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a model section that decide its weights or what it computes."""
-    return {key: value for key, value in section.items() if key not in FREE}
+    return {key: value for key, value in section.items() if key not in FREE + CONVERTED}

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.planned import kind_of
-from llmexp.settings.values import ConfigError
+from llmexp.settings.rules import MUP_HEAD
+from llmexp.settings.values import ConfigError, refuse
 
 INIT_STD = 0.02
 
@@ -31,6 +32,8 @@ class LanguageModel(nn.Module):
     head_weight: Tensor
     residual: str  # the dtype of the residual stream: full, as the parameters', or autocast
     sliding_window: int | None = None  # tokens that a token looks back to; None: all
+    base_width: int | None = None  # where model.parametrization is mup
+    width_ratio = 1.0  # d_model / base_width
     mlp_factor = 4.0  # width of the MLP over that of the model, where a rule gives the shape
 
     def features(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
@@ -39,6 +42,27 @@ class LanguageModel(nn.Module):
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Return logits (b, t, v) of the next token."""
         return F.linear(self.features(tokens_bt), self.head_weight)
+
+    def parametrize(self, kind: str, base_width: int | None, width: int) -> None:
+        """Take the multipliers of a parametrization, before `begin`. Raises ConfigError.
+
+        mup (Yang et al. 2022, arXiv 2203.03466, table 8) is that of the package mup: with m =
+        width / base_width matrices of the blocks begin with a variance over m, logits are over m,
+        and those of attention are 8 q k / head width. Rates: `llmexp.update.groups.by_width`.
+        """
+        if kind == "standard":
+            return
+        if base_width is None:
+            text = "model.parametrization=mup needs the width that rates were found at"
+            raise refuse("model.base_width", None, text, 64)
+        self.base_width, self.width_ratio = base_width, width / base_width
+        for block in self.blocks:
+            attention: Any = block.attention
+            attention.logit_scale = math.sqrt(MUP_HEAD) / attention.head_dim
+
+    def to_head(self, h_btd: Tensor) -> Tensor:
+        """Return the hidden states after the final norm as the output projection takes them."""
+        return h_btd if self.width_ratio == 1 else h_btd / self.width_ratio
 
     def begin(self, device: torch.device) -> None:
         """Take memory and initial values, unless the model stays on the meta device."""
@@ -52,12 +76,15 @@ class LanguageModel(nn.Module):
 
         Weights N(0, 0.02^2), biases 0, norms 1 (and 0); the two projections of a block that end on
         the residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2).
+        With mup matrices of the blocks are also scaled by 1/sqrt(m).
         """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith(("out_proj", "down_proj"))
-                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+                ratio = self.width_ratio if name.startswith("blocks.") else 1.0
+                std = (residual_std if residual else INIT_STD) / math.sqrt(ratio)
+                nn.init.normal_(module.weight, std=std)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.ones_(module.weight)
             if (bias := getattr(module, "bias", None)) is not None:

@@ -143,20 +143,22 @@ def attend(
     documents: Documents | KVCache | None,
     dropout: float,
     grouped: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Return causal attention (b, h, t, k) of each token to those of its own document.
 
-    `grouped`: several query heads share a key and value head.
+    `grouped`: several query heads share a key and value head. `scale`: of the products of queries
+    and keys; None: 1 / sqrt(head width).
     """
     if isinstance(documents, KVCache):
         k_bgtk, v_bgtk = documents.join(k_bgtk, v_bgtk)
         several = q_bhtk.shape[2] > 1
         return F.scaled_dot_product_attention(
-            q_bhtk, k_bgtk, v_bgtk, is_causal=several, enable_gqa=grouped
+            q_bhtk, k_bgtk, v_bgtk, is_causal=several, scale=scale, enable_gqa=grouped
         )
     if documents is not None and documents.blocks is not None and _flexible(q_bhtk, dropout):
         found: Tensor = flex_attention(
-            q_bhtk, k_bgtk, v_bgtk, block_mask=documents.blocks, enable_gqa=grouped
+            q_bhtk, k_bgtk, v_bgtk, block_mask=documents.blocks, scale=scale, enable_gqa=grouped
         )
         return found
     if documents is None or documents.spans is None:
@@ -165,13 +167,20 @@ def attend(
             times, grouped = q_bhtk.shape[1] // k_bgtk.shape[1], False
             k_bgtk, v_bgtk = (x.repeat_interleave(times, dim=1) for x in (k_bgtk, v_bgtk))
         return F.scaled_dot_product_attention(
-            q_bhtk, k_bgtk, v_bgtk, mask, dropout, is_causal=mask is None, enable_gqa=grouped
+            q_bhtk,
+            k_bgtk,
+            v_bgtk,
+            mask,
+            dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
     parts: list[list[Tensor]] = [[] for _ in range(len(q_bhtk))]
     for row, start, stop in documents.spans:
         q, k, v = (x[row : row + 1, :, start:stop] for x in (q_bhtk, k_bgtk, v_bgtk))
         y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
         )
         parts[row].append(y)
     return torch.cat([torch.cat(row, 2) for row in parts])

@@ -21,6 +21,7 @@ class Attention(nn.Module):
 
     split_over_ranks = False  # by tensor parallelism
     largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
+    logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         if self.largest_h is not None and self.training:
             keep_largest(self, q_bhtk, k_bhtk, documents)
         dropout = self.dropout if self.training else 0.0
-        y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)
+        y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout, scale=self.logit_scale)
         return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
@@ -98,6 +99,8 @@ class GPT2(LanguageModel):
         dropout: ModelKnobs.dropout = 0.0,
         gelu: ModelKnobs.gelu = "tanh",
         residual: ModelKnobs.residual = "full",
+        parametrization: ModelKnobs.parametrization = "standard",
+        base_width: ModelKnobs.base_width = None,
     ) -> None:
         super().__init__()
         check_divides("n_heads", n_heads, "d_model", d_model)
@@ -114,6 +117,7 @@ class GPT2(LanguageModel):
                 Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
             )
             self.final_norm = nn.LayerNorm(d_model)
+        self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 
     @property
@@ -137,4 +141,4 @@ class GPT2(LanguageModel):
         h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
         for block in self.blocks:
             h_btd = block(self.stream(h_btd), past or documents)
-        return self.final_norm(h_btd)
+        return self.to_head(self.final_norm(h_btd))

@@ -120,6 +120,7 @@ class Attention(nn.Module):
 
     split_over_ranks = False  # by tensor parallelism
     largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
+    logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class Attention(nn.Module):
         if self.largest_h is not None and self.training:
             keep_largest(self, q_bhtk, k_bgtk, documents)
         dropout = self.dropout if self.training else 0.0
-        y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped)
+        y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped, self.logit_scale)
         return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
@@ -289,6 +290,8 @@ class Llama(LanguageModel):
         rope_scaling: LlamaKnobs.rope_scaling = None,
         sliding_window: LlamaKnobs.sliding_window = None,
         residual: LlamaKnobs.residual = "full",
+        parametrization: LlamaKnobs.parametrization = "standard",
+        base_width: LlamaKnobs.base_width = None,
     ) -> None:
         super().__init__()
         self.head_dim = _head_dim(head_dim, d_model, n_heads)
@@ -308,6 +311,7 @@ class Llama(LanguageModel):
             self.blocks = nn.ModuleList(Block(shape) for _ in range(n_layers))
             self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
+        self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 
     @property
@@ -333,4 +337,4 @@ class Llama(LanguageModel):
             documents = within(self.sliding_window, tokens_bt, documents)
         for block in self.blocks:
             h_btd = block(self.stream(h_btd), cos, sin, past or documents)
-        return self.final_norm(h_btd)
+        return self.to_head(self.final_norm(h_btd))

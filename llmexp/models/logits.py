@@ -26,6 +26,12 @@ def attentions_of(model: nn.Module) -> list[Any]:
     return found if all(is_ours(type(one).__module__) for one in found) else []
 
 
+def divisor_of(attention: Any) -> float:
+    """Return what the products of queries and keys are divided by."""
+    scale = getattr(attention, "logit_scale", None)
+    return math.sqrt(attention.head_dim) if scale is None else 1 / scale
+
+
 def watch_heads(attentions: list[Any], rows: int, ranks: int, device: torch.device) -> Tensor:
     """Let each attention keep the largest logit of its heads from now on, in `largest_h`.
 
@@ -46,7 +52,7 @@ def watch_heads(attentions: list[Any], rows: int, ranks: int, device: torch.devi
 def keep_largest(attention: Any, q_bhtk: Tensor, k_bgtk: Tensor, documents: Any) -> None:
     """Raise the kept logit of each head to the largest of these queries and keys.
 
-    A logit is q k / sqrt(head width), of a key that the query sees.
+    A logit is q k / `divisor_of`, of a key that the query sees.
     """
     b, h, t, width = q_bhtk.shape
     g = k_bgtk.shape[1]
@@ -66,7 +72,9 @@ def keep_largest(attention: Any, q_bhtk: Tensor, k_bgtk: Tensor, documents: Any)
         logits_bhrs = logits_xrs.view(b, h, last - first, last)
         rows_r = torch.arange(first, last, device=q_bhtk.device)
         hidden = ~seen_by(rows_r, t, documents)[..., :last]
-        largest_bh = logits_bhrs.masked_fill_(hidden, -math.inf).amax((2, 3)) / math.sqrt(width)
+        largest_bh = logits_bhrs.masked_fill_(hidden, -math.inf).amax((2, 3)) / divisor_of(
+            attention
+        )
         largest_bh = torch.where(attention.counted_b[:, None], largest_bh, -math.inf)
         attention.largest_h.copy_(torch.maximum(attention.largest_h, largest_bh.amax(0)))
 

@@ -96,6 +96,9 @@ class Facts:
         "how the rates follow the real batch",
         "optimizer.lr optimizer.lr_rule optimizer.reference_batch real_batch_size",
     )
+    parametrization: str | None = follows(
+        "what model.parametrization changes, and by how much", "model", default=None
+    )
     groups: tuple[GroupShare, ...] = follows(
         "what each group of parameters takes", "optimizer.groups model", default=()
     )
@@ -233,7 +236,7 @@ class Run(Facts):
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
-        absent = "initial memory parent compiled sources shape budget_given groups"
+        absent = "initial memory parent compiled sources shape budget_given groups parametrization"
         for key in absent.split():
             if not found[key]:
                 del found[key]

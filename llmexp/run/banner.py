@@ -108,7 +108,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("batch", batch_equation(run)),
         *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
-        *([("rate", run.rates)] if run.rates else []),
+        *[(k, v) for k, v in (("rate", run.rates), ("width", run.parametrization)) if v],
         *[("group", _group_text(group)) for group in run.groups],
         ("warm-up", warmup),
     ]

@@ -43,6 +43,24 @@ class ModelKnobs:
         ),
     ]
     size, depth, shape_rule = rules.size, rules.depth, rules.shape_rule
+    parametrization = Annotated[
+        str,
+        choice(
+            "how initial weights, rates and logits follow the width; with mup the rates that were "
+            "found at base_width hold at others",
+            "standard | mup",
+            default="standard",
+        ),
+    ]
+    base_width = Annotated[
+        int | None,
+        count(
+            "features; the d_model that rates were found at; needed with mup",
+            64,
+            acts=where("model.parametrization", "mup"),
+            default=None,
+        ),
+    ]
     vocab_size = Annotated[
         int, count("tokens; null: the tokenizer's, rounded up to a multiple of 64", 50304)
     ]

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from llmexp.settings.values import Where, count, knob
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
+MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.models.documents import Documents
-from llmexp.models.logits import seen_by
+from llmexp.models.logits import divisor_of, seen_by
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.settings.values import is_ours
@@ -137,7 +137,9 @@ class Layers:
             def look_at(module: Any, inputs: tuple[Any, ...]) -> None:
                 q_bhtk, k_bgtk, _ = module.heads(*inputs[:-1])
                 with torch.autocast(q_bhtk.device.type, enabled=False):  # products of 16 bits
-                    largest, entropy = attention_figures(q_bhtk, k_bgtk, inputs[-1])
+                    largest, entropy = attention_figures(
+                        q_bhtk, k_bgtk, inputs[-1], divisor_of(module)
+                    )
                 found["attention_logit_max"][name] = mesh.maximum(self._mesh, largest)
                 found["attention_entropy"][name] = mesh.mean_of_split(self._mesh, entropy)
 
@@ -167,18 +169,18 @@ def rms(x: Any) -> Tensor:
 
 
 def attention_figures(
-    q_bhtk: Tensor, k_bgtk: Tensor, documents: Documents | None
+    q_bhtk: Tensor, k_bgtk: Tensor, documents: Documents | None, divisor: float
 ) -> tuple[Tensor, Tensor]:
     """Return the largest attention logit, and the mean entropy of attention in nats.
 
     They are over all heads and QUERIES queries, which are spread evenly from the first to the last
-    token; logits are q k / sqrt(head width), of the tokens that a query sees.
+    token; logits are q k / `divisor`, of the tokens that a query sees.
     """
     t, dtype = q_bhtk.shape[2], _exact(q_bhtk)
     rows = torch.linspace(0, t - 1, min(t, QUERIES), device=q_bhtk.device).round().long()
     q_bhrk, k_bgtk = q_bhtk[:, :, rows].to(dtype), k_bgtk.to(dtype)
     k_bhtk = k_bgtk.repeat_interleave(q_bhtk.shape[1] // k_bgtk.shape[1], dim=1)
-    logits_bhrt = q_bhrk @ k_bhtk.transpose(-1, -2) / math.sqrt(q_bhtk.shape[-1])
+    logits_bhrt = q_bhrk @ k_bhtk.transpose(-1, -2) / divisor
     logits_bhrt = logits_bhrt.masked_fill(~seen_by(rows, t, documents), -math.inf)
     entropy_bhr = torch.special.entr(logits_bhrt.softmax(-1)).sum(-1)
     return logits_bhrt.amax(), entropy_bhr.mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 
 from llmexp.settings.rules import Group
 from llmexp.settings.values import refuse
-from llmexp.update.patterns import first_matches
+from llmexp.update.muon import Muon
+from llmexp.update.optim import Lion
+from llmexp.update.patterns import first_matches, plain_names
 
 KEY = "optimizer.groups"
 
@@ -58,6 +61,58 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
 
     for optimizer in optimizers:
         scale(optimizer, factors)
+
+
+# of torch, and ours: an update's entries have a size that the gradient's size does not change
+ADAM_LIKE = (
+    torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Adagrad, Lion,
+)  # fmt: skip
+
+
+def by_width(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Give parameters the factors of a model with model.parametrization=mup.
+
+    They are those of the package mup 1.0 (MuAdam, MuSGD): rate times weight decay stays. Raises
+    ConfigError for an optimizer whose rule is not known.
+    """
+    if (ratio := getattr(model, "width_ratio", 1.0)) == 1:
+        return
+    hidden = {id(p) for p in hidden_matrices(model)}
+    for optimizer in optimizers:
+        inside, outside = width_factors(optimizer, ratio)
+
+        def factors(p: nn.Parameter) -> tuple[float, float]:
+            lr = inside if id(p) in hidden else outside  # noqa: B023 (it is asked at once)
+            return lr, 1 / lr
+
+        scale(optimizer, factors)
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of the blocks, whose both dimensions grow with the width."""
+    names = plain_names(name for name, _ in model.named_parameters())
+    pairs = zip(names, model.parameters(), strict=True)
+    return [p for name, p in pairs if name.startswith("blocks.") and p.ndim == 2]
+
+
+def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
+    """Return the factors on the rate of the matrices of the blocks, and of all else.
+
+    An update of Muon's has a norm that makes outputs change alike at any width, unless its rate is
+    matched with AdamW's: then it has a factor sqrt(width), which is taken back.
+    """
+    if isinstance(optimizer, Muon):
+        matched = optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+        return (1 / math.sqrt(ratio) if matched else 1.0), 1.0
+    if isinstance(optimizer, ADAM_LIKE):
+        return 1 / ratio, 1.0
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1.0, ratio
+    text = (
+        f"has no rule for {type(optimizer).__name__}, only for torch's Adam and its like, SGD and"
+    )
+    raise refuse("model.parametrization", "mup", f"{text} our Muon and Lion", "standard")
 
 
 def scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, float]]) -> None:

@@ -18,6 +18,7 @@ from llmexp.checkpoint.pieces import StoredPiece
 from llmexp.data.tokenizers import byte_level
 from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export_model
+from llmexp.exchange.multipliers import multipliers
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.settings.targets import bind
@@ -32,10 +33,15 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# Multipliers 1/4 and 8 / sqrt(16): powers of two, so that weights come back as they were.
+MUP = {"parametrization": "mup", "base_width": 12}
 GROUPED: dict[str, Any] = SIZES | {"n_kv_heads": 2, "rope_theta": 100.0, "norm_eps": 1e-4}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "gpt2": (GPT2, SIZES),
     "gpt2, exact gelu": (GPT2, SIZES | {"gelu": "exact"}),
+    "gpt2, mup": (GPT2, SIZES | MUP | {"n_heads": 3}),
+    "llama, mup": (Llama, GROUPED | MUP | {"head_dim": 16, "tied_head": False}),
+    "qwen3, mup": (Llama, GROUPED | MUP | {"qk_norm": "head", "head_dim": 16}),
     "llama": (Llama, GROUPED),
     "llama, one group": (Llama, GROUPED | {"n_kv_heads": 1}),
     "llama, no groups": (Llama, GROUPED | {"n_kv_heads": 6}),
@@ -156,12 +162,13 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
         loss.backward()
     gradients = {name: p.grad for name, p in reference.named_parameters()}
     family, _ = reading.from_config(reference.config.to_dict(), "there")
-    own = dict(model.named_parameters())
+    own, factor = dict(model.named_parameters()), multipliers(section)
     seen = set()
     for rule in family.tensors(section):
         expected = gradients[rule.theirs]
         expected = expected.T if rule.transposed and expected.ndim == 2 else expected
-        assert close(torch.cat([own[name].grad for name in rule.ours]), expected), rule.theirs
+        grads = [own[name].grad / factor(name) for name in rule.ours]
+        assert close(torch.cat(grads), expected), rule.theirs
         seen |= set(rule.ours)
     assert seen == set(own)
 
@@ -185,7 +192,7 @@ def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Pa
     for place in (folder, again):
         source = reading.open_source(str(place))
         assert reading.check_weights(source, section, fresh) == []
-        reading.begin_with(fresh, source)
+        reading.begin_with(fresh, source, section)
         for name, parameter in fresh.named_parameters():
             assert torch.equal(parameter, dict(model.named_parameters())[name])
 

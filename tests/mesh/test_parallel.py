@@ -239,6 +239,8 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         "train.eval_every=4",
         "checkpoint.every=1",
         "checkpoint.async=true",
+        "model.parametrization=mup",
+        "model.base_width=4",
     ]
     stayed = train(tmp_path, "stayed", *settings)
     run = Result(0, "", "", cut_after(stayed, tmp_path, 1))
@@ -367,7 +369,7 @@ HEADS = [
     "model=qwen3_0_6b", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8",
     "model.tied_head=false",
     "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=5",
-    "train.sample_tokens=9",
+    "train.sample_tokens=9", "model.parametrization=mup", "model.base_width=4",
 ]  # fmt: skip
 
 

@@ -47,6 +47,7 @@ from llmexp.train.assembly.parts import (
     initial_notes,
     prepare_tasks,
     shaped,
+    width_words,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, placed
 from llmexp.train.assembly.solving import rate_factor, run_facts, solve_run
@@ -195,7 +196,8 @@ def _loss_on_meta(
         bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
         optimizers = build_optimizers(optimizer, bare)
         check_clip(clip, bare, optimizers)
-        return WindowLoss(model), {"groups": group_shares(optimizer, bare, optimizers)}
+        notes = {"groups": group_shares(optimizer, bare, optimizers)}
+        return WindowLoss(model), notes | {"parametrization": width_words(bare, optimizers)}
 
 
 def _solved(

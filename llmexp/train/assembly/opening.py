@@ -67,7 +67,7 @@ def open_weights(folder: Path, config: Config) -> Opened:
     """
     tokenizer, model = _unloaded(config)
     if (initial := initial_weights(config.model, model, True)) is not None:
-        begin_with(model, initial[0])
+        begin_with(model, initial[0], config.model)
     return Opened(folder, 0, config, tokenizer, model)
 
 

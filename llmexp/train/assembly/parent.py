@@ -16,6 +16,7 @@ from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
+from llmexp.exchange.sizes import CONVERTED
 from llmexp.run import Parent
 from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.runs import rundir
@@ -126,6 +127,12 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         begin = typed("model.init_from", f"{run}@{step}")
         way = f"leave it out, or begin a new run with what fits: {begin}"
         raise ConfigError(f"{given or 'model'}: {why}; {way}") from None
+    for key in CONVERTED:
+        now, before = ({"parametrization": "standard"} | c.model for c in (config, there))
+        if now.get(key) != before.get(key):
+            text = f"the parent's weights are of {before.get(key)}; leave it out, or convert them"
+            way = f"for a new run: {typed('model.init_from', f'{run}@{step}')}"
+            raise refuse(f"model.{key}", now.get(key), f"{text} {way}")
     if config.fork.moments == "drop":
         return
     kinds = config.optimizer["_target_"], there.optimizer["_target_"]

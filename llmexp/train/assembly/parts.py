@@ -140,7 +140,7 @@ def build_model(
     model = model.to(precision.parameter_dtype(kind))
     on_meta = any(p.is_meta for p in model.parameters())
     if fresh and not on_meta and (initial := initial_weights(section, model, False)) is not None:
-        begin_with(model, initial[0])
+        begin_with(model, initial[0], fill(section, "model"))
     perturb(model, seed, twin)
     return model
 
@@ -192,6 +192,7 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
     groups.by_name(model, optimizers, groups_of(section))
+    groups.by_width(model, optimizers)
     return optimizers
 
 
@@ -201,6 +202,25 @@ def groups_of(section: dict[str, Any]) -> list[Group]:
         "optimizer.groups", fill(section, "optimizer").get("groups", [])
     )
     return found
+
+
+def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return what model.parametrization=mup changes, and by how much; None where it is standard."""
+    if (base := getattr(model, "base_width", None)) is None:
+        return None
+    m, hidden, head = model.width_ratio, groups.hidden_matrices(model), model.blocks[0].attention
+    size, texts = sum(p.numel() for p in hidden), [f"mup: d_model / base_width {base} = {m:.4g}"]
+    texts.append(f"weights of the {len(hidden)} matrices of the blocks ({size:,} parameters) begin")
+    texts[-1] += f" {m**-0.5:.4g} times as large"
+    own = {id(p) for p in hidden}
+    for optimizer in optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        inside, outside = groups.width_factors(optimizer, m)
+        for what, lr in (("their", inside), ("all other", outside)):
+            if lr != 1 and (held & own if what == "their" else held - own):
+                texts.append(f"{what} rates x {lr:.4g}, weight decay x {1 / lr:.4g}")
+    texts += [f"logits x {1 / m:.4g}", f"attention logits 8 q k / head width {head.head_dim}"]
+    return "; ".join(texts)
 
 
 def group_shares(

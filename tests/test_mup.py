@@ -1,0 +1,214 @@
+"""model.parametrization=mup: initial weights, rates and multipliers of the package mup 1.0.0.
+
+Its formulas are written out here (`infinite`, `package_*`: mup/infshape.py, init.py, layer.py and
+optim.py of the version 1.0.0). Where the package is installed they are held against it: it is no
+dependency, as it asks for torchvision, which asks for one version of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
+from llmexp.models.logits import divisor_of
+from llmexp.settings.values import ConfigError
+from llmexp.train.layers import attention_figures
+from llmexp.update import groups, optim
+from tests.conftest import TINY, llmexp
+
+BASE, WIDTH = 16, 64
+FIXED = {"vocab_size": 48, "max_position_embeddings": 12, "n_layers": 2}
+Made = Callable[..., Any]
+
+
+def gpt2(width: int, **more: Any) -> Any:
+    return GPT2(**FIXED, n_heads=2, d_model=width, d_ff=4 * width, **more)
+
+
+def llama(width: int, **more: Any) -> Any:
+    """Of heads that are 8 wide, so that their number grows; with an output of its own."""
+    sizes = {"n_heads": width // 8, "n_kv_heads": width // 16, "d_model": width, "d_ff": 2 * width}
+    return Llama(**FIXED, **sizes, tied_head=False, biases="qkv", **more)
+
+
+MODELS: dict[str, Made] = {"gpt2": gpt2, "llama": llama}
+
+
+def mup(make: Made, width: int = WIDTH, **more: Any) -> Any:
+    return make(width, parametrization="mup", base_width=BASE, **more)
+
+
+def seeded(make: Callable[[], Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: p.detach() for name, p in make().named_parameters()}
+
+
+def infinite(make: Made) -> dict[str, list[float | None]]:
+    """By parameter, for each dimension: width over base width, or None where it does not grow."""
+    here, base = (dict(make(width).named_parameters()) for width in (WIDTH, BASE))
+    return {
+        name: [None if a == b else a / b for a, b in zip(p.shape, base[name].shape, strict=True)]
+        for name, p in here.items()
+    }
+
+
+def package_std(dims: list[float | None]) -> float:
+    """Factor of mup.init.normal_: width_mult ** -0.5 where two dimensions grow."""
+    grow = [d for d in dims if d is not None]
+    return grow[-1] ** -0.5 if len(grow) == 2 else 1.0
+
+
+def package_adam(dims: list[float | None]) -> float:
+    """Factor on the rate in MuAdam."""
+    grow = [d for d in dims if d is not None]
+    return 1 / grow[-1] if len(grow) == 2 else 1.0
+
+
+def package_sgd(dims: list[float | None]) -> float:
+    """Factor on the rate in MuSGD."""
+    grow = [d for d in dims if d is not None]
+    if len(grow) == 2:
+        return grow[0] / grow[1]  # fan-out over fan-in
+    return grow[0] if grow else 1.0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_initial_weights_are_those_of_the_package(kind):
+    make = MODELS[kind]
+    plain, ours = seeded(lambda: make(WIDTH)), seeded(lambda: mup(make))
+    factors = {name: package_std(dims) for name, dims in infinite(make).items()}
+    assert set(factors.values()) == {1.0, 0.5}
+    for name, factor in factors.items():
+        torch.testing.assert_close(ours[name], plain[name] * factor, rtol=1e-6, atol=0)
+    same = seeded(lambda: mup(make, BASE)), seeded(lambda: make(BASE))
+    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+
+
+def rates(model: nn.Module, built: Any) -> dict[str, tuple[float, float]]:
+    """Rate and weight decay of each parameter."""
+    optimizers = optim.as_list(built)
+    groups.by_width(model, optimizers)
+    optim.set_rate(optimizers, 1.0)
+    of = {id(p): g for o in optimizers for g in o.param_groups for p in g["params"]}
+    return {
+        name: (of[id(p)]["lr"], of[id(p)]["weight_decay"]) for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("build", "package"),
+    [(optim.adamw, package_adam), (optim.lion, package_adam), (optim.sgd, package_sgd)],
+)
+def test_rates_are_those_of_the_package_and_rate_times_decay_stays(kind, build, package):
+    make = MODELS[kind]
+    model = mup(make)
+    found = rates(model, build(model, lr=0.02, weight_decay=0.3))
+    for name, dims in infinite(make).items():
+        lr, decay = found[name]
+        assert lr == pytest.approx(0.02 * package(dims), rel=1e-12), name
+        assert lr * decay == pytest.approx(0.02 * 0.3 if len(dims) == 2 else 0.0, rel=1e-12), name
+
+
+def test_muon_keeps_its_rate_and_one_that_is_matched_with_adamw_loses_what_that_adds():
+    """An update of a square matrix has the spectral norm rate x 1 (original), x 0.2 sqrt(width)."""
+    for adjust, factor in (("original", 1.0), ("match_rms_adamw", 0.5)):
+        model = mup(gpt2)
+        found = rates(model, optim.muon(model, lr=0.02, weight_decay=0.3, adjust_lr=adjust))
+        for name, (lr, decay) in found.items():
+            inside = name.startswith("blocks.") and decay > 0
+            assert lr == pytest.approx(0.02 * (factor if inside else 1.0)), name
+            assert lr * decay == pytest.approx(0.02 * 0.3 if decay else 0.0), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_have_the_multipliers_of_the_package(kind):
+    """MuReadout: x / width_mult before the weights, tied ones too (MuSharedReadout); attention 8/d,
+    as its README has it. Rewritten weights of the standard model do the same."""
+    model, standard = mup(MODELS[kind]).double(), MODELS[kind](WIDTH).double()
+    head = model.blocks[0].attention.head_dim
+    tokens = torch.randint(0, 48, (2, 12))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name in weights:
+        if ".q_proj." in name:
+            weights[name] *= 8 / head * math.sqrt(head)
+    standard.load_state_dict(weights)
+    want = F.linear(standard.features(tokens) / (WIDTH / BASE), standard.head_weight)
+    torch.testing.assert_close(model(tokens), want, rtol=1e-12, atol=1e-13)
+    assert divisor_of(model.blocks[0].attention) == head / 8
+
+
+def test_figures_of_attention_are_of_the_logits_as_they_are():
+    attention = mup(gpt2).blocks[0].attention
+    q, k = torch.randn(2, 1, 2, 5, 32, dtype=torch.float64)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    logits = (q @ k.transpose(-1, -2) * 8 / 32).masked_fill(~causal, -math.inf)
+    largest, _ = attention_figures(q, k, None, divisor_of(attention))
+    assert float(largest) == pytest.approx(float(logits.max()), rel=1e-12)
+
+
+def test_the_package_has_the_formulas_of_this_file():
+    package = pytest.importorskip("mup")
+    for make in MODELS.values():
+        model = make(WIDTH)
+        package.set_base_shapes(model, make(BASE), rescale_params=False, do_assert=False)
+        adam = package.MuAdamW(model.parameters(), lr=0.02, weight_decay=0.3)
+        sgd = package.MuSGD(model.parameters(), lr=0.02)
+        of = [{id(p): g["lr"] for g in o.param_groups for p in g["params"]} for o in (adam, sgd)]
+        for name, p in model.named_parameters():
+            dims = infinite(make)[name]
+            assert of[0][id(p)] == pytest.approx(0.02 * package_adam(dims)), name
+            assert of[1][id(p)] == pytest.approx(0.02 * package_sgd(dims)), name
+            drawn = []
+            for normal in (nn.init.normal_, package.init.normal_):
+                torch.manual_seed(0)
+                normal(p, std=0.02)
+                drawn.append(p.detach().clone())
+            torch.testing.assert_close(drawn[1], drawn[0] * package_std(dims), rtol=1e-6, atol=0)
+        shared = package.MuSharedReadout(model.token_embedding.weight, bias=False)
+        x = torch.randn(3, WIDTH)
+        want = F.linear(x / (WIDTH / BASE), model.token_embedding.weight)
+        torch.testing.assert_close(shared(x), want)
+
+
+def test_what_has_no_rule_is_refused():
+    with pytest.raises(ConfigError, match=r"base_width=null: model\.parametrization=mup needs"):
+        gpt2(WIDTH, parametrization="mup")
+    model = mup(gpt2)
+    with pytest.raises(ConfigError, match="has no rule for Rprop"):
+        groups.by_width(model, [torch.optim.Rprop(model.parameters())])
+
+
+RUN = [*TINY, "model.parametrization=mup", "model.base_width=4", "data=synthetic",
+       "data.n_tokens=4000", "precision=fp64", "train.max_steps=2"]  # fmt: skip
+
+
+def test_runs_go_on_in_both_parametrizations_with_what_they_compute(tmp_path: Path) -> None:
+    """init_from converts, with the loss of the trained weights as the proof; a fork does not."""
+    run = ["train", *RUN, "optimizer.lr=0.01"]
+    assert llmexp(*run, "hydra.run.dir=a", cwd=tmp_path).code == 0
+    still = ["optimizer.lr=1e-30", "model.init_from=a", "train.max_steps=1"]
+    losses = []
+    for more in (
+        [],
+        ["model.base_width=2"],
+        ["model.parametrization=standard", "model.base_width=null"],
+    ):
+        found = llmexp(*run, *still, *more, "hydra.run.dir=b", "checkpoint.resume=never",
+                       cwd=tmp_path)  # fmt: skip
+        assert found.code == 0, found.err
+        losses.append(found.rows()[0]["train/loss"])
+        (tmp_path / "b").rename(tmp_path / f"b{len(losses)}")
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
+    other = llmexp("train", "fork.run=a", "model.base_width=8", cwd=tmp_path)
+    assert other.code == 2
+    assert "model.base_width=8: the parent's weights are of 4" in other.err
