@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ from hypothesis import settings
 
 from llmexp.settings import values
 from tests import forks, leftovers, suggestions
+from tests.jobs import pytest_addoption, pytest_runtestloop  # noqa: F401  (hooks of pytest)
 
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
@@ -77,8 +79,9 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One server of forks for all processes of pytest-xdist."""
-    if config.getoption("numprocesses", None) and os.environ.get("LLMEXP_TEST_FORKS") != "0":
+    """One server of forks for all processes of the tests."""
+    several = config.getoption("numprocesses", None) or config.getoption("jobs")
+    if several and os.environ.get("LLMEXP_TEST_FORKS") != "0":
         os.environ[forks.SHARED] = forks.begin()
 
 
@@ -118,9 +121,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage needs to look at it."""
+    if session.config.getoption("jobs"):  # for all at once
+        for name in forks.PRELOADED:
+            importlib.import_module(name)
+    forks.remember_yaml()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def _ports() -> Iterator[int]:

@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tests.forks.sitecustomize import settings
 
@@ -24,6 +26,30 @@ HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
 BEFORE = dict(os.environ)  # a test may have another home when the server starts
 SHARED = "LLMEXP_TEST_FORKS_SHARED"
+# By the processes that fork.
+PRELOADED = (
+    "llmexp.train.worker",
+    "llmexp.sweep.check",
+    "llmexp.forecast.fitting",
+    "torch._dynamo",  # by DDP
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.launcher.api",
+    "torch.utils.serialization.config",
+    "numpy.ma",
+    "wandb",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "llmexp.data.sources",
+    "llmexp.models.gpt2",
+    "llmexp.models.llama",
+    *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
+    "llmexp.compose.app",
+    "llmexp.compare.page",  # plotly and jinja2, for the end of each sweep
+    "llmexp.sweep.main",
+    "llmexp.sweep.planning",
+    "encodings.idna",
+)
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
 
 
@@ -33,6 +59,29 @@ def pretend_bf16() -> None:
 
     there = torch.cpu.get_capabilities()
     torch.cpu.get_capabilities = lambda: {**there, "bf16": True}
+
+
+def remember_yaml() -> None:
+    """Have OmegaConf parse a text once: each command reads some twenty files of conf/ for Hydra,
+    which takes a fifth of the time of composing."""
+    import yaml
+    from omegaconf import _utils, omegaconf
+
+    @functools.cache
+    def parsed(text: str, loader: type) -> Any:
+        return yaml.load(text, loader)
+
+    def load(source: Any, Loader: type) -> Any:
+        text = source if isinstance(source, str) else source.read()
+        try:
+            return parsed(text, Loader)
+        except yaml.YAMLError:
+            if text is not source:
+                source.seek(0)
+            return yaml.load(source, Loader)  # the error names the file
+
+    _utils.get_yaml_loader = functools.cache(_utils.get_yaml_loader)
+    omegaconf.yaml = SimpleNamespace(**{**vars(yaml), "load": load})
 
 
 def begin() -> str:

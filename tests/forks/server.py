@@ -17,43 +17,25 @@ import threading
 from hydra.core.plugins import Plugins
 
 from llmexp.compose import app
+from llmexp.runs import provenance
 from llmexp.system.child import STOP_SIGNALS
 from tests import forks
-
-PRELOADED = (
-    "llmexp.train.worker",
-    "llmexp.sweep.check",
-    "llmexp.forecast.fitting",
-    "torch._dynamo",  # by DDP
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.launcher.api",
-    "torch.utils.serialization.config",
-    "numpy.ma",
-    "wandb",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "llmexp.data.sources",
-    "llmexp.models.gpt2",
-    "llmexp.models.llama",
-    *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
-    "llmexp.compose.app",
-    "llmexp.sweep.main",
-    "llmexp.sweep.planning",
-)
 
 
 def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
-    for name in PRELOADED:
+    for name in forks.PRELOADED:
         importlib.import_module(name)
     Plugins.instance()  # looks through all of Hydra's plugins
+    provenance.versions()  # reads the metadata of packages
+    forks.remember_yaml()
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars
         app.compose(hydra, ["train.max_steps=1", "hydra.run.dir=a/b", "hooks=[]"])
     gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
+    gc.set_threshold(20_000, 10, 10)  # there are few in the second that it lives
 
     # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork
     # Python itself runs code in which an exception is lost.
