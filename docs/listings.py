@@ -185,6 +185,11 @@ LISTINGS = (
         (r"batch\.micro_batch_size=auto", r"batch  "),
         (*SMALL, "batch.memory_gib=8"),
     ),
+    Listing(
+        "docs/scaling.md",
+        "plan optimizer.rule=step_law train.tokens_per_parameter=20 precision=fp32 tracker=none",
+        ("rule  ",),
+    ),
     Listing("docs/corpus.md", TOKENIZER, corpus=True),
     Listing(
         "docs/corpus.md",

@@ -30,8 +30,8 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 11_900,
-    "run": 7_650,
+    "settings": 12_900,
+    "run": 9_600,
     "system": 6_450,
     "models": 13_650,
     "mesh": 4_950,
@@ -44,13 +44,13 @@ SIZES = {
     "exchange": 10_250,
     "tracker": 9_700,
     "compare": 51_220,
-    "train": 38_550,
+    "train": 38_600,
     "evaluate": 2_550,
     "forecast": 9_750,
-    "compose": 9_900,
+    "compose": 10_150,
     "sweep": 28_200,
     "verify": 16_150,
-    "cli": 17_400,
+    "cli": 17_450,
     "program": 3_000,
     "__main__.py": 900,
     "__init__.py": 300,

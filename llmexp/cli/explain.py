@@ -30,6 +30,7 @@ from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.derived import Derived
 from llmexp.run.layout import SIZES, Layout
+from llmexp.run.rules import keys_set, rules_in_words
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, short_value
@@ -131,14 +132,15 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
     found = {"key": key, "value": flat[key], "meaning": meaning_of(key, every), "history": history}
     found["affects"] = changes(key)
+    if key == "optimizer.rule":
+        found["rules"] = rules_in_words()
     if (acts := getattr(fields().get(key), "acts", None)) is not None:
         is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
         found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
     if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
         found["swept"] = swept
-    is_rate = re.fullmatch(r"optimizer\.(\w+_)?lr", key) is not None
-    by_rule = is_rate and flat.get("optimizer.lr_rule", "none") != "none"
-    if (flat[key] in (None, "auto") or by_rule) and not key.startswith(COMMANDS):
+    set_by = [name for keys in keys_set(config.optimizer).values() for name in keys]
+    if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     beside = [k for k, knob in fields().items() if knob.acts is not None and key in knob.acts.keys]
     found["used_by"] = [*used_by(key), *beside]
@@ -192,10 +194,10 @@ def solved(config: Config, key: str) -> dict[str, Any]:
         formula = fill_formula(number.formula, numbers)
     else:
         value = flatten(plain(config)).get(key)
-        if not key.startswith("optimizer.") or not numbers["rates"]:
+        if not key.startswith("optimizer.") or "rule" not in numbers:
             open_still = value in (None, "auto")
             return {"value": value} if open_still else {"value": value, "derived": value}
-        number, formula = DERIVED["rates"], numbers["rates"]
+        number, formula = DERIVED["rule"], numbers["rule"]
     return {"value": value, "derived": value, "formula": formula, "from": list(number.sources)}
 
 
@@ -313,6 +315,8 @@ def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     elif "history" in found:
         yield "set by", "nothing: it is left at its default, as it does nothing here"
     yield "swept", str(found.get("swept", ""))
+    for number, (rule, words) in enumerate(found.get("rules", {}).items()):
+        yield "" if number else "rules", f"{rule}: {words}"
     if "derived" in found:
         value = f"{value_text(found['derived'])}: " if history else ""
         yield "derived", f"{value}{found.get('formula') or 'worked out when a run starts'}"

@@ -23,7 +23,7 @@ MOST_USED = {
     "tracker": "project name tags mode",
     "model": "n_layers n_heads d_model dropout",
     "data": "train_files val_files val_ratio max_tokens",
-    "optimizer": "lr lr_rule weight_decay",
+    "optimizer": "lr rule weight_decay",
     "schedule": "warmup_steps warmup_ratio end_ratio",
 }
 FLAGS = {

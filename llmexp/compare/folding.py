@@ -9,18 +9,21 @@ from collections.abc import Iterable, Sequence
 from llmexp.compare.figures import columns_of, is_score, over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
+from llmexp.run.batch import CUT, SIZE
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
 from llmexp.settings.knobs import SEED, affects
+from llmexp.settings.rules import rule_sets_batch
 from llmexp.system.text import one_line
 
-FORK = "fork.run"
+FORK, RULE = "fork.run", "optimizer.rule"
 _PREFERRED = (
     "batch.gradient_accumulation_steps",
     "batch.real_batch_size",
     "batch.micro_batch_size",
 )
-_RATES = re.compile(r"optimizer\.(lr|\w+_lr|reference_batch)")  # what optimizer.lr_rule writes
+_RATES = re.compile(r"optimizer\.(lr|\w+_lr)")
+_BY_RULE = re.compile(r"optimizer\.(lr|weight_decay|beta2|reference\..+|exponents\..+)")
 _NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed_?[0-9]+[,+]?")
 
 
@@ -168,16 +171,21 @@ def varying(settings: Sequence[Setting], keys: Sequence[str]) -> list[str]:
 def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[str]:
     """Return the keys that vary, less the seed and those that follow from others.
 
-    Such are the real batch from the accumulation, and the rate from the batch by optimizer.lr_rule.
+    Such are the real batch from the accumulation, and what optimizer.rule sets.
     """
     settings = [e for e in settings if e.values]
     runs = [r for e in settings for r in e.runs]
     swept = {key for r in runs for key in r.swept}
     varied = varying(settings, differing)
     keys = [key for key in varied if all(key in e.values for e in settings) and key != SEED]
-    rules = all(r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for r in runs)
-    if rules or "optimizer.lr_rule" in swept:
-        keys = [key for key in keys if key in swept or not _RATES.fullmatch(key)]
+    if RULE in swept or all(r.config.get(RULE, "none") != "none" for r in runs):
+        batches = any(rule_sets_batch(r.config) for r in runs)
+        left = [
+            key
+            for key in keys
+            if key in swept or not (_BY_RULE.fullmatch(key) or (batches and key in (*CUT, *SIZE)))
+        ]
+        keys = left or keys
 
     optimizers_swept = "optimizer" in swept
 

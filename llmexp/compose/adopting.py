@@ -10,6 +10,9 @@ from omegaconf import DictConfig
 from llmexp.compose.origin import COMMAND_LINE, layers
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
+from llmexp.run.batch import CUT
+from llmexp.run.rules import SIZES as BATCH_SIZES
+from llmexp.run.rules import keys_set
 from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.variables import fill
 
@@ -39,11 +42,30 @@ def leave_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
 
     `saved`: the config is composed over that of a run, where it was decided, unless the rule itself
     is given anew."""
-    model = tree.get("model")
-    if not isinstance(model, dict) or all(model.get(name) is None for name in ("size", "depth")):
-        return
-    if beside := _beside(cfg, ONE_NUMBER, saved):
-        model |= {k: None for k in SHAPE if k in model and f"model.{k}" not in beside}
+    model, optimizer = tree.get("model"), tree.get("optimizer")
+    if isinstance(model, dict) and (model.get("size") or model.get("depth")) is not None:
+        beside = _beside(cfg, ONE_NUMBER, saved)
+        model |= {k: None for k in SHAPE if beside and k in model and f"model.{k}" not in beside}
+    if isinstance(optimizer, dict) and optimizer.get("rule", "none") != "none":
+        _leave_rule_open(tree, cfg, saved)
+
+
+def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
+    """Set what optimizer.rule decides to null, unless it is given beside the rule.
+
+    The rate by linear and sqrt also follows the batch of a fork."""
+    keys, beside = keys_set(tree["optimizer"]), _beside(cfg, ("optimizer.rule",), saved)
+    if not beside:
+        beside = _given(cfg)[-1][1]
+        by_batch = saved and tree["optimizer"]["rule"] in ("linear", "sqrt")
+        keys = keys if by_batch and beside.intersection(BATCH_SIZES) else {}
+    elif beside.intersection(BATCH_SIZES) or beside.issuperset(CUT):
+        keys["batch"] = ()  # its size is given
+    for section, names in keys.items():
+        below = tree[section]
+        for name in (key.partition(".")[2] for key in names if key not in beside):
+            if name in below:
+                below[name] = None
 
 
 def _beside(cfg: DictConfig, chosen: Sequence[str], saved: bool) -> set[str]:

@@ -122,13 +122,14 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
     return args
 
 
-# Below these a name is the user's own.
-NAMED_BY_USER = ("data.sources.", "data.sources={", "data.val.", "data.val={")
+# Sections that may be empty: below data.sources and data.val a name is the user's own.
+MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.exponents")
 
 
 def opened(override: str) -> str:
-    """Return an override that Hydra takes: one of a key with a name of the user's may add it."""
-    return f"++{override}" if override.startswith(NAMED_BY_USER) else override
+    """Return an override that Hydra takes: that of a section that may be empty may add it."""
+    starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
+    return f"++{override}" if override.startswith(starts) else override
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed
+from llmexp.settings.convert import MOVED
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
 
 MOST = 18  # names in a list of what there is
@@ -89,6 +90,8 @@ def unknown(key: str, overrides: Sequence[str]) -> str:
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
         return f"{key}: there is no such key yet; {way}"
+    if key in MOVED:
+        return f"{key}: has another name now; for example {MOVED[key]}"
     tree = known_tree(overrides)
     choices = tree["hydra"]["runtime"]["choices"]
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})

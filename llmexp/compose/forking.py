@@ -17,9 +17,10 @@ import yaml
 from hydra.errors import HydraException
 
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.run.batch import cut_anew
+from llmexp.run.batch import CUT, SIZE, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
+from llmexp.run.rules import batch_is_open
 from llmexp.runs import rundir
 from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, conf_dir, plain
@@ -29,8 +30,6 @@ from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
 ROOT = "config"  # the config that Hydra begins with
-CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
-SIZE = ("batch.real_batch_size", "batch.tokens_per_step")
 
 
 def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
@@ -230,7 +229,7 @@ def _keys(overrides: Sequence[str]) -> set[str]:
 def recut(config: Config, overrides: Sequence[str]) -> Config:
     """Return a config over that of a run with its batch cut for its ranks, unless that is given."""
     ranks = config.parallelism.nproc_per_node
-    if _keys(overrides).intersection(CUT):
+    if _keys(overrides).intersection(CUT) or batch_is_open(config.batch):
         return config
     if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the run's
         return with_knobs(config, batch={"gradient_accumulation_steps": None})

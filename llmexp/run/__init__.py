@@ -3,7 +3,8 @@
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
 would. This room imports the standard library and `settings` only. Next to read: batch (the batch
 equation), stages (batches that change), budget (steps and tokens), layout (ranks), shape (sizes of
-a model from one number), shares, banner (the run in words).
+a model from one number), rules (rate, batch and more from the size of a run), shares, banner (the
+run in words).
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmexp.run.batch import rate_by_batch, solve_batch, too_large
+from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import BUDGETS, Price, solve_budget, spent_of
 from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
+from llmexp.run.rules import rate_by_batch
 from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.run.stages import BatchStage, stage_at, stages_of
 from llmexp.settings.config import Config, Train
@@ -92,9 +94,11 @@ class Facts:
     device_name: str = follows("the device's own name", "train.device")
     precision: str = solves("precision.kind", "precision.kind device")
     precision_reason: str = follows("why this arithmetic", "precision.kind device")
-    rates: str | None = follows(  # None without a rule
-        "how the rates follow the real batch",
-        "optimizer.lr optimizer.lr_rule optimizer.reference_batch real_batch_size",
+    rule: str | None = follows(  # None without one
+        "what optimizer.rule has set, and from what",
+        "optimizer.rule optimizer.reference optimizer.exponents model "
+        f"{' '.join(BUDGETS)} real_batch_size",
+        default=None,
     )
     parametrization: str | None = follows(
         "what model.parametrization changes, and by how much", "model", default=None
@@ -236,7 +240,8 @@ class Run(Facts):
         """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
-        absent = "initial memory parent compiled sources shape budget_given groups parametrization"
+        absent = "initial memory parent compiled sources shape rule budget_given groups "
+        absent += "parametrization"
         for key in absent.split():
             if not found[key]:
                 del found[key]
@@ -281,9 +286,8 @@ def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
     sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
     before = facts.parent
     begin = (before.step, before.sequences, before.tokens) if before else (0, 0, 0)
-    rule = config.optimizer.get("lr_rule", "none")
     return tuple(
-        replace(stage, rate=rate_by_batch(rule, stage.real_batch_size / real))
+        replace(stage, rate=rate_by_batch(config.optimizer, stage.real_batch_size / real))
         for stage in stages_of(sizes, batch.sequence_length, by, begin)
     )
 

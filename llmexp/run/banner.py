@@ -28,7 +28,7 @@ def _stage_texts(run: Run) -> list[str]:
             f"{run.micro_batch_size} x {accumulation} x {run.dp_size}: "
             f"{plural(end - stage.first_step, 'step')}"
         )
-        texts.append(text if run.rates is None else f"{text}, rate x {stage.rate:.4g}")
+        texts.append(text if run.rule is None else f"{text}, rate x {stage.rate:.4g}")
     return texts
 
 
@@ -108,7 +108,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("batch", batch_equation(run)),
         *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
-        *[(k, v) for k, v in (("rate", run.rates), ("width", run.parametrization)) if v],
+        *[(k, v) for k, v in (("rule", run.rule), ("width", run.parametrization)) if v],
         *[("group", _group_text(group)) for group in run.groups],
         ("warm-up", warmup),
     ]

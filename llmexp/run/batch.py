@@ -1,16 +1,16 @@
-"""The batch equation, and learning rates that follow the size of the batch."""
+"""The batch equation."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from llmexp.settings.config import Batch
-from llmexp.settings.convert import checked_knob, ramp_sizes
+from llmexp.settings.convert import ramp_sizes
 from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
-from llmexp.settings.variables import fill
 
+CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
+SIZE = ("batch.real_batch_size", "batch.tokens_per_step")
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 
 
@@ -188,41 +188,3 @@ def _divide(real: int, by: int, what: str, key: str = "batch.real_batch_size") -
         f"is not a multiple of {what} = {by}; the nearest are {near}",
         above,
     )
-
-
-def rate_by_batch(rule: str, ratio: float) -> float:
-    """Return the factor on a rate, by `optimizer.lr_rule`, of a batch `ratio` times as large."""
-    return {"linear": ratio, "sqrt": math.sqrt(ratio)}.get(rule, 1.0)
-
-
-def solve_rates(
-    optimizer: dict[str, Any], real_batch_size: int
-) -> tuple[dict[str, Any], str | None]:
-    """Return the optimizer section with its rates scaled by `lr_rule`, and the equation in words.
-
-    The reference becomes this real batch, so that a solved section is solved again into itself.
-    Raises ConfigError.
-    """
-    rule = checked_knob("optimizer.lr_rule", optimizer.get("lr_rule", "none"))
-    reference = checked_knob("optimizer.reference_batch", optimizer.get("reference_batch"))
-    if rule == "none":
-        return optimizer, None
-    if reference is None:
-        text = f"optimizer.lr_rule={rule} needs the batch that optimizer.lr was chosen for"
-        raise refuse("optimizer.reference_batch", None, text, 32)
-    factor = rate_by_batch(rule, real_batch_size / reference)
-    rates = {
-        key: rate
-        for key, value in optimizer.items()
-        if (key == "lr" or key.endswith("_lr"))
-        and type(rate := fill(value, f"optimizer.{key}")) in (int, float)
-    }
-    if not rates:
-        text = "there is no rate `lr` in this section that it could scale"
-        raise refuse("optimizer.lr_rule", rule, text, "none")
-    scaled = {key: rate * factor for key, rate in rates.items()}
-    words = f"real_batch_size {real_batch_size} / reference_batch {reference}"
-    by = f"({words})" if rule == "linear" else f"sqrt({words})"
-    equations = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
-    solved = optimizer | scaled | {"reference_batch": real_batch_size}
-    return solved, f"{equations} (lr_rule {rule})"

@@ -17,7 +17,7 @@ class BatchStage:
     first_sequence: int  # place in the order of sequences
     real_batch_size: int
     gradient_accumulation_steps: int
-    rate: float = 1.0  # factor on the learning rate, by optimizer.lr_rule
+    rate: float = 1.0  # factor on the learning rate, by optimizer.rule
 
     def sequences_at(self, step: int) -> int:
         """Return the place in the order of sequences after so many steps."""

@@ -8,7 +8,7 @@ config     the closed sections: meaning, unit, range and effect of each knob
 clipping   those of the section clip
 execution  the closed sections that change no result
 parts      the arguments that models, data sources, optimizers and schedules share
-rules      what of these follows from few numbers
+rules      what of these follows from few numbers: shapes, and hyperparameters by optimizer.rule
 convert    from a mapping to a checked `Config`
 targets    `_target_`: from a dotted name to a function, if its package is allowed
 tracking   wandb's variables in the section `tracker`

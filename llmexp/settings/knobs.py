@@ -16,7 +16,7 @@ from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
-from llmexp.settings.rules import ONE_NUMBER, SIZES
+from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SIZES
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
@@ -109,18 +109,14 @@ def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rule for the rate amounts to where the real batch is its reference: no rule."""
-    real, reference = flat.get("batch.real_batch_size"), flat.get("optimizer.reference_batch")
-    rule = flat.get("optimizer.lr_rule", "none") != "none" and not flat.get("batch.ramp")
-    return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
-
-
 def _settled(flat: Mapping[str, Any]) -> set[str]:
     """Return the keys that decide nothing more, as what follows from them is in the config."""
     found = {"batch.tokens_per_step"} if flat.get("batch.real_batch_size") is not None else set()
     if None not in (flat.get(f"model.{name}", 0) for name in SIZES):
         found |= {key for key in flat if key.startswith((*ONE_NUMBER, "model.shape_rule"))}
+    if flat.get("optimizer.lr", 0) is not None:  # the stages of a ramp go by the rule
+        settled = RULE_KEYS[1:2] if flat.get("batch.ramp") else RULE_KEYS
+        found |= {key for key in flat if key.startswith(settled)}
     return found
 
 
@@ -131,7 +127,7 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     of an older run, has its default.
     """
     flat = {**defaults(), **flat}
-    flat = {**flat, **_unlimited(flat), **_unscaled(flat)}
+    flat = {**flat, **_unlimited(flat)}
     without = set(dead(flat)) | _settled(flat)
     for key, knob in fields().items():
         if knob.decides is not None and not _holds(knob.decides, key, flat):
@@ -170,7 +166,7 @@ _NO_WORK = {
         "seed", "twin", "log_every", "eval_every", "eval_every_tokens", "tasks_folder",
         "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
     ),
-    "optimizer": ("lr", "weight_decay", "beta1", "beta2"),
+    "optimizer": ("lr", "weight_decay", "beta1", "beta2", "rule", "reference", "exponents"),
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ ALIASES = {
     "clip.kind": "clip",
     "fork.run": "parent",
     "fork.step": "from",
+    "optimizer.reference.B": "B_ref",
+    "optimizer.reference.lr": "lr_ref",
     "optimizer.weight_decay": "wd",
     "parallelism.kind": "parallelism",
     "parallelism.nproc_per_node": "ranks",

@@ -19,7 +19,7 @@ from llmexp.settings.values import Knob, Where, choice, count, knob, where
 COMMON = {
     "model": ("init_from", "init_grow", "size", "depth", "shape_rule"),
     "data": ("shuffle", "ignore_id"),
-    "optimizer": ("lr_rule", "reference_batch", "groups"),
+    "optimizer": ("rule", "reference", "exponents", "groups"),
 }
 
 
@@ -214,23 +214,7 @@ class TokenizerKnobs:
 
 
 class OptimizerKnobs:
-    lr_rule = Annotated[
-        str,
-        choice(
-            "rates times real_batch_size / reference_batch (linear), or its square root",
-            "none | linear | sqrt",
-            default="none",
-        ),
-    ]
-    reference_batch = Annotated[
-        int | None,
-        count(
-            "real_batch_size that lr was chosen for; needed with a rule",
-            32,
-            acts=where("optimizer.lr_rule", "linear", "sqrt"),
-            default=None,
-        ),
-    ]
+    rule, reference, exponents = rules.rule, rules.reference, rules.exponents
     groups = rules.groups
     lr = Annotated[float, knob("base learning rate", 3e-4, above=0)]
     momentum = Annotated[float, knob("decay of the momentum; 0: none", 0.9, at_least=0, below=1)]

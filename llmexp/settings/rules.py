@@ -5,10 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from llmexp.settings.values import Where, count, knob
+from llmexp.settings.values import Where, choice, count, knob
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
@@ -77,5 +78,122 @@ groups = Annotated[
         "counts",
         [{"match": "*.token_embedding.*", "lr": 0.3, "weight_decay": 0}],
         default=[],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Hold what was best at one size of run, and that size; null: the rule does not need it."""
+
+    lr: float | None = knob("rate of the reference", 3e-3, above=0, default=None)
+    weight_decay: float | None = knob("its weight decay", 0.1, above=0, default=None)
+    N: float | None = knob(
+        "its parameters, with the head, without tables of embeddings", 1e7, above=0, default=None
+    )
+    D: float | None = knob("its tokens", 2e8, above=0, default=None)
+    C: float | None = knob("its floating-point operations", 1e16, above=0, default=None)
+    B: float | None = knob("its tokens per optimizer step", 65536, above=0, default=None)
+
+
+@dataclass(frozen=True)
+class Powers:
+    """Hold the exponents of a power law, by what it grows with."""
+
+    N: float = knob("exponent of the parameters", -0.33, default=0.0)
+    D: float = knob("exponent of the tokens", 0.38, default=0.0)
+    C: float = knob("exponent of the floating-point operations", 0.33, default=0.0)
+    B: float = knob("exponent of the tokens per optimizer step", 0.5, default=0.0)
+    lr: float = knob("exponent of the rate", -1.0, default=0.0)
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Hold a power law for each value that a rule sets; null: it leaves the value alone."""
+
+    B: Powers | None = knob("tokens per optimizer step, by N, D or C", {"D": 0.38}, default=None)
+    lr: Powers | None = knob("rate, by N, D, C or B", {"N": -0.33, "B": 0.5}, default=None)
+    weight_decay: Powers | None = knob(
+        "weight decay, by N, D, C, B or lr", {"B": 1, "lr": -1, "D": -1}, default=None
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Describe a rule: power laws through a reference, which is the user's where it has none.
+
+    `beta2`: tokens a step from which on it is the first value, below them the second one.
+    """
+
+    source: str
+    powers: Exponents
+    at: Reference | None = None
+    beta2: tuple[int, float, float] | None = None
+
+
+RULES = {
+    "linear": Rule("arXiv 1706.02677", Exponents(lr=Powers(B=1.0))),
+    "sqrt": Rule("arXiv 2205.10287", Exponents(lr=Powers(B=0.5))),
+    "porian": Rule(
+        "arXiv 2406.19146, beta2 as OLMo-core's ladder",
+        Exponents(B=Powers(N=2 / 3), lr=Powers(N=-1 / 3)),
+        Reference(lr=0.0047, N=108e6, B=160 * 2048),
+        (524_288, 0.95, 0.99),
+    ),
+    "step_law": Rule(
+        "arXiv 2503.04715, for a final rate of 1e-5",
+        Exponents(B=Powers(D=0.571), lr=Powers(N=-0.713, D=0.307)),
+        Reference(lr=1.79, N=1, D=1, B=0.58),
+    ),
+    "deepseek": Rule(
+        "arXiv 2401.02954",
+        Exponents(B=Powers(C=0.3271), lr=Powers(C=-0.125)),
+        Reference(lr=0.3118, C=1, B=0.2920),
+    ),
+    "power_lines": Rule(  # the timescale B / (lr x weight_decay x D) goes with (D / N)^-0.527
+        "arXiv 2505.13738",
+        Exponents(B=Powers(D=0.383), weight_decay=Powers(B=1.0, lr=-1.0, D=0.527 - 1, N=-0.527)),
+    ),
+    "t_epoch": Rule(  # the timescale stays
+        "arXiv 2405.13698",
+        Exponents(lr=Powers(B=0.5), weight_decay=Powers(B=1.0, lr=-1.0, D=-1.0)),
+    ),
+    "reference": Rule("optimizer.exponents", Exponents()),
+}
+RULE_KEYS = ("optimizer.rule", "optimizer.reference", "optimizer.exponents")
+SET = {"B": "batch.real_batch_size", "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
+
+
+def rule_sets_batch(flat: Mapping[str, Any]) -> bool:
+    """Return whether the rule of a flat config sets the batch."""
+    name = flat.get("optimizer.rule")
+    own = any(key.startswith("optimizer.exponents.B.") for key in flat)
+    return own if name == "reference" else name in RULES and RULES[name].powers.B is not None
+
+
+rule = Annotated[
+    str,
+    choice(
+        "how rate, batch, weight decay and beta2 follow from parameters N, tokens D, FLOPs C and "
+        "tokens per step B",
+        f"none | {' | '.join(RULES)}",
+        default="none",
+    ),
+]
+reference = Annotated[
+    Reference,
+    knob(
+        "the tuned run that linear, sqrt, power_lines, t_epoch and reference go on from, such as "
+        "{lr: 1e-3, B: 4096}: lr, weight_decay, N, D, C, B",
+        {"lr": 1e-3, "B": 4096},
+        default={},
+    ),
+]
+exponents = Annotated[
+    Exponents,
+    knob(
+        "power laws of optimizer.rule=reference, such as {lr: {N: -0.33}, B: {D: 0.38}}",
+        {"lr": {"N": -0.33}},
+        default={},
     ),
 ]

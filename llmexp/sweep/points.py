@@ -25,9 +25,9 @@ from llmexp.compose import forking
 from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of
-from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
+from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
@@ -245,7 +245,7 @@ def load_points(
             config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
-                solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
+                check_batch(config, solve_layout(config.parallelism, ranks).dp_size)
             point = Point(number, list(overrides), swept, composer, config, name, where)
             points.append(point.moved(number, where))
         except ConfigError as error:

@@ -81,15 +81,16 @@ def test_what_derived_a_number():
 
 
 def test_a_rate_under_a_rule_and_a_budget_that_was_replaced():
-    scaled = ["optimizer.lr=0.01", "optimizer.lr_rule=linear", "optimizer.reference_batch=4"]
+    scaled = ["optimizer.rule=linear", "+optimizer.reference={lr: 0.01, B: 48}"]
     replaced = ["optimizer=sgd", "experiment=clip_sweep", "train.max_tokens=960"]
-    rate, budget, group = told(
-        [*SYNTHETIC, *scaled, *replaced], "optimizer.lr", "train.max_steps", "optimizer"
+    rate, rule, budget, group = told(
+        [*SYNTHETIC, *scaled, *replaced],
+        *("optimizer.lr", "optimizer.rule", "train.max_steps", "optimizer"),
     )
-    assert (rate["value"], rate["derived"]) == (0.01, 0.02)
-    assert rate["formula"].startswith("lr 0.01 x (real_batch_size 8 / reference_batch 4) = 0.02")
-    assert "rates" in rate["used_by"]
-    assert [h["value"] for h in rate["history"]][-1] == 0.01
+    assert (rate["value"], rate["derived"]) == (None, 0.02)
+    assert rate["formula"].endswith("B 96: lr = 0.01 x (B / 48) = 0.02")
+    assert rule["rules"]["step_law"].startswith("B = 0.58 x D^0.571; lr = 1.79 x N^-0.713 x D^0.3")
+    assert [h["value"] for h in rate["history"]][-1] == 0.1
     assert "???" not in (h["value"] for h in rate["history"])  # a file that leaves it to others
     assert budget["history"][-1] == {
         "value": None,

@@ -322,10 +322,10 @@ SWEEPS = [
                                                     "same", "as 0-"),
     (["clip.kind=norm,none", "clip.max_norm=null"], "1-kind_none: resolves to the same config as "
                                                     "0-kind_norm", "can"),
-    (["optimizer.lr_rule=sqrt,linear", "optimizer.reference_batch=8",
+    (["optimizer.rule=sqrt,linear", "optimizer.reference={lr: 0.1, B: 96}",
     "batch.micro_batch_size=8,16"],
-     "2-lr_rule_linear+micro_batch_size_8: resolves to the same config as "
-     "0-lr_rule_sqrt+micro_batch_size_8", "cannot"),
+     "2-rule_linear+micro_batch_size_8: resolves to the same config as "
+     "0-rule_sqrt+micro_batch_size_8", "cannot"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
 ]  # fmt: skip
 

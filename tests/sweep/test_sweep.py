@@ -601,7 +601,7 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
             config["train"]["twin"],
             config["tracker"]["entity"],
         )
-        del config["optimizer"]["lr_rule"], config["optimizer"]["reference_batch"]
+        del config["optimizer"]["rule"]
         path.write_text(yaml.safe_dump(config))
     tree = written(tmp_path / "s")
     del tree["negligible"]

@@ -32,8 +32,8 @@ SIZES = [4] * 5 + [8] * 3 + [16, 5]
 LIMIT = 1.5
 SETTINGS = [
     "data=tokens", "data.ignore_id=10", "data.val_ratio=0", "train.max_epochs=1.3", RAMP,
-    "train.log_every=1", "train.eval_every=null", "optimizer.lr=0.02", "optimizer.lr_rule=sqrt",
-    "optimizer.reference_batch=4", "schedule.warmup_steps=2", f"clip.max_norm={LIMIT}",
+    "train.log_every=1", "train.eval_every=null", "optimizer.rule=sqrt",
+    "optimizer.reference={lr: 0.02, B: 48}", "schedule.warmup_steps=2", f"clip.max_norm={LIMIT}",
     "train.data_digest=true", "checkpoint.save_initial=true", "checkpoint.keep=null",
     "checkpoint.every=2", "precision=fp64",
 ]  # fmt: skip

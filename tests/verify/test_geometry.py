@@ -317,7 +317,7 @@ def test_a_wrong_divisor_is_seen_in_low_precision_too(tmp_path, monkeypatch, in_
 def test_a_ramp_passes_and_a_rate_that_leaves_it_out_is_seen(tmp_path, monkeypatch, in_process):
     """The stages share the steps of the proof, with twice the sequences, which two ranks need."""
     ramp = ["batch.ramp={0: 2, 100: 4, 200: 8}", "batch.real_batch_size=null", "precision=fp64"]
-    rule = ["optimizer.lr_rule=sqrt", "optimizer.reference_batch=4"]
+    rule = ["optimizer.rule=sqrt", "+optimizer.reference={lr: 0.02, B: 48}"]
     config = composed(*ramp, *rule, "train.device=cpu")
     assert failed(geometry.verify(config, tmp_path / "right", steps=None, shrink=False)) == set()
     plans = [json.loads(p.read_text()) for p in (tmp_path / "right").glob("*/run.json")]

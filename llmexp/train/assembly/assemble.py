@@ -23,7 +23,8 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Parent, Run, check_model
-from llmexp.run.batch import SolvedBatch, solve_batch, solve_rates
+from llmexp.run.batch import solve_batch
+from llmexp.run.rules import check_batch, solve_rule
 from llmexp.settings import variables
 from llmexp.settings.config import Clip, Config, plain
 from llmexp.settings.parts import COMMON
@@ -50,7 +51,7 @@ from llmexp.train.assembly.parts import (
     width_words,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, placed
-from llmexp.train.assembly.solving import rate_factor, run_facts, solve_run
+from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model
 from llmexp.train.clipping import check_clip
 
@@ -134,20 +135,20 @@ def assemble(
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
-    batch = solve_batch(config.batch, place.layout.dp_size)
-    optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
+    check_batch(config, dp_size := place.layout.dp_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
     # inputs: tokenizer and vocabulary
     tokenizer = once(build_tokenizer, config.tokenizer)
-    kind, end = place.precision, document_end(tokenizer, batch.document_mask)
+    kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)
     # model: without memory, with its optimizers and its loss; a user's own model is tried
     sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, once)
-    solved = _solved(config, place, batch, optimizer, sized)
-    section = solved.model, kind, end
+    section = sized, kind, end
     model = once(build_on_meta, *section)
-    loss, notes = _loss_on_meta(model, optimizer, section, solved.clip)
+    config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
+    solved = _solved(config, place, sized)
+    loss, notes = _loss_on_meta(model, config.optimizer, section, solved.clip)
     check_parallel(solved, place.layout, loss)
-    train, length, mask = config.train, batch.sequence_length, batch.document_mask
+    train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings = [] if tried or parent else once(initial_notes, *begins_with)
@@ -165,7 +166,7 @@ def assemble(
 
     # run: every derived number
     parent = parent or parent_of(solved, trunk, corpus)
-    notes |= {"parent": parent, "rates": rates, "shape": shape, "warnings": tuple(warnings)}
+    notes |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
     facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
     run = solve_run(config, solved, facts, corpus, once)
     return Parts(
@@ -176,7 +177,7 @@ def assemble(
         tokenizer=tokenizer,
         corpus=corpus,
         build_model=functools.partial(build_model, *section, train.seed, train.twin),
-        build_optimizers=functools.partial(build_optimizers, optimizer),
+        build_optimizers=functools.partial(build_optimizers, config.optimizer),
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
         tasks=tasks,
@@ -200,13 +201,7 @@ def _loss_on_meta(
         return WindowLoss(model), notes | {"parametrization": width_words(bare, optimizers)}
 
 
-def _solved(
-    config: Config,
-    place: Placement,
-    batch: SolvedBatch,
-    optimizer: dict[str, Any],
-    model: dict[str, Any],
-) -> Config:
+def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:
     """Return the config with every derived value written back."""
     layout, kind, wanted = place.layout, config.parallelism.kind, config.checkpoint.async_
     ours = {key: config.data[key] for key in COMMON["data"] if key in config.data}
@@ -214,8 +209,7 @@ def _solved(
         config,
         model=model,
         data=config.data | variables.fill(ours, "data"),
-        optimizer=optimizer,
-        batch=batch,
+        batch=solve_batch(config.batch, layout.dp_size),
         precision=dataclasses.replace(config.precision, kind=place.precision),
         parallelism=dataclasses.replace(
             config.parallelism,

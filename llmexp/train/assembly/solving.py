@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.models.common import parameter_counts
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, solve
+from llmexp.run.budget import Price
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
 from llmexp.runs import provenance
@@ -41,9 +43,9 @@ def run_facts(
     corpus: Corpus,
     notes: dict[str, Any],
 ) -> Facts:
-    """Return what a run is solved from. `config` is solved; `notes`: parent, rates and warnings."""
+    """Return what a run is solved from. `config` is solved; `notes`: parent, rule and warnings."""
     model, section = loss.model, fill(config.model, "model")
-    flops, given = getattr(model, "flops_per_token", None), section.get("init_from")
+    given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
     with_head, in_blocks = parameter_counts(model)
     return Facts(
@@ -59,7 +61,7 @@ def run_facts(
         parameters_with_head=with_head,
         parameters_in_blocks=in_blocks,
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
-        flops_per_token=flops(config.batch.sequence_length) if flops else None,
+        flops_per_token=price_of(model, config.batch.sequence_length).flops_per_token,
         flops_formula=getattr(model, "flops_formula", None),
         loss_kernel=kernel_of(config, loss, place.layout, place.device, place.compiled),
         tokenizer=redacted(tokenizer.name),
@@ -73,6 +75,13 @@ def run_facts(
         initial=f"{given} ({sizes_in(section)})" if begins_with else None,
         **notes,
     )
+
+
+def price_of(model: nn.Module, length: int) -> Price:
+    """Return what budgets and rules need to know of a model with sequences of a length."""
+    flops = getattr(model, "flops_per_token", None)
+    parameters = parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
+    return Price(flops(length) if flops else None, parameters)
 
 
 def kernel_of(

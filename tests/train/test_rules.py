@@ -1,0 +1,354 @@
+"""`optimizer.rule`: rate, batch, weight decay and beta2 from the size of a run, against the papers'
+formulas; what is set is written back, so that nothing sets it twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from llmexp.compare.folding import factors
+from llmexp.compare.records import Record, Setting
+from llmexp.compose.app import compose, hydra_app, typed_config
+from llmexp.compose.command_line import opened
+from llmexp.run.batch import solve_batch
+from llmexp.run.budget import Price
+from llmexp.run.rules import solve_rule
+from llmexp.settings.config import Config, plain
+from llmexp.settings.convert import build, renamed, with_knobs
+from llmexp.settings.knobs import deciding_result
+from llmexp.settings.rules import RULES, Reference
+from llmexp.settings.values import ConfigError, flatten
+from llmexp.train.assembly.assemble import assemble
+from tests.conftest import TINY, llmexp, train
+
+SHORT = [
+    "data=synthetic", "data.n_tokens=4000", "schedule=constant", "schedule.warmup_ratio=0",
+    "train.log_every=1", "train.eval_every=null", "checkpoint.every=null",
+]  # fmt: skip
+LENGTH = 8
+AT = Reference(lr=2e-3, weight_decay=0.1, N=3e6, D=7e7, C=1e15, B=6000)
+OF_ONES_OWN = [name for name, rule in RULES.items() if rule.at is None]
+
+
+def composed(*given_values: str) -> Config:
+    overrides = [opened(override) for override in given_values]
+    with hydra_app(None, overrides) as hydra:
+        return typed_config(compose(hydra, overrides)[0])
+
+
+@pytest.fixture(scope="module")
+def usual() -> Config:
+    return composed("data=synthetic", f"batch.sequence_length={LENGTH}", "tracker=none")
+
+
+def ruled(usual: Config, rule: str, batch=(), train=(), **optimizer) -> Config:
+    """A config whose rule sets all that is not given here."""
+    opened = {"lr": None, "weight_decay": None, "beta2": None} | optimizer
+    own = {"reference": vars(AT)} if rule in OF_ONES_OWN else {}
+    usual = with_knobs(usual, batch=dict(batch), train=dict(train))
+    return with_knobs(usual, optimizer={"rule": rule} | own | opened)
+
+
+def papers(rule: str, n: float, d: float, c: float, b: float, wanted: str) -> float | None:
+    """What a paper's formula gives, B in tokens."""
+    tau = AT.B / (AT.lr * AT.weight_decay * AT.D)
+    match rule, wanted:
+        case "porian", "lr":
+            return 0.0047 * (n / 108e6) ** (-1 / 3)
+        case "porian", "B":
+            return 2048 * 160 * (n / 108e6) ** (2 / 3)
+        case "porian", "beta2":
+            return 0.95 if b >= 524288 else 0.99
+        case "step_law", "lr":
+            return 1.79 * n**-0.713 * d**0.307
+        case "step_law", "B":
+            return 0.58 * d**0.571
+        case "deepseek", "lr":
+            return 0.3118 / c**0.125
+        case "deepseek", "B":
+            return 0.2920 * c**0.3271
+        case "linear", "lr":
+            return AT.lr * b / AT.B
+        case (("sqrt" | "t_epoch"), "lr"):
+            return AT.lr * math.sqrt(b / AT.B)
+        case "t_epoch", "weight_decay":
+            return AT.weight_decay * math.sqrt(b / AT.B) * AT.D / d
+        case "power_lines", "B":
+            return AT.B * (d / AT.D) ** 0.383
+        case "power_lines", "weight_decay":  # at the rate of the reference
+            timescale = tau * ((d / n) / (AT.D / AT.N)) ** -0.527
+            return b / (AT.lr * timescale * d)
+    return None
+
+
+sizes = st.tuples(
+    st.integers(10**4, 10**11), st.integers(10**5, 10**13), st.integers(1, 8), st.integers(1, 8),
+)  # fmt: skip
+
+
+@given(st.sampled_from([r for r in RULES if r != "reference"]), sizes)
+def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
+    """The batch is the nearest multiple of what the ranks and their micro-batches can hold."""
+    n, d, micro, dp = size
+    flops = 6 * n + 1000
+    kept = {"lr": AT.lr} if rule == "power_lines" else {}
+    config = ruled(usual, rule, {"micro_batch_size": micro}, {"max_tokens": d}, **kept)
+    given_batch = RULES[rule].powers.B is None
+    if given_batch:
+        config = with_knobs(config, batch={"real_batch_size": 3 * micro * dp})
+    solved, words = solve_rule(config, dp, Price(flops, n))
+    real = solved.batch.real_batch_size
+    assert real % (micro * dp) == 0
+    b = real * LENGTH
+    if not given_batch:
+        wanted = papers(rule, n, d, flops * d, b, "B")
+        assert abs(b - wanted) <= LENGTH * micro * dp / 2 or real == micro * dp
+        assert (
+            f"rounded to {real} x {LENGTH} = {b}" in words.replace(",", "") or "is given" in words
+        )
+    for name in ("lr", "weight_decay", "beta2"):
+        expected = papers(rule, n, d, flops * d, b, name)
+        found = solved.optimizer[name]
+        if expected is None:
+            assert found == kept.get(name)  # the rule does not speak of it
+        else:
+            assert found == pytest.approx(expected, rel=1e-12)
+    assert words.startswith(f"{rule} ({RULES[rule].source}), ")
+    assert solve_rule(solved, dp, Price(flops, n)) == (solved, words)  # solved into itself
+    cut = dataclasses.replace(solved, batch=solve_batch(solved.batch, dp))
+    assert solve_rule(cut, dp, Price(flops, n)) == (cut, words)
+
+
+powers = st.dictionaries(st.sampled_from("NDC"), st.floats(-2, 2).map(lambda x: round(x, 3)))
+
+
+@given(powers, powers, powers, st.floats(-1, 1).map(lambda x: round(x, 3)))
+def test_a_reference_gives_itself_at_its_own_size(usual, of_batch, of_rate, of_decay, by_batch):
+    """Whatever the exponents are; twice as large, each value follows its own."""
+    exponents = {
+        "B": of_batch,
+        "lr": of_rate | {"B": by_batch},
+        "weight_decay": of_decay | {"lr": 1.0},
+    }
+    n, d, flops = 1000, 64_000, 7000
+    at = {"lr": 1e-3, "weight_decay": 0.2, "N": n, "D": d, "C": flops * d, "B": 32 * LENGTH}
+    config = ruled(usual, "reference", train={"max_tokens": d}, reference=at, exponents=exponents)
+    solved, _ = solve_rule(config, 1, Price(flops, n))
+    assert solved.batch.real_batch_size == 32
+    assert (solved.optimizer["lr"], solved.optimizer["weight_decay"]) == (1e-3, 0.2)
+    given_batch = with_knobs(config, batch={"real_batch_size": 64}, train={"max_tokens": 2 * d})
+    larger, _ = solve_rule(given_batch, 1, Price(2 * flops, 2 * n))
+
+    def grown(law: dict[str, float]) -> float:  # N and D twice as large, C four times
+        return 2 ** (law.get("N", 0) + law.get("D", 0) + 2 * law.get("C", 0))
+
+    rate = grown(of_rate) * 2**by_batch
+    assert larger.optimizer["lr"] == pytest.approx(1e-3 * rate, rel=1e-9)
+    assert larger.optimizer["weight_decay"] == pytest.approx(0.2 * grown(of_decay) * rate, rel=1e-9)
+
+
+@given(
+    st.sampled_from(sorted(RULES)),
+    st.sets(st.sampled_from(["lr", "weight_decay", "beta2", "B"])),
+)
+def test_what_is_given_stays_and_is_said(usual, rule, names):
+    assume(rule != "reference")
+    values = {"lr": 0.0123, "weight_decay": 0.456, "beta2": 0.9}
+    optimizer = {k: v for k, v in values.items() if k in names or not papers(rule, 1, 1, 1, 1, k)}
+    batch = {"real_batch_size": 40} if "B" in names or RULES[rule].powers.B is None else {}
+    config = ruled(usual, rule, batch, {"max_tokens": 10**9}, **optimizer)
+    solved, words = solve_rule(config, 1, Price(10**7, 10**6))
+    for name, value in optimizer.items():
+        assert solved.optimizer[name] == value
+        if papers(rule, 1, 1, 1, 1, name):
+            assert f"{name} {value} is given (by the rule " in words
+    if "B" in names and RULES[rule].powers.B is not None:
+        assert solved.batch.real_batch_size == 40
+        assert "B 320 is given (by the rule B = " in words
+    every = [f"{name} = " for name in ("lr", "weight_decay", "beta2", "B") if name not in names]
+    assert all(text in words for text in every if papers(rule, 1, 1, 1, 1, text[:-3]))
+
+
+def test_the_order_knows_no_circle(usual):
+    """Tokens come before the batch, but where a budget in steps counts them by it."""
+    price = Price(10**7, 10**6)
+    steps = ruled(usual, "step_law", {"real_batch_size": 40}, {"max_steps": 100})
+    solved, words = solve_rule(steps, 1, price)
+    assert solved.optimizer["lr"] == pytest.approx(1.79 * 1e6**-0.713 * 32_000**0.307)
+    assert "N 1,000,000, D 32,000: B 320 is given" in words
+    by_size = ruled(usual, "porian", train={"max_steps": 100})  # of the parameters alone
+    assert solve_rule(by_size, 1, price)[0].batch.real_batch_size == round(
+        327680 * (1 / 108) ** (2 / 3) / 8
+    )
+    flops = ruled(usual, "deepseek", train={"max_flops": 1e12})
+    assert solve_rule(flops, 1, price)[0].optimizer["lr"] == pytest.approx(0.3118 / 1e12**0.125)
+    ratio = ruled(usual, "step_law", train={"tokens_per_parameter": 20})
+    assert "D 20,000,000: " in str(solve_rule(ratio, 1, price)[1])
+    for budget in ({"max_steps": 100}, {"max_epochs": 1.0}, {}):
+        with pytest.raises(ConfigError, match="needs a budget in tokens: "):
+            solve_rule(ruled(usual, "step_law", train=budget), 1, price)
+
+
+SAYS = [
+    ({"rule": "sqrt"}, "optimizer.rule=sqrt goes on from a run whose lr and B"),
+    ({"rule": "porian", "reference": {"lr": 1}}, "does nothing with optimizer.rule=porian; leave"),
+    ({"reference": {"B": 8}}, "does nothing with optimizer.rule=none"),
+    ({"rule": "sqrt", "exponents": {"lr": {"N": 1}}}, "choose optimizer.rule=reference"),
+    ({"rule": "reference"}, "optimizer.rule=reference needs power laws"),
+    ({"rule": "reference", "exponents": {"B": {"lr": 1}}}, "B.lr=1.0: B is set before lr"),
+    ({"rule": "reference", "exponents": {"lr": {"X": 1}}}, "optimizer.exponents.lr.X: there is no"),
+    ({"rule": "reference", "reference": {"lr": -1}}, "optimizer.reference.lr=-1: must be above 0"),
+    ({"rule": "porian", "_target_": "llmexp.update.optim.sgd"}, "choose optimizer=adamw"),
+    ({"rule": "sqr"}, "Did you mean sqrt?"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("suggestions_are_read")
+@pytest.mark.parametrize(("section", "says"), SAYS, ids=lambda case: str(case)[:60])
+def test_what_a_rule_cannot_use_is_refused(usual, section, says):
+    config = with_knobs(usual, optimizer=section)
+    with pytest.raises(ConfigError) as refused:
+        solve_rule(config, 1, Price(10**7, 10**6))
+    assert says in str(refused.value)
+
+
+def test_the_last_word_on_what_a_rule_sets_counts():
+    """Values of an option or of an experiment give way to a rule; those beside it stay."""
+    porian = composed("data=synthetic", "optimizer.rule=porian", "optimizer.weight_decay=0.3")
+    kept = porian.optimizer
+    assert (kept["lr"], kept["beta2"], kept["weight_decay"]) == (None, None, 0.3)
+    plays = ["experiment=shakespeare_nanogpt_cpu", "data=synthetic", "data.val_ratio=0.1"]
+    by_rule = composed(*plays[:2], "optimizer.rule=porian", "batch.micro_batch_size=4")
+    assert (by_rule.batch.micro_batch_size, by_rule.batch.gradient_accumulation_steps) == (4, None)
+    assert by_rule.optimizer["lr"] is None
+    sized = composed(*plays[:2], "optimizer.rule=porian", "optimizer.lr=0.1",
+                     "batch.real_batch_size=24")  # fmt: skip
+    assert (sized.batch.real_batch_size, sized.batch.micro_batch_size) == (24, 12)
+    assert sized.optimizer["lr"] == 0.1
+    sqrt = composed("data=synthetic", "optimizer.rule=sqrt", "optimizer.reference.lr=0.1",
+                    "optimizer.reference.B=512", "batch.micro_batch_size=4")  # fmt: skip
+    assert sqrt.batch.micro_batch_size == 4  # it does not speak of the batch
+    assert sqrt.optimizer["reference"] == {"lr": 0.1, "B": 512}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "rate"),
+    [("adamw", "sqrt", 0.02), ("muon", "linear", 0.04)],
+)
+def test_the_rate_of_a_run_is_that_of_its_batch(tmp_path, optimizer, rule, rate):
+    scaled = [
+        f"optimizer={optimizer}",
+        f"optimizer.rule={rule}",
+        "optimizer.reference={lr: 0.01, B: 24}",
+        "batch.real_batch_size=8",
+        "train.max_steps=4",
+    ]
+    whole = train(tmp_path, "whole", *SHORT, *scaled)
+    assert [row["lr"] for row in whole.rows()] == [rate] * 4
+    words = whole.json("run.json")["rule"]
+    assert words.endswith(f"= {rate}")
+    assert words in " ".join(whole.out.split())
+    written = yaml.safe_load((whole.folder / "config.yaml").read_text())["optimizer"]
+    assert (written["lr"], written["rule"]) == (rate, rule)
+    plain_run = [f"optimizer={optimizer}", f"optimizer.lr={rate}", *scaled[3:]]
+    same = train(tmp_path, "plain", *SHORT, *plain_run)
+    assert [r["train/loss"] for r in same.rows()] == [r["train/loss"] for r in whole.rows()]
+    if optimizer == "adamw":  # the others are solved by the same lines
+        stopped = [*SHORT, *scaled, "train.stop_step=2", "hydra.run.dir=cut"]
+        cut = llmexp("train", *TINY, *stopped, cwd=tmp_path)
+        assert cut.code == 75
+        assert llmexp("resume", str(cut.folder), "batch.micro_batch_size=2", cwd=tmp_path).code == 0
+        assert [row["lr"] for row in cut.rows()] == [rate] * 4
+        assert cut.json("run.json")["rule"] == words
+
+
+def test_a_run_with_all_that_a_rule_sets_is_gone_on_with_and_forked(tmp_path, monkeypatch):
+    """It has the weights of a run that was given the numbers; a fork keeps them, by a longer budget
+    too, and takes others where its rule is given anew, or its batch, by sqrt."""
+    rule = ["optimizer.rule=porian", "train.max_tokens=2000", "train.stop_step=2",
+            "batch.micro_batch_size=2"]  # fmt: skip
+    first = llmexp("train", *TINY, *SHORT, *rule, "hydra.run.dir=run", cwd=tmp_path)
+    assert first.code == 75
+    before = yaml.safe_load((first.folder / "config.yaml").read_text())
+    assert llmexp("resume", "run", cwd=tmp_path).code == 0
+    after = yaml.safe_load((first.folder / "config.yaml").read_text())
+    assert after["optimizer"] == before["optimizer"]
+    assert after["batch"] == before["batch"]
+    found = {key: after["optimizer"][key] for key in ("lr", "beta2")}
+    real = after["batch"]["real_batch_size"]
+    numbers = [f"optimizer.{key}={value!r}" for key, value in found.items()]
+    numbers += [f"batch.real_batch_size={real}", "batch.micro_batch_size=2"]
+    same = train(tmp_path, "same", *SHORT, *numbers, "train.max_tokens=2000")
+    assert [r["train/loss"] for r in same.rows()] == [r["train/loss"] for r in first.rows()]
+    runs = [flatten(plain(build(renamed(yaml.safe_load((r.folder / "config.yaml").read_text())))))
+            for r in (first, same)]  # fmt: skip
+    assert deciding_result(runs[0]) == deciding_result(runs[1])  # one setting, for compare
+
+    monkeypatch.chdir(tmp_path)
+    fork = composed("fork.run=run", "train.max_tokens=9000")
+    assert {key: fork.optimizer[key] for key in found} == found
+    assert fork.batch.real_batch_size == real
+    anew = composed("fork.run=run", "optimizer.rule=step_law", "train.max_tokens=9000")
+    assert (anew.optimizer["lr"], anew.batch.real_batch_size) == (None, None)
+    assert anew.optimizer["beta2"] == found["beta2"]
+    assert assemble(anew).config.batch.real_batch_size == max(1, round(0.58 * 9000**0.571 / 12))
+    sqrt = ["optimizer.rule=sqrt", "optimizer.reference={lr: 0.01, B: 96}", "train.max_steps=2"]
+    train(tmp_path, "trunk", *SHORT, *sqrt, "batch.real_batch_size=8")
+    wider = assemble(composed("fork.run=trunk", "batch.real_batch_size=32", "train.max_steps=3"))
+    assert wider.config.optimizer["lr"] == 0.02
+
+
+def test_runs_of_before_have_todays_rule():
+    """Nested, as in config.yaml, and flat, as in a checkpoint; a fork of them scales as it did."""
+    old = {"_target_": "llmexp.update.optim.adamw", "lr": 0.04, "lr_rule": "linear",
+           "reference_batch": 8}  # fmt: skip
+    tree = {"batch": {"sequence_length": 12}, "optimizer": old}
+    new = {"_target_": old["_target_"], "lr": 0.04, "rule": "linear",
+           "reference": {"lr": 0.04, "B": 96}}  # fmt: skip
+    assert renamed(tree)["optimizer"] == new
+    assert renamed(flatten(tree)) == flatten({"batch": tree["batch"], "optimizer": new})
+    none = tree | {"optimizer": old | {"lr_rule": "none", "reference_batch": None}}
+    assert renamed(none)["optimizer"] == {"_target_": old["_target_"], "lr": 0.04, "rule": "none"}
+    assert renamed(renamed(tree)) == renamed(tree)
+
+
+def test_an_old_spelling_is_refused_with_todays():
+    for old in ("optimizer.lr_rule=sqrt", "optimizer.reference_batch=8"):
+        with pytest.raises(ConfigError, match=r"has another name now; for example optimizer\.r"):
+            composed("data=synthetic", old)
+
+
+@pytest.mark.parametrize("swept", [["batch.real_batch_size"], ["optimizer.rule", "model.depth"]])
+def test_what_a_rule_sets_is_no_setting_of_its_own(usual, swept):
+    """The rule is, where it was swept."""
+    entries = []
+    for first, depth in itertools.product((0, 1), (2, 3)):
+        rule = ("porian", "step_law")[first] if "optimizer.rule" in swept else "t_epoch"
+        batch = {} if "optimizer.rule" in swept else {"real_batch_size": 8 * depth}
+        config = ruled(usual, rule, batch, {"max_tokens": 10**6}, beta2=0.95)
+        config = with_knobs(config, model={"depth": depth, "n_layers": depth})
+        solved, _ = solve_rule(config, 1, Price(1000, 1000 * depth))
+        flat = flatten(plain(solved))
+        record = Record(Path("run"), "run", None, "finished", flat, {}, {}, {}, swept=tuple(swept))
+        entries.append(Setting("run", (record,), flat, {}, {}, "finished"))
+    keys = sorted({k for e in entries for k in e.values})
+    differing = [k for k in keys if len({repr(e.values.get(k)) for e in entries}) > 1]
+    assert "optimizer.lr" in differing
+    kept = [key for key in factors(entries, differing) if not key.startswith("model.n_")]
+    assert sorted(kept) == sorted(swept) or kept == ["batch.real_batch_size", "model.depth"]
+
+
+def test_plan_prints_a_rule_with_its_numbers(tmp_path):
+    given_values = [*TINY, *SHORT, "optimizer.rule=step_law", "train.max_tokens=5000"]
+    found = json.loads(llmexp("plan", *given_values, "--json", cwd=tmp_path).out)
+    n = found["parameters_with_head"]
+    assert f"N {n:,}, D 5,000: B = 0.58 x D^0.571 = 75.0827" in found["rule"]
+    assert f"lr = 1.79 x N^-0.713 x D^0.307 = {1.79 * n**-0.713 * 5000**0.307:.6g}" in found["rule"]
