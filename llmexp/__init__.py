@@ -25,6 +25,7 @@ _PLACES = {
     "compare": "program.judging",
     "evaluate": "program.judging",
     "export": "program.work",
+    "fit": "program.judging",
     "load": "program.folder",
     "next_step": "program.judging",
     "plan": "program.work",

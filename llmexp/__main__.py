@@ -22,6 +22,7 @@ llmexp: language-model pretraining experiments
   llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp next PATH...                   the one command that would tell most about runs, and its cost
+  llmexp fit PATH...                    scaling laws: the best size for a budget, and what a change saves at other scales
   llmexp replay RUN@STEP                repeat a step bit by bit: its sequences and layers; was it the data or the state
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
@@ -62,7 +63,7 @@ def main() -> None:
 # Each is the function `main` of its module; a command imports what it needs, and no more.
 COMMANDS = (
     "train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate", "average",
-    "export", "sync", "compare", "next", "replay", "runs", "verify",
+    "export", "sync", "compare", "next", "fit", "replay", "runs", "verify",
 )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def complete(arguments: list[str]) -> int:
         return 0
     if (
         len(words) > 2
-        and words[1] in ("compare", "next", "runs")
+        and words[1] in ("compare", "next", "fit", "runs")
         and any(a.startswith("query=") for a in arguments)
     ):
         return 0  # they take paths, which the shell completes where nothing is printed

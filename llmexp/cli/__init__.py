@@ -13,6 +13,7 @@ prepare_on_ray  the parts as tasks of a Ray cluster
 tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
 compare      arguments of the comparison
+fit          scaling laws of runs
 next         the one command that would tell most
 sync         uploads runs, and the answers of sweeps
 replay       a step of a run, repeated and looked into

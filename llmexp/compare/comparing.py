@@ -109,7 +109,7 @@ def findings(
     taking_part = [r for r in records if not r.out]
     groups = folding.folded(records)
     differing = folding.differing_keys([group[0] for group in groups])
-    mixed = len({_tokenizer(r) for r in taking_part} - {""}) > 1
+    mixed = len({tokenizer_of(r) for r in taking_part} - {""}) > 1
     found = [
         folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
@@ -245,14 +245,14 @@ def _batch(records: Sequence[Record]) -> str:
     return "iso-batch" if several else "same"
 
 
-def _tokenizer(record: Record) -> str:
+def tokenizer_of(record: Record) -> str:
     """Return what tells tokenizers apart; empty where it is not known."""
     sha256 = as_dict(record.facts.get("data_fingerprint")).get("tokenizer_sha256")
     return sha256 if isinstance(sha256, str) else str(record.facts.get("tokenizer") or "")
 
 
 def _tokenizer_note(record: Record) -> str:
-    name, print_ = record.facts.get("tokenizer") or "unknown", _tokenizer(record)
+    name, print_ = record.facts.get("tokenizer") or "unknown", tokenizer_of(record)
     if not print_:
         return ""
     return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})"

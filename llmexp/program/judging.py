@@ -18,6 +18,7 @@ from llmexp.system.text import columns
 if TYPE_CHECKING:
     from llmexp.compare.known import Step
     from llmexp.compare.records import Result
+    from llmexp.laws.answer import Answer as FoundLaws
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,56 @@ def _as_arguments(text: str, given: Mapping[str, Any]) -> str:
         text = re.sub(rf"for example --{name} (\S+)", rf"for example {name}='\1'", text)
         text = text.replace(f"--{name}", f"{name}=")
     return text
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Scaling laws: what `llmexp fit` prints, as data."""
+
+    answer: FoundLaws
+
+    def __str__(self) -> str:
+        import io
+
+        from llmexp.laws.table import show
+
+        out = io.StringIO()
+        show(self.answer, out, columns())
+        return out.getvalue().rstrip()
+
+    @property
+    def headline(self) -> str:
+        """Return the answer in short."""
+        from llmexp.laws import words
+
+        return words.headline(self.answer)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what could not be read, in words."""
+        return self.answer.problems
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp fit --json` prints."""
+        from llmexp.laws import table
+
+        return table.data(self.answer)
+
+
+def fit(*paths: Any, form: str | None = None, by: str | None = None, count: str | None = None,
+        predict: float | None = None) -> Laws:  # fmt: skip
+    """Fit scaling laws to runs, sweeps, folders of them, globs and CSV files, as `llmexp fit` does.
+
+    Raises ConfigError for what the command refuses, such as too few runs.
+    """
+    from llmexp.laws import answer
+
+    how: dict[str, Any] = {"form": form, "by": by, "count": count, "predict": predict}
+    try:
+        return Laws(answer.fit(_paths(paths), **how))
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
 
 
 def next_step(*paths: Any, negligible: float | None = None) -> Step:

@@ -156,7 +156,8 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample",
-                 "evaluate", "average", "export", "compare", "next", "replay", "runs", "sync",
+                 "evaluate", "average", "export", "compare", "next", "fit", "replay", "runs",
+                 "sync",
                  "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small",

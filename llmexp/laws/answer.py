@@ -1,0 +1,121 @@
+"""Paths in, an answer out: one law for each ladder, and what ladders are to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from llmexp.laws.fitting import Surface
+from llmexp.laws.gain import Gain, gain
+from llmexp.laws.isoflop import Parabolas, parabolas
+from llmexp.laws.ladders import ladders
+from llmexp.laws.points import COUNTS, Ladder, counts_of
+from llmexp.laws.power import Power
+from llmexp.settings.values import ConfigError
+
+FORMS = ("surface", "isoflop", "power")
+AXES = ("tokens", "flops", "parameters")
+TOP = 1e40  # FLOPs; no prediction lies further
+
+
+@dataclass
+class Answer:
+    """What fits found."""
+
+    form: str
+    count: str
+    laws: list[Surface | Power]
+    problems: tuple[str, ...] = ()
+    gains: list[Gain] = field(default_factory=list)
+
+    @property
+    def surfaces(self) -> list[Surface]:
+        """Return the laws that are surfaces."""
+        return [law for law in self.laws if isinstance(law, Surface)]
+
+    @cached_property
+    def parabolas(self) -> list[Parabolas | None]:
+        """Return the parabolas beside each surface."""
+        return [parabolas(s) for s in self.surfaces]
+
+
+def fit(
+    paths: Sequence[str | Path],
+    *,
+    form: str | None = None,
+    by: str | None = None,
+    count: str | None = None,
+    predict: float | str | None = None,
+) -> Answer:
+    """Fit laws to the runs under the paths, sweeps, folders of them, globs or CSV files.
+
+    `form`: surface (L over N and D), isoflop (parabolas, beside the surface), power (one axis,
+    `by`: tokens, flops, parameters or a knob); default: what the runs allow. `count`: how N counts
+    parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`.
+    Raises ConfigError for what cannot be fitted.
+    """
+    target = None if predict is None else _positive(predict)
+    for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
+        if value is not None and value not in known:
+            raise ConfigError(
+                f"--{name} {value}: must be one of {', '.join(known)}; for example --{name} "
+                f"{known[0]}"
+            )
+    if by is not None and form not in (None, "power"):
+        raise ConfigError(f"--by {by}: is of a power law; for example --form power --by {by}")
+    found, problems = ladders(paths, None if by in AXES else by)
+    counted = _count([p for ladder in found for p in ladder.points], count)
+    if by is not None or (form is None and all(_one_axis(ladder, counted) for ladder in found)):
+        form = "power"
+    laws: list[Surface | Power] = []
+    for ladder in found:
+        if form == "power":
+            laws.append(Power(ladder, counted, by or _axis(ladder, counted), target))
+        else:
+            laws.append(Surface(ladder, counted, target))
+    answer = Answer(form or "surface", counted, laws, tuple(problems))
+    answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:]]
+    return answer
+
+
+def _positive(given: float | str) -> float:
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 < value < TOP:
+        raise ConfigError(
+            f"--predict {given}: a number above 0 is needed, FLOPs; for example --predict 1e16"
+        )
+    return value
+
+
+def _count(points: Sequence, count: str | None) -> str:
+    """Return how N counts parameters: as asked for, else the first way that all runs know."""
+    known = counts_of(points)
+    if not known:
+        raise ConfigError(
+            "the paths count parameters in no common way (CSV files and runs together); fit them "
+            "one by one, for example llmexp fit outputs/default"
+        )
+    if count is None or known == ["given"]:
+        return known[0]
+    if count not in known:
+        raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
+    return count
+
+
+def _one_axis(ladder: Ladder, count: str) -> bool:
+    """Tell whether the runs are of one size, or of one length."""
+    sizes, tokens, _, _ = ladder.figures(count)
+    return len(set(sizes)) == 1 or len(set(tokens)) == 1
+
+
+def _axis(ladder: Ladder, count: str) -> str:
+    """Return the axis of a power law that nobody named."""
+    sizes, tokens, _, _ = ladder.figures(count)
+    if len(set(sizes)) == 1:
+        return "tokens"
+    return "parameters" if len(set(tokens)) == 1 else "flops"

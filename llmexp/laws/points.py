@@ -1,0 +1,170 @@
+"""Read the points of a ladder: runs at their own ends, or lines of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmexp.compare.comparing import tokenizer_of
+from llmexp.compare.figures import figures, has_a_say, task
+from llmexp.compare.records import TWIN, Record
+from llmexp.settings.values import ConfigError
+from llmexp.system.text import number
+
+COUNTS = {"all": "parameters", "head": "parameters_with_head", "blocks": "parameters_in_blocks"}
+COUNTED = {
+    "all": "all parameters",
+    "head": "parameters without embeddings, with the head",
+    "blocks": "matrices inside blocks",
+    "given": "as the file has it",
+}
+DECAYED = 0.9  # a run whose last rate is more of its largest one has not come to its end
+_COLUMNS = ("N", "D", "C", "loss")
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A run as a law sees it: sizes by how they are counted, tokens, FLOPs and loss."""
+
+    name: str
+    sizes: Mapping[str, float]
+    tokens: float
+    flops: float
+    loss: float
+    values: Mapping[str, Any] = field(default_factory=dict)  # its config, or its line of a file
+    record: Record | None = None
+
+    def along(self, key: str, count: str) -> float | None:
+        """Return a figure that a law may be over: parameters, tokens, flops, or a knob."""
+        own = {"parameters": self.sizes[count], "tokens": self.tokens, "flops": self.flops}
+        return own[key] if key in own else number(self.values.get(key))
+
+
+@dataclass
+class Ladder:
+    """Runs that one law is to fit, and what was left out of it: names by reason."""
+
+    name: str
+    points: list[Point]
+    out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+
+    def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return sizes, tokens, FLOPs and losses of the points."""
+        rows = [(p.sizes[count], p.tokens, p.flops, p.loss) for p in self.points]
+        sizes, tokens, flops, losses = np.array(rows, dtype=float).T
+        return sizes, tokens, flops, losses
+
+
+def counts_of(points: Sequence[Point]) -> list[str]:
+    """Return the ways to count parameters that all points know, the usual one first."""
+    order = ("head", "all", "blocks", "given")
+    return [c for c in order if points and all(p.sizes.get(c) for p in points)]
+
+
+def points_of(records: Sequence[Record]) -> tuple[list[Point], dict[str, list[str]]]:
+    """Return the runs that are points, and the names of the others by reason."""
+    out: dict[str, list[str]] = defaultdict(list)
+    found = []
+    for r in records:
+        if (reason := _unfit(r)) or (point := _point(r)) is None:
+            out[reason or "without size, tokens or val loss"].append(r.name)
+        else:
+            found.append(point)
+    for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_of)):
+        usual = Counter(of(_record(p)) for p in found).most_common(1)
+        apart = [p for p in found if of(_record(p)) != usual[0][0]]
+        found = [p for p in found if p not in apart]
+        out[reason] += [p.name for p in apart]
+    held = [p for p in found if not _decayed(_record(p))]
+    if len(held) < len(found):  # a loss before the decay is no loss of such a budget
+        found = [p for p in found if p not in held]
+        out["learning rate not decayed, as that of the others is"] += [p.name for p in held]
+    return found, {reason: names for reason, names in out.items() if names}
+
+
+def _record(point: Point) -> Record:
+    assert point.record is not None
+    return point.record
+
+
+def _unfit(r: Record) -> str:
+    """Return why a run is no point; empty where it may be one."""
+    if r.config.get(TWIN):
+        return "a twin of another run"
+    if r.state != "finished":
+        return r.state
+    if r.rung is not None:
+        return "left out by successive halving"
+    return "" if has_a_say(r) else "rows lost"
+
+
+def _point(r: Record) -> Point | None:
+    losses = figures(r, "tokens", None)
+    loss = losses.get("val/loss")
+    tokens = number(r.facts.get("max_tokens")) or losses.get("tokens_seen")
+    sizes = {c: n for c, key in COUNTS.items() if (n := number(r.facts.get(key)))}
+    if not loss or loss <= 0 or not tokens or not sizes:
+        return None
+    per_token = number(r.facts.get("flops_per_token")) or 6 * sizes.get("head", max(sizes.values()))
+    values = {**{k: v for k, v in r.facts.items() if number(v) is not None}, **r.config}
+    return Point(r.name, sizes, tokens, per_token * tokens, loss, values, r)
+
+
+def _decayed(r: Record) -> bool:
+    rates = [c["lr"][np.isfinite(c["lr"])] for c in (r.before, r.columns) if "lr" in c]
+    known = np.concatenate(rates) if rates else np.zeros(0)
+    return len(known) == 0 or bool(known[-1] < DECAYED * known.max())
+
+
+def read_csv(path: Path) -> Ladder:
+    """Return the points of a CSV file with the columns N, D and loss, and C where it has it.
+
+    Raises ConfigError for a file that lacks one, or holds what is no number.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.DictReader(file))
+            heads = {(h or "").strip().lower(): h for h in (lines[0] if lines else {})}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    names = {c: heads[c.lower()] for c in _COLUMNS if c.lower() in heads}
+    if "loss" not in names or len(names) < 3:
+        raise ConfigError(
+            f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
+            "of one of the first two; for example a first line N,D,loss"
+        )
+    ladder = Ladder(path.stem, [])
+    for place, line in enumerate(lines, 2):
+        given = {c: _number(path, place, c, line[name]) for c, name in names.items()}
+        label = f"line {place}"
+        if not all(0 < v < math.inf for v in given.values()):
+            ladder.out["not finite, or not above 0"].append(label)
+            continue
+        n = given.get("N") or given["C"] / 6 / given["D"]
+        d = given.get("D") or given["C"] / 6 / n
+        values = {k: v for k, v in ((k, _plain(v)) for k, v in line.items()) if v is not None}
+        flops = given.get("C") or 6 * n * d
+        ladder.points.append(Point(label, {"given": n}, d, flops, given["loss"], values))
+    return ladder
+
+
+def _number(path: Path, line: int, column: str, text: str | None) -> float:
+    found = _plain(text)
+    if found is None:
+        raise ConfigError(f"{path}: line {line}: {column}={text}: must be a number; example 2.5e8")
+    return found
+
+
+def _plain(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except (TypeError, ValueError):
+        return None

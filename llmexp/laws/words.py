@@ -1,0 +1,206 @@
+"""Say what fits found: the answer, what must be known beside it, what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmexp.compare.records import listed
+from llmexp.laws.answer import Answer
+from llmexp.laws.figures import big, flops_text, plain, sized
+from llmexp.laws.fitting import Surface
+from llmexp.laws.gain import Gain, Need
+from llmexp.laws.isoflop import Parabolas
+from llmexp.laws.law import FAR, HoldOut, Law
+from llmexp.laws.points import COUNTED
+from llmexp.laws.power import Power
+from llmexp.settings.labels import plural
+from llmexp.system.text import loss_text
+
+
+def headline(a: Answer) -> str:
+    """Return the answer: what ladders are to each other, else what the one ladder says."""
+    if a.gains:
+        return " ".join(_gain(g) for g in a.gains)
+    firsts = [_power(law) if isinstance(law, Power) else _law(law, a) for law in a.laws]
+    return " ".join(firsts) if len(firsts) == 1 else _each(a, firsts)
+
+
+def notes(a: Answer) -> tuple[str, ...]:
+    """Return what must be known beside the answer."""
+    found = []
+    if a.gains:
+        found += [_named(a, s, _law(s, a)) for s in a.surfaces]
+    for law in a.laws:
+        of_law = _power_notes(law) if isinstance(law, Power) else _surface_notes(law)
+        found += [_named(a, law, text) for text in of_law]
+    return tuple(dict.fromkeys(found))
+
+
+def why(a: Answer) -> tuple[str, ...]:
+    """Return what the answer rests on."""
+    found = []
+    for i, law in enumerate(a.laws):
+        if isinstance(law, Power):
+            of_law = list(_power_why(law))
+        else:
+            of_law = [*_surface_why(law), *_parabolas(a.parabolas[i], a.form == "isoflop")]
+        found += [_named(a, law, text) for text in of_law]
+    return tuple(dict.fromkeys(found))
+
+
+def _named(a: Answer, law: Law, text: str) -> str:
+    return f"{law.ladder.name}: {text}" if len(a.laws) > 1 else text
+
+
+def _each(a: Answer, texts: list[str]) -> str:
+    return " ".join(_named(a, law, text) for law, text in zip(a.laws, texts, strict=True))
+
+
+def _law(s: Surface, a: Answer) -> str:
+    """Return the answer of a ladder in a line."""
+    if s.edge:
+        return (
+            f"No best size: at {flops_text(math.exp(s.largest))} FLOPs it lies at the edge of the "
+            f"sizes that were tried, or beyond; widen to {s.edge} N."
+        )
+    found = a.parabolas[a.laws.index(s)] if a.form == "isoflop" else None
+    at = s.predicted
+    place = f"At {flops_text(at.flops)} FLOPs"
+    if s.target is None:
+        place += f", the {s.rungs[-1].name}"
+    if found and found.size:
+        return (
+            f"{place}, by parabolas: {sized(found.size, 'parameters')}. "
+            f"N* ~ C^{plain(found.exponent)}. Biased: {_bias(found)}; the surface has "
+            f"{sized(at.size, 'parameters')} and C^{plain(s.exponent)}."
+        )
+    return (
+        f"{place}: {sized(at.size, 'parameters')}, {big(at.tokens.value)} tokens, val loss "
+        f"{plain(at.loss)}. N* ~ C^{plain(s.exponent)}."
+    )
+
+
+def _surface_notes(s: Surface) -> Iterator[str]:
+    if s.target is not None and s.decades > FAR and not s.edge:
+        yield (
+            f"That is {s.decades:.1f} decades beyond the {s.rungs[-1].name}: so far out a "
+            "prediction rests on the form of the law, of which no interval knows."
+        )
+    yield _held_out(s.held_out)
+    if not s.knows_e:
+        yield "E is not known from these runs: a law without it fits about as well."
+    yield from _left_out(s)
+
+
+def _held_out(held: HoldOut | None) -> str:
+    if held is None:
+        return "Held out: nothing, as the other runs are too few for a law of their own."
+    return (
+        f"Held out: the {held.what} ({plural(held.runs, 'run')}), predicted "
+        f"{plain(held.predicted)}, measured {loss_text(held.measured)}: "
+        f"{held.miss:+.2%}{'' if held.inside else ', outside the interval'}."
+    )
+
+
+def _left_out(law: Law) -> Iterator[str]:
+    """Name what is no point, by reason."""
+    out = {reason: names for reason, names in law.ladder.out.items() if names}
+    parts = [f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out.items()]
+    if parts:
+        yield f"Left out: {'; '.join(parts)}."
+    yield from law.ladder.notes
+
+
+def _surface_why(s: Surface) -> Iterator[str]:
+    law = {k: sized(e) if k in "AB" else plain(e) for k, e in s.numbers.items()}
+    yield (
+        f"L(N, D) = E + A N^-alpha + B D^-beta: E {law['E']}, A {law['A']}, B {law['B']}, alpha "
+        f"{law['alpha']}, beta {law['beta']}. N: {COUNTED[s.count]}."
+    )
+    yield (
+        f"{plural(len(s.losses), 'run')} at {plural(len(s.rungs), s.rungs[0].what)}; they lie "
+        f"{s.ensemble.noise:.2%} from the law (standard deviation). Intervals hold 95 % of "
+        f"{len(s.ensemble.laws):,} draws of the runs' noise, each fitted again."
+    )
+    for count, exponent in s.other_counts().items():
+        yield f"With N as {COUNTED[count]}: N* ~ C^{plain(exponent)}."
+    if s.price.miss > 1e-3:
+        yield (
+            "FLOPs a token are a smooth curve over N through those of the runs, "
+            f"{s.price.miss:.1%} off at most."
+        )
+    worst = int(np.argmax(np.abs(s.rest)))
+    yield f"Furthest from the law: {s.ladder.points[worst].name}, {s.rest[worst]:+.2%}."
+
+
+def _parabolas(found: Parabolas | None, answered: bool) -> Iterator[str]:
+    if found is not None and not answered:
+        yield (
+            f"By parabolas, one a budget: N* ~ C^{plain(found.exponent)}. They are biased: "
+            f"{_bias(found)}."
+        )
+    elif found is None and answered:
+        yield "Parabolas need two budgets with three sizes each and a lowest point."
+
+
+def _bias(found: Parabolas) -> str:
+    return (
+        f"through losses of the fitted surface, without noise, they miss its exponent by "
+        f"{found.bias:+.3f} and its N* by {found.size_bias:+.0%}"
+    )
+
+
+def _gain(g: Gain) -> str:
+    """Return what a change needs, and how that changes with compute."""
+    text = f"{g.change} needs {_times(g.common)} of the compute of {g.baseline}{_verdict(g.common)}"
+    text += f" at {flops_text(g.common.flops)} FLOPs"
+    if g.further is None:
+        return f"{text}."
+    text += f", and {_times(g.further)} at {flops_text(g.further.flops)}: "
+    if not g.trend:
+        return f"{text}whether that changes with compute cannot be told."
+    kind = "gain" if g.common.ratio.value < 1 else "loss"
+    grows = g.trend == ("grows" if kind == "gain" else "shrinks")
+    return f"{text}the {kind} {'grows' if grows else 'shrinks'}."
+
+
+def _times(need: Need) -> str:
+    text = plain(need.ratio)
+    return text.replace(" [", "x [", 1)
+
+
+def _verdict(need: Need) -> str:
+    return "" if need.real else " (no difference is shown)"
+
+
+def _power(p: Power) -> str:
+    law = p.numbers
+    text = f"val loss = {plain(law['E'])} + {sized(law['A'])} x {p.by}^-{plain(law['p'])}"
+    if p.target is None:
+        return f"{text}."
+    return f"At {p.by} = {big(p.target)}: val loss {plain(p.loss_at(p.target))}; {text}."
+
+
+def _power_notes(p: Power) -> Iterator[str]:
+    if p.target is not None and (far := math.log10(p.target / p.x.max())) > FAR:
+        yield (
+            f"That is {far:.1f} decades beyond the largest {p.by}: so far out a prediction rests "
+            "on the form of the law, of which no interval knows."
+        )
+    yield _held_out(p.held_out)
+    if not p.knows_e:
+        yield "E is not known from these runs: a law without it fits about as well."
+    yield from _left_out(p)
+
+
+def _power_why(p: Power) -> Iterator[str]:
+    yield (
+        f"{plural(len(p.x), 'run')}; they lie {p.ensemble.noise:.2%} from the law (standard "
+        f"deviation). Intervals hold 95 % of {len(p.ensemble.laws):,} draws of the runs' noise, "
+        "each fitted again."
+    )
+    if p.by == "flops":
+        yield "Of each budget the run with the lowest loss counts, which is low by luck too."

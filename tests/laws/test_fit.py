@@ -1,0 +1,215 @@
+"""The command, run folders in: which runs are points, which are a ladder, what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import llmexp
+from llmexp.__main__ import run as command
+from llmexp.laws.ladders import ladders
+from llmexp.settings.values import ConfigError
+from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
+from tests.laws.planted import LAWS, Law, ladder
+from tests.tools import printed
+
+
+def csv_of(path, law, *shape, **more):
+    points = ladder(law, *shape, **more).points
+    lines = [f"{p.sizes['given']},{p.tokens},{p.loss}" for p in points]
+    path.write_text("\n".join(["N,D,loss", *lines]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return isoflop(tmp_path_factory.mktemp("laws") / "adamw")
+
+
+def test_runs_in_an_answer_out(sweep, capsys):
+    assert command(["fit", str(sweep), "--predict", "1e15", "--json"]) == 0
+    found = printed("fit", capsys.readouterr().out)
+    (one,) = found["ladders"]
+    assert found["count"] == "head"
+    assert one["runs"] == len(BLOCKS) * len(BUDGETS)
+    for name, truth in (("E", SMALL.e), ("alpha", SMALL.alpha), ("beta", SMALL.beta)):
+        e = one["law"][name]  # a bound for four standard errors: the interval has two on each side
+        assert abs(e["value"] - truth) < e["high"] - e["low"]
+    best = one["prediction"]
+    assert best["parameters"]["value"] == pytest.approx(SMALL.size(1e15), rel=0.1)
+    assert best["loss"]["value"] == pytest.approx(SMALL.best(1e15), rel=0.01)
+    assert [r["flops"] for r in one["rungs"]] == pytest.approx(BUDGETS, rel=1e-3)
+    assert one["left_out"] == {}
+    assert set(one["exponents"]) == {"all", "blocks"}
+
+
+def test_the_text_and_python_have_the_same_figures(sweep, capsys):
+    assert command(["fit", str(sweep), "--predict", "1e15", "--why"]) == 0
+    text = capsys.readouterr().out
+    laws = llmexp.fit(sweep, predict=1e15)
+    assert " ".join(text.split()).startswith(laws.headline)
+    assert str(laws).splitlines()[0] == text.splitlines()[0]
+    assert laws.headline.startswith("At 1e15 FLOPs: ")
+    assert "N* ~ C^" in laws.headline
+    assert command(["fit", str(sweep), "--predict", "1e15", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == laws.data
+    for words in ("Held out: the largest budget (5 runs)", "With N as all parameters: N* ~ C^"):
+        assert words in " ".join(text.split())
+
+
+def test_counts_move_the_exponent(sweep):
+    """Planted in N with the head: with blocks alone small models look smaller than they are."""
+    by = {c: llmexp.fit(sweep, count=c).data for c in ("all", "head", "blocks")}
+    found = {c: d["ladders"][0]["exponent"]["value"] for c, d in by.items()}
+    assert found["all"] < found["head"] < found["blocks"]
+    others = by["head"]["ladders"][0]["exponents"]
+    assert others["blocks"]["value"] == found["blocks"]
+
+
+def test_what_is_no_point_is_named(tmp_path):
+    folder = isoflop(tmp_path / "a")
+    run(folder / "diverged", 9.0, BLOCKS[0], 10**6, state="failed")
+    run(folder / "short", 4.0, BLOCKS[0], 10**6, state="preempted")
+    run(folder / "held", 4.0, BLOCKS[0], 10**6, rates=(1e-3, 1e-3))
+    prints = {"data_fingerprint": {"tokenizer_sha256": "a", "val_files": ["other"]}}
+    run(folder / "apart", 4.0, BLOCKS[0], 10**6, facts=prints)
+    prints = {"data_fingerprint": {"tokenizer_sha256": "b", "val_files": ["v"]}}
+    run(folder / "bpe", 4.0, BLOCKS[0], 10**6, facts=prints)
+    run(folder / "twin", 4.0, BLOCKS[0], 10**6, train__twin=1)
+    whole = llmexp.fit(folder).data["ladders"][0]
+    assert whole["left_out"] == {
+        "failed": ["diverged"], "preempted": ["short"], "a twin of another run": ["twin"],
+        "another validation text": ["apart"], "another tokenizer": ["bpe"],
+        "learning rate not decayed, as that of the others is": ["held"],
+    }  # fmt: skip
+    assert whole["law"] == llmexp.fit(isoflop(tmp_path / "b")).data["ladders"][0]["law"]
+
+
+def test_branches_of_a_trunk_are_points_of_the_token_axis(tmp_path):
+    trunk = {"folder": "t", "step": 50, "tokens": 10**6, "sequences": 1, "setting": "x"}
+    schedule = "llmexp.update.schedule.cooldown"
+    for i, tokens in enumerate(np.geomspace(1e6, 3e7, 6).astype(int)):
+        loss = 2 + 300 * float(tokens) ** -0.4
+        run(tmp_path / "h" / f"{i}", loss, BLOCKS[2], int(tokens), facts={"parent": trunk},
+            schedule___target_=schedule)  # fmt: skip
+    run(tmp_path / "h" / "trunk", 3.3, BLOCKS[2], 10**8, rates=(1e-3, 1e-3),
+        schedule___target_="llmexp.update.schedule.wsd")  # fmt: skip
+    found = llmexp.fit(tmp_path / "h", predict=1e9).data
+    assert found["form"] == "power"
+    (one,) = found["ladders"]
+    assert one["by"] == "tokens"
+    assert one["runs"] == 6
+    assert one["law"]["p"]["value"] == pytest.approx(0.4, rel=1e-6)
+    assert one["prediction"]["loss"]["value"] == pytest.approx(2 + 300 * 1e9**-0.4, rel=1e-6)
+    assert list(one["left_out"].values()) == [["trunk"]]
+
+
+def test_a_power_law_over_a_knob(tmp_path):
+    for i, batch in enumerate((8, 16, 32, 64, 128, 256)):
+        run(tmp_path / str(i), 1.5 + batch**-0.5, BLOCKS[2], 10**7,
+            batch__real_batch_size=batch)  # fmt: skip
+    found = llmexp.fit(tmp_path, form="power", by="batch.real_batch_size").data["ladders"][0]
+    assert found["law"]["p"]["value"] == pytest.approx(0.5, rel=1e-6)
+    assert found["law"]["E"]["value"] == pytest.approx(1.5, rel=1e-6)
+
+
+def test_of_each_size_and_length_the_best_setting_counts(tmp_path):
+    folder = isoflop(tmp_path / "a")
+    tokens = round(BUDGETS[0] / (6 * (BLOCKS[0] + round(64 * math.sqrt(BLOCKS[0])))))
+    run(folder / "worse", 9.0, BLOCKS[0], tokens, optimizer__lr=3e-3)
+    run(folder / "seed", 4.0, BLOCKS[0], tokens, train__seed=2)
+    (found,), _ = ladders([folder])
+    assert "worse" not in [p.name for p in found.points]
+    assert "seed" in [p.name for p in found.points]
+    assert len(found.points) == 16
+    assert "1 other setting is none" in found.notes[0]
+
+
+@pytest.mark.parametrize("one_folder", [True, False])
+def test_two_ladders_and_what_one_gains(tmp_path, capsys, one_folder):
+    muon = Law(SMALL.e, SMALL.a, SMALL.b * 0.8, SMALL.alpha, SMALL.beta)
+    places = [tmp_path / "all"] * 2 if one_folder else [tmp_path / "a", tmp_path / "m"]
+    isoflop(places[0] / "x", seed=1)
+    isoflop(places[1] / "y", muon, seed=2, optimizer___target_="llmexp.update.optim.muon")
+    paths = [str(p) for p in dict.fromkeys(places)]
+    assert command(["fit", *paths, "--predict", "1e15"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("muon needs 0.")
+    assert "x [" in text
+    assert "of the compute of adamw at 2.5e13 FLOPs" in text
+    found = llmexp.fit(*paths, predict=1e15).data
+    assert [one["name"] for one in found["ladders"]] == ["adamw", "muon"]
+    need = found["gains"][0]["common"]
+    assert need["high"] < 1
+    assert need["shown"]
+    assert need["flops"] == pytest.approx(2.5e13, rel=1e-3)
+    assert found["gains"][0]["trend"] in (None, "grows", "shrinks")
+
+
+def test_paths_with_another_number_are_two_ladders_and_parts_of_one_are_one(tmp_path):
+    isoflop(tmp_path / "clip1", seed=1)
+    isoflop(tmp_path / "clip3", seed=2, clip__max_norm=3.0)
+    found, _ = ladders([tmp_path / "clip1", tmp_path / "clip3"])
+    assert [one.name for one in found] == ["clip=1.0", "clip=3.0"]
+    found, _ = ladders(sorted((tmp_path / "clip1").iterdir()))  # as a shell expands clip1/*
+    assert [len(one.points) for one in found] == [15]
+
+
+def test_a_csv_with_any_case_and_without_tokens(tmp_path):
+    path = csv_of(tmp_path / "points.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    whole = llmexp.fit(path, predict=1e21).data
+    assert whole["count"] == "given"
+    assert whole["ladders"][0]["runs"] == 20
+    lines = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    short = [f"{n},{6 * float(n) * float(d)},{loss}" for n, d, loss in lines]
+    (tmp_path / "c.csv").write_text("\n".join(["n,c,Loss", *short, "1e9,1e18,inf"]))
+    other = llmexp.fit(tmp_path / "c.csv", predict=1e21).data["ladders"][0]
+    assert other["left_out"] == {"not finite, or not above 0": ["line 22"]}
+    value = whole["ladders"][0]["prediction"]["loss"]["value"]
+    assert other["prediction"]["loss"]["value"] == pytest.approx(value, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{csv}", "--form", "line"], "--form line: must be one of surface, isoflop, power"),
+        (["{csv}", "--predict", "-1"], "--predict -1: a number above 0 is needed"),
+        (["{csv}", "--by", "tokens", "--form", "isoflop"], "--by tokens: is of a power law"),
+        (["{csv}", "--by", "nothing"], "0 runs with nothing above 0"),
+        (["{csv}", "--count", "some"], "--count some: must be one of all, head, blocks"),
+        (["{folder}"], "there is no run to fit"),
+        (["{bad}"], "line 2: D=x: must be a number"),
+        (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
+        (["{few}"], "train at least 3 sizes at 3 budgets"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, words, said):
+    csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=1)
+    (tmp_path / "bad.csv").write_text("N,D,loss\n1e6,x,3\n")
+    (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
+    (tmp_path / "few.csv").write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
+    (tmp_path / "empty").mkdir()
+    names = {"csv": "good.csv", "folder": "empty", "bad": "bad.csv", "thin": "thin.csv",
+             "few": "few.csv"}  # fmt: skip
+    paths = {k: str(tmp_path / v) for k, v in names.items()}
+    assert command(["fit", *(w.format(**paths) for w in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_python_names_arguments_as_python_does(tmp_path):
+    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=1)
+    with pytest.raises(ConfigError, match="form='line': must be one of surface"):
+        llmexp.fit(path, form="line")
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_the_text_fits_the_terminal(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    assert command(["fit", str(path), "--predict", "1e24", "--why"]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= columns for line in text.splitlines())
+    assert "4.0 decades beyond the largest budget" in " ".join(text.split())
