@@ -167,7 +167,11 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             stack.enter_context(whole)
             both = counting, contextlib.nullcontext()  # it is fake and counts
             without = functools.partial(rehearsal.without_memory, parts, modes, *both)
-            parts = dataclasses.replace(parts, build_model=lambda **_: without())
+            parts = dataclasses.replace(
+                parts,
+                build_model=lambda **_: without(),
+                begin_model=lambda model, device, _: model.to(device),
+            )
         s = set_up(parts, joined)
         if planned:
             pretend.reduce_at_once(s.module)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llmexp.system.fileio import file_state, sha256
+
+OPENING = os.O_RDONLY | os.O_CLOEXEC
 
 
 class CheckpointError(ValueError):
@@ -25,14 +29,59 @@ def fingerprint(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
-def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
-    """Raise CheckpointError for the first file that has not its size and sha256.
+class OpenFiles:
+    """Keep files open from their hashing to their reading, so that each is opened once.
 
-    Several are read at a time."""
+    More than KEPT are opened again."""
+
+    KEPT = 8
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+
+    def __del__(self) -> None:
+        for file in list(self._handles):
+            self.close(file)
+
+    def fingerprint(self, file: Path) -> dict[str, Any]:
+        """Return the size and sha256 of a file, which may stay open."""
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            found = {"size": size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+            if len(self._handles) < self.KEPT:
+                self._handles[file] = os.dup(opened.fileno())
+        return found
+
+    def read(self, file: Path, into: memoryview, at: int) -> None:
+        """Fill bytes from a file, from its byte `at` on; it stays open.
+
+        Raises OSError, EOFError where it ends before."""
+        if file not in self._handles:
+            self._handles[file] = os.open(file, OPENING)
+        read_all(self._handles[file], into, at)
+
+    def whole(self, file: Path) -> BinaryIO:
+        """Return a file to be read from its beginning, opened anew where it is not open."""
+        handle = self._handles.pop(file, None)
+        found = os.fdopen(os.open(file, OPENING) if handle is None else handle, "rb")
+        found.seek(0)
+        return found
+
+    def close(self, file: Path) -> None:
+        """Close a file, where it is open."""
+        if (handle := self._handles.pop(file, None)) is not None:
+            os.close(handle)
+
+
+def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
+    """Return the files, some of them open, or raise CheckpointError for the first damaged one.
+
+    It has not its size and sha256. Several are read at a time."""
+    opened = OpenFiles()
     with ThreadPoolExecutor() as threads:
         # the largest one first, as it takes longest
         order = sorted(expected, key=lambda file: -file.stat().st_size)
-        found = {file: threads.submit(fingerprint, file) for file in order}
+        found = {file: threads.submit(opened.fingerprint, file) for file in order}
     for file, wanted in expected.items():
         try:
             whole = found[file].result() == wanted
@@ -40,6 +89,7 @@ def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         if not whole:
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+    return opened
 
 
 def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -> None:
@@ -47,3 +97,11 @@ def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -
     for file in files:
         if file_state(file) != before[file]:
             raise CheckpointError(f"{file} was changed while it was read; resume again")
+
+
+def read_all(handle: int, into: memoryview, at: int) -> None:
+    """Fill bytes from an open file, from its byte `at` on. Raises EOFError where it ends before."""
+    while into:
+        if not (count := os.preadv(handle, [into], at)):
+            raise EOFError("it ends too early")
+        into, at = into[count:], at + count

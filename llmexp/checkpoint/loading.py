@@ -5,26 +5,28 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
               ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
               state.pt               plain containers (torch.load(weights_only=True))
               manifest.json          format version, step, geometry, size and sha256 of each
-                                     file; written last
+                                     file, the index of all pieces; written last
 
 Where tensors are sharded, every rank writes the pieces that it holds
-(model-00002-of-00004.safetensors). A piece is a box of a full tensor; the header of its file tells
-the full shape and the box's offset, so a reader takes from each file what lies in its own boxes,
-whatever the layouts of saving and loading. saving.py writes them.
+(model-00002-of-00004.safetensors). A piece is a box of a full tensor; the index tells the full
+shape, the box's offset and its place in the file, so a reader opens only files that hold something
+of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same:
+older checkpoints have no index. saving.py writes them.
 """  # noqa: E501
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,11 +34,19 @@ from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import (
     CheckpointError,
     NewerFormat,
+    OpenFiles,
     refuse_changed,
     refuse_damaged,
 )
-from llmexp.checkpoint.pieces import StoredPiece, named_tensors, names_by_id, piece_of
-from llmexp.checkpoint.tensor_files import TYPES
+from llmexp.checkpoint.pieces import (
+    Box,
+    Piece,
+    StoredPiece,
+    named_tensors,
+    names_by_id,
+    piece_of,
+)
+from llmexp.checkpoint.stored import copy_overlap, read_entry, read_header
 from llmexp.system.fileio import file_state, sha256
 
 FORMAT_VERSION = 2
@@ -45,8 +55,6 @@ KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with tr
 FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Loaded:
     optimizer: dict[str, list[StoredPiece]]
     ema: dict[str, list[StoredPiece]]
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
+    open_files: OpenFiles
 
     @property
     def digest(self) -> str:
@@ -145,21 +154,18 @@ def read_checkpoint(
         if mine and name.startswith((*kinds, STATE)):
             hashed[file] = expected
     seen: dict[Path, tuple[int, ...]] = {path / name: file_state(path / name) for name, _ in files}
-    refuse_damaged(hashed)
+    open_files = refuse_damaged(hashed)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
     try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        with open_files.whole(path / STATE) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{STATE} holds no section of values")
-        pieces: dict[str, dict[str, list[StoredPiece]]] = {}
-        for kind in KINDS:
-            held = [path / name for name, _ in files if name.startswith(kind)]
-            wanted = kind in kinds and (held or kind != "ema")
-            pieces[kind] = _read_headers(held, step) if wanted else {}
+        pieces = _pieces(path, manifest, kinds)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, state, **pieces, seen=seen)
+    return Loaded(path, step, manifest, state, **pieces, seen=seen, open_files=open_files)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -184,24 +190,36 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _read_headers(files: list[Path], step: int) -> dict[str, list[StoredPiece]]:
-    """Return the pieces of each tensor. Raises ValueError where they do not make up the tensor."""
-    found: dict[str, list[StoredPiece]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-            if metadata["step"] != str(step):
-                raise ValueError(f"{file.name} is of step {metadata['step']}")
-            for name, at in json.loads(metadata["pieces"]).items():
-                size, dtype = tuple(opened.get_slice(name).get_shape()), DTYPES[at["dtype"]]
-                piece = StoredPiece(file, tuple(at["shape"]), tuple(at["offset"]), size, dtype)
-                found.setdefault(name, []).append(piece)
-    if not files:
+def _pieces(
+    path: Path, manifest: dict[str, Any], kinds: tuple[str, ...]
+) -> dict[str, dict[str, list[StoredPiece]]]:
+    """Return the pieces of each tensor of these kinds, from the index in the manifest.
+
+    Older checkpoints have none: there the header of each file is read. Raises ValueError where the
+    pieces do not make up the tensors."""
+    files = sorted(name for name in manifest["files"] if name != STATE)
+    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in KINDS}
+    if not all(any(n.startswith(kind) for n in files) for kind in kinds if kind != "ema"):
         raise ValueError("the manifest names no file with tensors")
-    for name, pieces in found.items():
-        full = pieces[0].shape
-        if sum(math.prod(p.size) for p in pieces) != math.prod(full):
-            raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
+    if (index := manifest.get("index")) is not None:
+        if hashlib.sha256(index.encode()).hexdigest() != manifest["index_sha256"]:
+            raise ValueError(f"the index in {MANIFEST} does not match its sha256")
+        for kind, named in json.loads(index).items():
+            if kind in kinds:
+                found[kind] = {
+                    name: [read_entry(path, entry, manifest["files"]) for entry in entries]
+                    for name, entries in named.items()
+                }
+    else:
+        for name in files:
+            if (kind := name.partition("-")[0].partition(".")[0]) in kinds:
+                for key, piece in read_header(path / name, manifest["step"]):
+                    found[kind].setdefault(key, []).append(piece)
+    for pieces in found.values():
+        for name, parts in pieces.items():
+            full = parts[0].shape
+            if sum(math.prod(p.size) for p in parts) != math.prod(full):
+                raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
     return found
 
 
@@ -218,20 +236,39 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
 def fill_all(
     loaded: Loaded, tensors: Mapping[str, Tensor], pieces: dict[str, list[StoredPiece]]
 ) -> None:
-    """Fill tensors from the pieces of the same names. Raises CheckpointError."""
-    opened: dict[Path, Any] = {}
-    for name, tensor in tensors.items():
-        _fill(tensor, name, pieces[name], opened)
-    refuse_changed(opened, loaded.seen)
+    """Fill what this rank holds of tensors from the pieces of the same names.
+
+    Files of which it holds nothing are not opened. Raises CheckpointError."""
+    fill(loaded, [(piece_of(tensor), pieces[name]) for name, tensor in tensors.items()])
 
 
-def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tensor:
-    """Return a parameter, whole, in the dtype it was saved in; or put it `into` a tensor.
+def fill(loaded: Loaded, wanted: Iterable[tuple[Piece, list[StoredPiece]]]) -> None:
+    """Fill boxes of tensors from the stored pieces that overlap them, file by file.
+
+    Raises CheckpointError."""
+    by_file: dict[Path, list[tuple[Piece, StoredPiece]]] = {}
+    for own, pieces in wanted:
+        for piece in pieces:
+            by_file.setdefault(piece.file, []).append((own, piece))
+    for file, pairs in by_file.items():
+        try:
+            read = functools.partial(loaded.open_files.read, file)
+            used = [copy_overlap(own, piece, read) for own, piece in pairs]
+        except Exception as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if any(used):
+            refuse_changed([file], loaded.seen)
+        loaded.open_files.close(file)
+
+
+def read_tensor(loaded: Loaded, name: str, box: Box | None = None) -> Tensor:
+    """Return a box of a parameter, or all of it, in the dtype it was saved in.
 
     Raises CheckpointError."""
     pieces = loaded.model[name]
-    found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype) if into is None else into
-    _fill(found, name, pieces, {})
+    box = box or [(0, size) for size in pieces[0].shape]
+    found = torch.empty([b - a for a, b in box], dtype=pieces[0].dtype)
+    fill(loaded, [(Piece(found, pieces[0].shape, tuple(a for a, _ in box)), pieces)])
     return found
 
 
@@ -277,14 +314,14 @@ def restore_optimizers(
         optimizer.state.clear()
         for name, states in plain["state"].items():
             optimizer.state[own[f"{number}/{name}"][0]] = dict(states)
-    opened: dict[Path, Any] = {}
+    wanted = []
     for full_name, pieces in loaded.optimizer.items():
         name, _, key = full_name.rpartition("/")
         parameter, group = own[name]
         state = _empty_state(parameter.detach(), key, pieces[0], group)
-        _fill(state, full_name, pieces, opened)
+        wanted.append((piece_of(state), pieces))
         optimizers[int(name.partition("/")[0])].state[parameter][key] = state
-    refuse_changed(opened, loaded.seen)
+    fill(loaded, wanted)
 
 
 def _empty_state(parameter: Tensor, key: str, piece: StoredPiece, group: dict[str, Any]) -> Tensor:
@@ -310,28 +347,3 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
         raise CheckpointError(
             f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}"
         )
-
-
-def _fill(target: Tensor, name: str, pieces: list[StoredPiece], opened: dict[Path, Any]) -> None:
-    """Fill this rank's part of a tensor from the pieces that overlap it.
-
-    `opened` keeps the files open."""
-    own = piece_of(target)
-    for piece in pieces:
-        low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]
-        ends = zip(own.offset, own.local.shape, piece.offset, piece.size, strict=True)
-        high = [min(a + n, b + m) for a, n, b, m in ends]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            continue
-        here, there = (
-            tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-            for start in (own.offset, piece.offset)
-        )
-        try:
-            if piece.file not in opened:
-                opened[piece.file] = safe_open(piece.file, framework="pt")
-            # mapped into memory: the slice alone is read
-            part = opened[piece.file].get_tensor(name)[there]
-        except Exception as error:
-            raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
-        own.local[here].copy_(part)

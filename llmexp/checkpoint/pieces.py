@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Shape = tuple[int, ...]
+Box = list[tuple[int, int]]  # the first and the end of each dimension
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class StoredPiece:
     offset: Shape
     size: Shape
     dtype: torch.dtype
+    at: int  # the byte in the file where its values begin
+    value: bytes | None = None  # of a tensor of a few bytes, which the index holds too
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
+import hashlib
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ from llmexp.checkpoint.pieces import (
     names_by_id,
     piece_of,
 )
+from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.system.fileio import flush_to_disk, write_json
 
@@ -121,7 +123,8 @@ def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
     with _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo):
         root.mkdir(exist_ok=True)
         temporary.mkdir(exist_ok=True)
-        written: dict[str, Any] = {}
+        files: dict[str, Any] = {}
+        index: dict[str, dict[str, list[Any]]] = {}
         for name, own in pieces.files.items():
             boxes = {
                 key: {"shape": p.shape, "offset": p.offset, "dtype": p.dtype}
@@ -129,8 +132,10 @@ def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
             }
             metadata = {"format": "pt", "step": str(step), "pieces": json.dumps(boxes)}
             tensors = {key: p.local for key, p in own.items()}
-            written[name] = write_tensors(temporary / name, tensors, metadata)
-        write_json(temporary / _note(pieces.rank), written)
+            files[name], begins = write_tensors(temporary / name, tensors, metadata)
+            kind = name.partition("-")[0].partition(".")[0]
+            index[kind] = {key: entry_of(name, begins[key], p) for key, p in own.items()}
+        write_json(temporary / _note(pieces.rank), {"files": files, "index": index})
 
 
 def commit_checkpoint(
@@ -153,14 +158,15 @@ def commit_checkpoint(
     """
     final, temporary = checkpoint_folder(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        files = _collect(temporary, pieces.world)
+        files, index = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
         about = {"format_version": FORMAT_VERSION, "step": step, **meta}
-        write_json(temporary / MANIFEST, about | {"files": files})
+        sealed = {"index_sha256": hashlib.sha256(index.encode()).hexdigest(), "index": index}
+        write_json(temporary / MANIFEST, about | {"files": files} | sealed)
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
@@ -175,17 +181,24 @@ def commit_checkpoint(
     return final
 
 
-def _collect(temporary: Path, world: int) -> dict[str, Any]:
-    """Return the fingerprints of the files that all ranks have written, from the ranks' notes."""
+def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], str]:
+    """Return the fingerprints of the files that all ranks have written, and the index of pieces.
+
+    The ranks' notes have them. The index is JSON: kind -> name -> an entry for each piece."""
     files: dict[str, Any] = {}
+    index: dict[str, dict[str, list[Any]]] = {}
     for rank in range(world):
         note = temporary / _note(rank)
-        files |= json.loads(note.read_text(encoding="utf-8"))
+        written = json.loads(note.read_text(encoding="utf-8"))
+        files |= written["files"]
+        for kind, entries in written["index"].items():
+            for name, entry in entries.items():
+                index.setdefault(kind, {}).setdefault(name, []).append(entry)
         note.unlink()
     for name, expected in files.items():
         if (temporary / name).stat().st_size != expected["size"]:
             raise OSError(f"{temporary / name} does not have the size that its rank has written")
-    return files
+    return files, json.dumps(index, separators=(",", ":"))
 
 
 def _remove_before(root: Path, step: int, keep_every: int | None) -> None:

@@ -26,18 +26,21 @@ ORDER = list(TYPES)
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> dict[str, Any]:
-    """Write a safetensors file and flush it to the disk; return its size and sha256.
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Write a safetensors file and flush it to the disk.
+
+    Return its size and sha256, and the byte where each tensor begins.
 
     The library's own function returns no hash (the file would be read again for it), and writes the
     metadata in a random order. Raises OSError.
     """
     named = sorted(tensors.items(), key=lambda item: (ORDER.index(item[1].dtype), item[0]))
     head = header([(name, t.dtype, tuple(t.shape)) for name, t in named], metadata)
-    digest = hashlib.sha256(head)
+    digest, begins = hashlib.sha256(head), dict[str, int]()
     with open(path, "wb") as file:
         file.write(head)
-        for _, tensor in named:
+        for name, tensor in named:
+            begins[name] = file.tell()
             flat = tensor.detach().cpu().contiguous().view(-1)
             data = flat.view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):
@@ -47,7 +50,7 @@ def write_tensors(
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
-    return {"size": size, "sha256": digest.hexdigest()}
+    return {"size": size, "sha256": digest.hexdigest()}, begins
 
 
 def header(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmexp.checkpoint import saving
-from llmexp.checkpoint.loading import Loaded, whole_tensor
+from llmexp.checkpoint.loading import Loaded, read_tensor
 from llmexp.checkpoint.pieces import Piece
 from llmexp.exchange.sizes import FREE
 from llmexp.runs import rundir
@@ -53,12 +53,12 @@ def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
 
     A tensor of whole numbers is that of the last checkpoint.
     """
-    last = whole_tensor(checkpoints[-1], name)
+    last = read_tensor(checkpoints[-1], name)
     if not last.is_floating_point():
         return last
     total = torch.zeros(last.shape, dtype=torch.float64)
     for one in checkpoints:
-        total += whole_tensor(one, name).double()
+        total += read_tensor(one, name).double()
     return (total / len(checkpoints)).to(last.dtype)
 
 

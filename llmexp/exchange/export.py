@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmexp.checkpoint import tensor_files
-from llmexp.checkpoint.loading import Loaded, whole_tensor
+from llmexp.checkpoint.loading import Loaded, fill_all, read_tensor
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
@@ -59,9 +59,9 @@ def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype, form: Stored) -> Tens
         parts = list(target.split([loaded.model[name][0].shape[0] for name in rule.ours]))
     for name, part in zip(rule.ours, parts, strict=True):
         if (factor := form.factor(name)) == 1:
-            whole_tensor(loaded, name, part)
+            fill_all(loaded, {name: part}, loaded.model)
         else:  # rounded once
-            part.copy_(whole_tensor(loaded, name).double() * factor)
+            part.copy_(read_tensor(loaded, name).double() * factor)
     return found
 
 

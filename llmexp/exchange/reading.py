@@ -6,6 +6,7 @@ They are read tensor by tensor, so that no second copy of the model is held.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, is_step, step_of
-from llmexp.checkpoint.loading import Loaded, whole_tensor
-from llmexp.checkpoint.pieces import named_tensors
+from llmexp.checkpoint.loading import Loaded, read_tensor
+from llmexp.checkpoint.pieces import Box, named_tensors, piece_of
 from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.sizes import FREE, knobs_of
@@ -40,8 +41,9 @@ OPTIONS = {"llmexp.models.gpt2.GPT2": "gpt2_small", "llmexp.models.llama.Llama":
 class WeightSource:
     """Weights in files, and the knobs of our model that computes the same.
 
-    `folder`: of Hugging Face, or of a run. `rules`: how its tensors make ours; `shapes` and `read`:
-    by their names. `factor`: on each of our parameters, for the standard parametrization.
+    `folder`: of Hugging Face, or of a run. `rules`: how its tensors make ours; `shapes` and `read`
+    (a box of one; None: all of it): by their names. `factor`: on each of our parameters, for the
+    standard parametrization.
     """
 
     name: str
@@ -50,7 +52,7 @@ class WeightSource:
     knobs: Mapping[str, Any]
     rules: list[Rule]
     shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
+    read: Callable[[str, Box | None], Tensor]
     factor: Callable[[str], float] = lambda name: 1.0
 
 
@@ -128,7 +130,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:
         knobs_of(section),
         rules,
         shapes,
-        lambda name: whole_tensor(loaded, name),
+        lambda name, box: read_tensor(loaded, name, box),
         multipliers(section),
     )
 
@@ -170,8 +172,7 @@ def of_folder(folder: Path) -> WeightSource:
         knobs,
         rules,
         shapes,
-        # a file that stays open keeps in memory what was read of it
-        lambda name: _open(place[names[name]]).get_tensor(names[name]),
+        lambda name, box: _read(place[names[name]], names[name], box),
     )
 
 
@@ -192,6 +193,13 @@ def _files(folder: Path) -> list[Path]:
             )
         raise ConfigError(f"{folder}: {', '.join(missing[:4])} is missing; download it again")
     return files
+
+
+def _read(file: Path, name: str, box: Box | None) -> Tensor:
+    """Return a box of a tensor in a file, which would keep in memory what was read while open."""
+    if box is None:
+        return _open(file).get_tensor(name)
+    return _open(file).get_slice(name)[tuple(slice(*ends) for ends in box)]
 
 
 def _open(file: Path) -> Any:
@@ -275,7 +283,7 @@ def _fits(
 def check_values(source: WeightSource) -> None:
     """Raise ConfigError for a tensor with a value that is not finite."""
     for rule in source.rules:
-        if not all_finite(source.read(rule.theirs)):
+        if not all_finite(source.read(rule.theirs, None)):
             raise ConfigError(f"{source.name}: {rule.theirs} has values that are not finite")
 
 
@@ -283,17 +291,24 @@ def check_values(source: WeightSource) -> None:
 def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any]) -> None:
     """Copy the weights, which `check_weights` has found to fit, into the model of a section.
 
-    Rows that they do not have stay as they are. Another parametrization computes the same with
-    other weights: these are converted.
+    A rank reads what it holds alone. Rows that they do not have stay as they are. Another
+    parametrization computes the same with other weights: these are converted.
     """
     own, factor = named_tensors(model), multipliers(section)
     for rule in source.rules:
-        theirs = source.read(rule.theirs)
-        if rule.transposed and theirs.ndim == 2:
-            theirs = theirs.T
-        start = 0
+        shape = source.shapes[rule.theirs]
+        turned = rule.transposed and len(shape) == 2
+        start, rows = 0, shape[::-1][0] if turned else math.prod(shape[:1])
         for name in rule.ours:
-            rows = theirs.shape[0] if len(rule.ours) == 1 else own[name].shape[0]
-            part, ratio = theirs[start : start + rows], source.factor(name) / factor(name)
-            own[name][:rows].copy_(part if ratio == 1 else part.double() * ratio)
+            if len(rule.ours) > 1:
+                rows = own[name].shape[0]
+            held, offset = (piece := piece_of(own[name])).local, piece.offset
+            count = max(0, min(held.shape[0], rows - offset[0])) if shape else 1
+            box = [(a, a + n) for a, n in zip(offset, held.shape, strict=True)]
+            box[:1] = [(start + a, start + a + count) for a, _ in box[:1]]
+            if count and held.numel():
+                part = source.read(rule.theirs, (box[::-1] if turned else box) or None)
+                part, ratio = part.T if turned else part, source.factor(name) / factor(name)
+                target = held[:count] if shape else held
+                target.copy_(part if ratio == 1 else part.double() * ratio)
             start += rows

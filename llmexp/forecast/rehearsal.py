@@ -96,6 +96,7 @@ def rehearse(
             config=config,
             precision=precision,
             build_model=lambda **_: without_memory(parts, modes, fake, counting),
+            begin_model=lambda model, device, _: model.to(device),
         )
         setup = set_up(made, joined)
         if compiled and setup.loss.chunked and not joined.sharded:

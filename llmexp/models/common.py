@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.models.initial import SEEDS, Blocks
 from llmexp.models.planned import kind_of
 from llmexp.settings.rules import MUP_HEAD
 from llmexp.settings.values import ConfigError, refuse
@@ -71,24 +74,35 @@ class LanguageModel(nn.Module):
             self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all parameters anew from the global generator (needed after `to_empty`).
+    def init_weights(self, piece_of: Callable[[Tensor], Any] | None = None) -> None:
+        """Draw all parameters anew, from a seed that the global generator gives.
 
-        Weights N(0, 0.02^2), biases 0, norms 1 (and 0); the two projections of a block that end on
-        the residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2).
-        With mup matrices of the blocks are also scaled by 1/sqrt(m).
+        Weights N(0, std^2) with `initial_std`, biases 0, norms 1. They are the same on any layout
+        of ranks: `piece_of` tells this rank's piece of a parameter that is split.
         """
-        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                residual = name.endswith(("out_proj", "down_proj"))
-                ratio = self.width_ratio if name.startswith("blocks.") else 1.0
-                std = (residual_std if residual else INIT_STD) / math.sqrt(ratio)
-                nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                nn.init.ones_(module.weight)
-            if (bias := getattr(module, "bias", None)) is not None:
-                nn.init.zeros_(bias)
+        blocks = Blocks(int(torch.randint(SEEDS, (), device="cpu")), piece_of)
+        for prefix, module in self.named_modules():
+            for last, p in module.named_parameters(recurse=False):
+                if last == "bias" or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                    blocks.held(p).fill_(0.0 if last == "bias" else 1.0)
+                elif isinstance(module, nn.Linear | nn.Embedding):
+                    std = self.initial_std(f"{prefix}.{last}")
+                    draw = functools.partial(_normal, std)
+                    # in fp32 whatever the parameters' dtype, which then differ in rounding alone
+                    for part, values in blocks.drawn(p, draw, torch.float32):
+                        part.copy_(values)
+
+    def initial_std(self, name: str) -> float:
+        """Return the standard deviation of a matrix's initial values, by its name.
+
+        The two projections of a block that end on the residual stream are scaled by
+        1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2); with mup all of the blocks by
+        1/sqrt(m), too.
+        """
+        residual = name.endswith(("out_proj.weight", "down_proj.weight"))
+        ratio = self.width_ratio if name.startswith("blocks.") else 1.0
+        std = INIT_STD / math.sqrt(2 * len(self.blocks)) if residual else INIT_STD
+        return std / math.sqrt(ratio)
 
     def stream(self, h_btd: Tensor) -> Tensor:
         """Return the residual stream in the dtype of the parameters.
@@ -171,12 +185,21 @@ def embedding(count: int, width: int) -> nn.Embedding:
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Replace parameters on the meta device by ones with memory but without values.
 
-    (`to_empty` imports sympy.)
+    Each rank gets its parts alone of those that are split. (`to_empty` imports sympy.)
     """
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            values = torch.empty(p.shape, dtype=p.dtype, device=device)
+            split = hasattr(p, "device_mesh")
+            values = (
+                torch.empty_like(p, device=device)
+                if split
+                else torch.empty(p.shape, dtype=p.dtype, device=device)
+            )
             setattr(module, name, nn.Parameter(values))
+
+
+def _normal(std: float, block: Tensor, generator: torch.Generator) -> None:
+    block.normal_(std=std, generator=generator)
 
 
 def autocast_dtype(x: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     if config.train.deterministic:  # before the device computes anything
         precision.make_deterministic()
     precision.apply(parts.precision)
-    # on the CPU, the same on each rank: what is split is split from whole tensors
-    model = parts.build_model(fresh=fresh)
+    # A model of ours is built without memory: each rank fills its parts alone. Others are built on
+    # the CPU, the same on each rank, and split from whole tensors.
+    model = parts.build_model(late=True)
     if not joined.sharded:
-        model.to(joined.device)
+        parts.begin_model(model, joined.device, fresh)
     loss = WindowLoss(model)
     module = mesh.wrap(
         joined,
@@ -34,7 +35,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         compiled=config.train.compile is True,
         gathered=torch.bfloat16 if parts.precision == "bf16" else None,
     )
-    model.to(joined.device)
+    if joined.sharded:
+        parts.begin_model(model, joined.device, fresh)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if module is loss:  # DDP has buckets
         # Gradients live as long as the run: born between activations in each step they would

@@ -17,12 +17,12 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
+from llmexp.models.initial import seed_of
 from llmexp.models.loss import WindowLoss
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.update import optim, precision
 from llmexp.update.limits import Limit
-from llmexp.update.twin import seed_of
 
 # Outcome codes of a window; its update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
-def seed_of(text: str) -> int:
-    """Return the seed of a generator, below 2^64, that a text stands for."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+from llmexp.models.initial import Blocks, seed_of
 
 
 @torch.no_grad()
@@ -22,23 +18,21 @@ def perturb(
 ) -> None:
     """Move each entry of the parameters by -1, 0 or +1 unit in the last place.
 
-    The draws differ with (seed, twin). They come from a generator of their own, so the training RNG
+    The draws differ with (seed, twin). They come from generators of their own, so the training RNG
     stays as it is; twin 0 moves nothing. `piece_of` tells this rank's `local` piece of a split
     tensor and its `offset`.
     """
     if twin == 0:
         return
-    generator = torch.Generator().manual_seed(seed_of(f"{seed}/twin {twin}"))
+    blocks = Blocks(seed_of(f"{seed}/twin {twin}"), piece_of)
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():
             continue
-        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8)
-        held: Tensor = p
-        if piece_of is not None:
-            piece = piece_of(p)
-            held = piece.local
-            cuts = zip(piece.offset, held.shape, strict=True)
-            directions = directions[tuple(slice(at, at + size) for at, size in cuts)]
-        directions = directions.to(held.device)
-        towards = directions.to(held.dtype) * math.inf  # nan where the direction is 0
-        held.copy_(torch.where(directions == 0, held, torch.nextafter(held, towards)))
+        for part, drawn in blocks.drawn(p, _directions, torch.int8):
+            directions = drawn.to(part.device)
+            towards = directions.to(part.dtype) * math.inf  # nan where the direction is 0
+            part.copy_(torch.where(directions == 0, part, torch.nextafter(part, towards)))
+
+
+def _directions(block: Tensor, generator: torch.Generator) -> None:
+    block.random_(-1, 2, generator=generator)

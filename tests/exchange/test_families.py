@@ -3,6 +3,7 @@ same there, and comes back as it went."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from llmexp.checkpoint.hashes import OpenFiles
 from llmexp.checkpoint.loading import Loaded
 from llmexp.checkpoint.pieces import StoredPiece
 from llmexp.data.tokenizers import byte_level
@@ -22,6 +24,7 @@ from llmexp.exchange.multipliers import multipliers
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.settings.targets import bind
+from llmexp.system.fileio import file_state
 
 SIZES = {
     "vocab_size": 61, "max_position_embeddings": 32, "n_layers": 2, "n_heads": 6, "d_model": 48,
@@ -77,10 +80,14 @@ def stored(model: nn.Module, folder: Path) -> Loaded:
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_file(tensors, file)
     pieces = {}
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
     for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        pieces[name] = [StoredPiece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
-    return Loaded(folder, 7, {}, {}, pieces, {}, {}, {})
+        shape, at = tuple(tensor.shape), start + header[name]["data_offsets"][0]
+        pieces[name] = [StoredPiece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype, at)]
+    seen = {file: file_state(file)}
+    return Loaded(folder, 7, {}, {}, pieces, {}, {}, seen, OpenFiles())
 
 
 def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path]:

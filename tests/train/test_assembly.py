@@ -99,3 +99,15 @@ def test_a_model_that_has_no_room_here_is_not_tried(monkeypatch) -> None:
     held = sum(p.nbytes for p in model.parameters())
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: 2 * held - 1)
     assert isinstance(assemble(config).build_model(), Broken)
+
+
+def test_a_model_that_each_rank_builds_whole_says_what_that_takes(monkeypatch) -> None:
+    monkeypatch.setenv("LLMEXP_ALLOW", "tests")
+    own, two = f"model._target_={__name__}.Broken", "parallelism.nproc_per_node=2"
+    for kind, target in (("fsdp", own), ("ddp", own), ("fsdp", "model=gpt_tiny")):
+        parts = assemble(composed(*SMALL, target, two, f"parallelism={kind}"), tried=True)
+        said = [text for text in parts.run.warnings if "builds all of" in text]
+        assert len(said) == (1 if (kind, target) == ("fsdp", own) else 0)
+        if said:
+            held = 4 * parts.run.parameters / 2**30
+            assert f"Broken before it keeps its part: {held:.3g} GiB" in said[0]

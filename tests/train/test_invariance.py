@@ -141,8 +141,8 @@ def test_one_state_is_equal_on_every_layout(fp64):
     """The state before the first update, which all layouts share bit for bit."""
     first, *others = (loading.read_checkpoint(run.checkpoint(0)) for run in fp64.values())
     for name in first.model:
-        value = loading.whole_tensor(first, name)
-        assert all(torch.equal(loading.whole_tensor(other, name), value) for other in others)
+        value = loading.read_tensor(first, name)
+        assert all(torch.equal(loading.read_tensor(other, name), value) for other in others)
 
 
 def test_two_ranks_print_once(fp64):

@@ -41,9 +41,11 @@ from llmexp.train.assembly.inputs import (
 )
 from llmexp.train.assembly.parent import find_trunk, parent_of
 from llmexp.train.assembly.parts import (
+    begin_model,
     build_model,
     build_on_meta,
     build_optimizers,
+    built_whole,
     group_shares,
     initial_notes,
     prepare_tasks,
@@ -70,7 +72,8 @@ class Parts:
     precision: str
     tokenizer: Tokenizer
     corpus: Corpus
-    build_model: Callable[..., nn.Module]  # fresh=False: a checkpoint follows
+    build_model: Callable[..., nn.Module]  # late=True: `begin_model` follows
+    begin_model: Callable[..., None]
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
@@ -151,19 +154,18 @@ def assemble(
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
-    warnings = [] if tried or parent else once(initial_notes, *begins_with)
+    warnings = built_whole(solved.model, model, place.layout)
+    warnings += [] if tried or parent else once(initial_notes, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
         at = str(place.device), place.deterministic
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
-
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     trunk = None if parent else find_trunk(solved, model)
 
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
     tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
     corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
-
     # run: every derived number
     parent = parent or parent_of(solved, trunk, corpus)
     notes |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
@@ -177,6 +179,7 @@ def assemble(
         tokenizer=tokenizer,
         corpus=corpus,
         build_model=functools.partial(build_model, *section, train.seed, train.twin),
+        begin_model=functools.partial(begin_model, sized, train.seed, train.twin),
         build_optimizers=functools.partial(build_optimizers, config.optimizer),
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,

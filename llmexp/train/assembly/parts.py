@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.checkpoint.pieces import piece_of
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import (
@@ -20,16 +22,18 @@ from llmexp.exchange.reading import (
     open_source,
 )
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
-from llmexp.models.common import parameter_counts
+from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.models.hf import check_finite
+from llmexp.run.layout import Layout
 from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.rules import Group
 from llmexp.settings.targets import bind, locate
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
+from llmexp.system.text import gib
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
@@ -120,15 +124,17 @@ def build_model(
     end: int | None = None,
     seed: int = 0,
     twin: int = 0,
-    fresh: bool = True,
+    late: bool = False,
 ) -> nn.Module:
     """Build the model of a section, in the parameters' type for the precision `kind`.
 
     `end`: the id that ends a document, where attention stays inside. Its weights are those of
-    `seed` and `twin`; with `fresh` false those of a checkpoint follow. Raises ConfigError for a
-    model that cannot be trained."""
+    `seed` and `twin`. With `late` a model of ours has no memory yet and no model its first weights:
+    `begin_model` follows. Raises ConfigError for a model that cannot be trained."""
     torch.manual_seed(seed)
-    model = bind("model", section, {})()
+    made_late = late and draws_by_blocks(section)
+    with torch.device("meta") if made_late else contextlib.nullcontext():
+        model = bind("model", section, {})()
     dotted = section["_target_"]
     if not isinstance(model, nn.Module):
         text = f"returned {type(model).__name__}, not a torch.nn.Module"
@@ -138,11 +144,60 @@ def build_model(
         raise refuse("model._target_", dotted, text)
     keep_inside_documents(model, dotted, end)
     model = model.to(precision.parameter_dtype(kind))
-    on_meta = any(p.is_meta for p in model.parameters())
-    if fresh and not on_meta and (initial := initial_weights(section, model, False)) is not None:
-        begin_with(model, initial[0], fill(section, "model"))
-    perturb(model, seed, twin)
+    if not late and not any(p.is_meta for p in model.parameters()):
+        _first_weights(section, seed, twin, model, None)
     return model
+
+
+def begin_model(
+    section: dict[str, Any],
+    seed: int,
+    twin: int,
+    model: nn.Module,
+    device: torch.device,
+    fresh: bool = True,
+) -> None:
+    """Give a model that was built late its memory, and its first weights where it is `fresh`.
+
+    A rank fills the parts that it holds, the same numbers on any layout."""
+    if any(p.is_meta for p in model.parameters()):
+        give_memory(model, device)
+        if fresh:
+            torch.manual_seed(seed)
+            cast(LanguageModel, model).init_weights(piece_of)
+    model.to(device)
+    if fresh:
+        _first_weights(section, seed, twin, model, piece_of)
+
+
+def _first_weights(
+    section: dict[str, Any],
+    seed: int,
+    twin: int,
+    model: nn.Module,
+    piece_of: Callable[[Tensor], Any] | None,
+) -> None:
+    """Replace the weights that were drawn by those that the section names; move those of a twin."""
+    if (initial := initial_weights(section, model, False)) is not None:
+        begin_with(model, initial[0], fill(section, "model"))
+    perturb(model, seed, twin, piece_of)
+
+
+def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
+    """Return what ranks that share a model pay where each has to build all of it, in words."""
+    if draws_by_blocks(section) or layout.shard_size * layout.tensor_parallel_size == 1:
+        return []
+    held = gib(sum(t.nbytes for t in model.state_dict().values()))
+    return [
+        f"model: each rank builds all of {section['_target_']} before it keeps its part: {held} "
+        "GiB of its host's memory, which the models of llmexp do without"
+    ]
+
+
+def draws_by_blocks(section: dict[str, Any]) -> bool:
+    """Return whether each rank draws its own parts of the section's model: it is one of ours."""
+    target = section["_target_"]
+    return is_ours(target) and target != TRANSFORMERS
 
 
 def build_on_meta(section: dict[str, Any], kind: str, end: int | None) -> nn.Module:
