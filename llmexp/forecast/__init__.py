@@ -7,6 +7,7 @@ counting   memory of tensors that have none
 rehearsal  a step of a run on such tensors, cut in any way, for any device
 process    what a process that trains on a CPU holds beside its model
 memory     what a rank holds, whether that fits, and what would make it fit
+host       what ranks take of their host's memory at a start, a save and a load
 duration   how long a run takes, and what that costs
 measuring  a few steps of a run, trained in a process of its own
 fitting    the micro-batch size for `auto`, by trying

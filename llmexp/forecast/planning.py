@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
+from llmexp.forecast.host import HostNeed, host_need, host_rows
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.section import PlanKnobs
@@ -123,12 +125,35 @@ class Planner:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             text = f"not known: the model does not run without memory ({why})"
             return Memory([("memory", text)], {})
+        need, fits_host, more = self._host(forecast, config)
+        rows += more
         texts = {
             label.replace(" ", "_"): text for label, text in rows if label in ("hint", "would fit")
         }
         needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
-        figures = {"memory_bytes": forecast.figures(), "fits": fits, **texts}
-        return Memory(rows, figures, needed, fits)
+        figures: dict[str, Any] = {"memory_bytes": forecast.figures()}
+        figures |= {"host_bytes": need.figures(), "fits": fits and fits_host, **texts}
+        return Memory(rows, figures, needed, fits and fits_host)
+
+    def _host(
+        self, forecast: memory.Forecast, config: Config
+    ) -> tuple[HostNeed, bool, list[tuple[str, str]]]:
+        """Return what ranks take of their host, whether that fits as far as is known, and rows.
+
+        Where nobody has given the host's memory, that of this one is only a warning."""
+        plan, cut, on_cpu = self._plan, forecast.cut, self._device is None
+        held, process = forecast.footprint(cut), memory.process_bytes(torch.get_num_threads())
+        wanted = config.checkpoint.async_
+        behind = not on_cpu if wanted == AUTO else wanted is True
+        need = host_need(forecast.parts, cut, held, process, on_cpu, behind)
+        there, name = plan.host_gib, "plan.host_gib"
+        if there is None:
+            found = hardware.memory_bytes(torch.device("cpu"))
+            there, name = None if found is None else found / memory.GIB, "this host"
+        room = None if there is None else memory.USABLE * there * memory.GIB
+        shared = cut.parallelism.kind not in ("single", "ddp")
+        too_much = plan.host_gib is not None and room is not None and need.total > room
+        return need, not too_much, host_rows(need, room, name, shared)
 
     def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from.

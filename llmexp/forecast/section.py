@@ -30,6 +30,12 @@ class PlanKnobs:
         above=0,
         default=None,
     )
+    host_gib: float | None = knob(
+        "GiB of memory of each host, beside plan.device; null: that of this host",
+        512.0,
+        above=0,
+        default=None,
+    )
     peak_share: float = knob(
         "share of the peak rate of plan.device that steps are taken to reach, where nothing is "
         "measured",
@@ -49,9 +55,10 @@ class PlanKnobs:
 def build_plan(mapping: Mapping[str, Any]) -> PlanKnobs:
     """Return the section `plan`. Raises ConfigError, also for a device that is not known."""
     found: PlanKnobs = convert_section(PlanKnobs, mapping, "plan.")
-    if found.device is None and found.memory_gib is not None:
-        text = "acts only beside plan.device; add for example plan.device=h200"
-        raise refuse("plan.memory_gib", found.memory_gib, text)
+    for name in ("memory_gib", "host_gib"):
+        if found.device is None and (value := getattr(found, name)) is not None:
+            text = "acts only beside plan.device; add for example plan.device=h200"
+            raise refuse(f"plan.{name}", value, text)
     if found.device is not None:
         device_named(found.device)
     if found.device in (None, "cpu") and found.peak_share != PEAK_SHARE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -11,10 +12,12 @@ import torch
 
 from llmexp import mesh
 from llmexp.__main__ import run
+from llmexp.checkpoint.stored import CHUNK
 from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
+from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
 from llmexp.system.devices import device_named
 from llmexp.train.assembly import solving
@@ -223,6 +226,33 @@ def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, mo
     assert "device l4, planned for" in out
     assert "libraries" in out
     assert "measured before" not in out
+
+
+def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
+    """By closed forms: beside an accelerator it is the copy that a save in the background makes."""
+    sharded = [*LIMITED, "parallelism=fsdp", "parallelism.nproc_per_node=2"]
+    sharded += ["model.d_model=256", "model.d_ff=1024", "batch.micro_batch_size=1", "train.ema=0.9"]
+    parts = parts_of(*sharded)
+    size = 4 * parts.run.parameters
+
+    def of_host(*more: str) -> dict[str, float]:
+        assert run(["plan", "--json", *sharded, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    near = functools.partial(pytest.approx, rel=0.02)  # rows of FSDP are rounded up
+    on_cpu = of_host()["host_bytes"]
+    # parameters, average and gradients; with AdamW's moments
+    assert (on_cpu["start"], on_cpu["save"]) == (near(3 * size / 2), near(5 * size / 2))
+    assert on_cpu["load"] == on_cpu["save"] + CHUNK
+    assert on_cpu["of_a_host"] == 2 * on_cpu["load"]
+    assert of_host("checkpoint.async=true")["host_bytes"]["save"] == near(9 * size / 2)
+    found = of_host("plan.device=l4", "plan.host_gib=0.00001")
+    host = found["host_bytes"]
+    assert (host["start"], host["load"]) == (4 * BLOCK, CHUNK)
+    assert host["save"] == near(4 * size / 2)
+    assert not found["fits"]
+    assert "times as many hosts" in found["would_fit"]
+    assert of_host("plan.device=l4", "plan.host_gib=1")["fits"]
 
 
 def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, capsys, monkeypatch):

@@ -202,6 +202,7 @@ def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
     [
         ("plan plan.device=h2000", "h200, h100-pcie"),
         ("plan plan.memory_gib=3", "plan.memory_gib=3.0: acts only beside plan.device"),
+        ("plan plan.host_gib=3", "plan.host_gib=3.0: acts only beside plan.device"),
         ("train plan.device=l4", "plan.device=l4: does nothing but in llmexp plan"),
         ("plan plan.price_per_gpu_hour=2", "the run takes no GPU"),
         ("plan plan.peak_share=0.5", "is of an accelerator's peak"),

@@ -1,0 +1,87 @@
+"""Count what ranks take of their host's memory at a start, a save and a load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmexp.checkpoint.stored import CHUNK
+from llmexp.forecast.rehearsal import Cut, Footprint
+from llmexp.models.initial import BLOCK
+from llmexp.system.text import gib
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.parts import draws_by_blocks
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes of a rank on its host: what each has whatever the layout, and its share, by stage."""
+
+    fixed: float
+    shares: dict[str, float]
+    ranks: int  # of a host
+
+    @property
+    def total(self) -> float:
+        """Return what the ranks of a host take when they take most."""
+        return self.ranks * (self.fixed + max(self.shares.values()))
+
+    def figures(self) -> dict[str, int]:
+        """Return bytes of a rank by stage, and of all ranks of a host."""
+        found = {stage: round(self.fixed + share) for stage, share in self.shares.items()}
+        return found | {"ranks_of_a_host": self.ranks, "of_a_host": round(self.total)}
+
+    def hosts(self, usable: float) -> int | None:
+        """Return over how many times as many hosts the shares would fit, None where they cannot."""
+        left = usable - self.ranks * self.fixed
+        return math.ceil(self.ranks * max(self.shares.values()) / left) if left > 0 else None
+
+
+def host_need(
+    parts: Parts, cut: Cut, held: Footprint, process: float, on_cpu: bool, behind: bool
+) -> HostNeed:
+    """Return what a rank takes of its host's memory, which holds the tensors too if `on_cpu`.
+
+    `held`: the footprint of a step; `process`: bytes beside the tensors. `behind`: a checkpoint is
+    written in the background, from a copy.
+    """
+    weights = held["parameters"] + held["ema"]
+    # DDP's gradients are views of its buckets
+    state, gradients = weights + held["moments"], held["gradients"] or held["buffers"]
+    copied = state if behind else 0
+    section, sharded = parts.config.model, cut.layout.shard_size * cut.layout.tensor_parallel_size
+    whole = 0
+    if not draws_by_blocks(section) and (sharded > 1 or not on_cpu):
+        whole = held["parameters"] * sharded
+    if on_cpu:
+        shares = {
+            "start": float(weights + gradients),
+            "save": float(state + gradients + copied),
+            "load": float(state + gradients + CHUNK),
+        }
+    else:
+        shares = {"start": 4.0 * BLOCK, "save": float(copied or CHUNK), "load": float(CHUNK)}
+    return HostNeed(process + whole, shares, cut.layout.nproc_per_node)
+
+
+def host_rows(need: HostNeed, room: float | None, name: str, shared: bool) -> list[tuple[str, str]]:
+    """Return (label, text) pairs: what a rank takes of its host, whether all fit, what would.
+
+    `room`: bytes that all may use, of the host called `name`; `shared`: more ranks hold less each.
+    """
+    stages = [
+        f"{gib(need.fixed + share)} at {_WORDS[stage]}" for stage, share in need.shares.items()
+    ]
+    text = f"GiB of a rank: {', '.join(stages)}; {need.ranks} on a host: {gib(need.total)}"
+    if room is None:
+        return [("host", text)]
+    if need.total <= room:
+        return [("host", f"{text}, and {name} has {gib(room)} that may be used")]
+    rows = [("host", f"{text}, {gib(need.total - room)} more than may be used of {name}")]
+    hosts = need.hosts(room) if shared else None
+    if hosts is not None:
+        rows.append(("would fit", f"{hosts} times as many hosts (parallelism.nnodes)"))
+    return rows
+
+
+_WORDS = {"start": "the start", "save": "a save", "load": "a load"}
