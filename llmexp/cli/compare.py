@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     """
     args = _arguments(arguments)
     for path in args.out:
-        _check(path)
+        check_file("--out", path, tuple(_FORMS))
     comparison = compare(
         args.paths or ["outputs"],
         align=args.align,
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     if not comparison.settings:
         raise ConfigError(NO_RUN)
     for path in args.out:
-        _write(comparison, path)
+        write_file("--out", path, _FORMS[path.suffix.lower()](comparison))
     if args.json:
         print(table.to_json(comparison), end="")
     else:
@@ -59,27 +59,29 @@ _FORMS: dict[str, Callable[[Result], str]] = {
 }  # fmt: skip
 
 
-def _check(path: Path) -> None:
+def check_file(flag: str, path: Path, forms: Sequence[str]) -> None:
     """Raise ConfigError for a file that cannot be written, before anything is read."""
-    if path.suffix.lower() not in _FORMS:
-        why = f"the file's name must end in {', '.join(_FORMS)}; for example --out table.csv"
+    if path.suffix.lower() not in forms:
+        why = (
+            f"the file's name must end in {', '.join(forms)}; for example {flag} table{min(forms)}"
+        )
     elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}; for example --out /tmp/{path.name}"
+        why = f"there is no folder {path.parent}; for example {flag} /tmp/{path.name}"
     elif path.is_dir() or not os.access(path.parent, os.W_OK):
-        why = f"cannot be written; for example --out /tmp/{path.name}"
+        why = f"cannot be written; for example {flag} /tmp/{path.name}"
     else:
         return
-    raise ConfigError(f"--out {path}: {why}")
+    raise ConfigError(f"{flag} {path}: {why}")
 
 
-def _write(comparison: Result, path: Path) -> None:
-    """Write the comparison in the form that the file's name asks for; raise OSError in words."""
+def write_file(flag: str, path: Path, text: str) -> None:
+    """Write a file that a flag names; raise OSError in words."""
     try:
-        fileio.write_whole(path, _FORMS[path.suffix.lower()](comparison))
+        fileio.write_whole(path, text)
     except OSError as error:
-        example = f"name a file elsewhere, for example --out /tmp/{path.name}"
+        example = f"name a file elsewhere, for example {flag} /tmp/{path.name}"
         raise OSError(
-            f"--out {path}: could not be written: {error.strerror or error}; {example}"
+            f"{flag} {path}: could not be written: {error.strerror or error}; {example}"
         ) from error
     warn(f"wrote {path}")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from llmexp.cli.compare import check_file, write_file
 from llmexp.laws.answer import FORMS, fit
 from llmexp.laws.points import COUNTS
 from llmexp.laws.table import show, to_json
@@ -17,9 +19,15 @@ from llmexp.system.text import columns
 def main(arguments: list[str]) -> int:
     """Fit, print the answer, and return exit code 0. Raises ConfigError for what has no law."""
     args = _arguments(arguments)
+    if args.html:
+        check_file("--html", args.html, (".html",))
     answer = fit(args.paths, form=args.form, by=args.by, count=args.count, predict=args.predict)
     for problem in answer.problems:
         warn(problem)
+    if args.html:
+        from llmexp.laws.page import page
+
+        write_file("--html", args.html, page(answer))
     if args.json:
         print(to_json(answer), end="")
     else:
@@ -51,5 +59,8 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--predict", metavar="C", help="FLOPs to predict at, such as 1e16")
     parser.add_argument("--why", action="store_true", help="also what the answer rests on")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write the page, such as --html laws.html"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     return parser.parse_args(arguments)

@@ -18,7 +18,8 @@ spikes         which settings spiked, and what rose first
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
-page           the HTML page; plotting, plot_verdict, plot_training,
+document       a page from a template, that asks the network for nothing
+page           the HTML page of a comparison; plotting, plot_verdict, plot_training,
                plot_settings, plot_layers, plot_screen and plot_search make its figures
 mirrored       the answer as a tracker gets it
 curves         what the page draws: rows, thinned; axes of swept keys

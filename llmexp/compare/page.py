@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jinja2
 from plotly.offline import get_plotlyjs
 
+from llmexp.compare.document import LIBRARY, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
 from llmexp.compare.plot_screen import screen_plots
 from llmexp.compare.plot_search import search_plots
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
-from llmexp.compare.plotting import looks, templates
+from llmexp.compare.plotting import looks
 from llmexp.compare.records import TWIN, Record, Result, as_dict
 from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural, short_value
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
-
-LIBRARY = "plotly.min.js"
 
 
 def write_beside(comparison: Result, where: Path) -> Path:
@@ -39,46 +33,18 @@ def write_beside(comparison: Result, where: Path) -> Path:
 
 
 def page(comparison: Result, inline: bool = True) -> str:
-    """Return the page with everything inside, or, without `inline`, with the library beside it.
-
-    The template escapes what comes from runs. Besides, the page forbids every request and every
-    script but its own, by their SHA-256 (Content Security Policy level 3), so that a label could
-    not do anything if it were not escaped.
-    """
+    """Return the page with everything inside, or, without `inline`, with the library beside it."""
     c = comparison
     curves, rest, stand = losses(c), other_quantities(c), verdict_plot(c)
     settings = screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)]
     layers = layer_plots(c)
     plots = [plot for plot in (stand, curves, *settings, rest, *layers) if plot]
-    drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
-    data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
-    library, script = str(get_plotlyjs()) if inline else "", _asset("page.js")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_asset("page.html")).render(
-        c=c, title=_title(c), about=_about(c), style=_asset("page.css"),
-        verdict=stand, looks=look_rows(c), losses=curves, settings=settings, others=rest,
-        layers=layers, clip=clip_rows(c), noise=noise_rows(c), **run_rows(c),
-        data=data.replace("<", "\\u003c"), policy=_policy(script, library),
-        script=script, library=library, library_file=LIBRARY,
+    return document(
+        "llmexp.compare", plots, inline,
+        title=_title(c), about=_about(c), headline=c.headline, notes=c.notes, why=c.why,
+        problems=c.problems, verdict=stand, looks=look_rows(c), losses=curves, settings=settings,
+        others=rest, layers=layers, clip=clip_rows(c), noise=noise_rows(c), **run_rows(c),
     )  # fmt: skip
-
-
-def _asset(name: str) -> str:
-    return (files("llmexp.compare") / name).read_text(encoding="utf-8")
-
-
-def _policy(script: str, library: str) -> str:
-    """Return the Content Security Policy; without a library inside, files beside the page load."""
-    hashes = [
-        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
-        for s in (script, library)
-        if s
-    ]
-    allowed = " ".join(hashes if library else [*hashes, "'self'", "file:"])
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: "
-        "blob:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _title(c: Result) -> str:
@@ -95,32 +61,6 @@ def _about(c: Result) -> str:
     settings = f"{plural(len(c.settings), 'setting')}, seeds folded · " if folded else ""
     ordered = f"{settings}ordered by {c.metric.key} · {where}"
     return ordered[0].upper() + ordered[1:]
-
-
-class Cell(NamedTuple):
-    """The text of a cell, and the value that its column is sorted by."""
-
-    text: str
-    value: Any = None
-
-    @property
-    def kind(self) -> str:
-        """Return the class that lays the cell out: a short word never breaks."""
-        if len(self.text) > 40:
-            return "words"
-        if number(self.value) is not None:
-            return "number"
-        return "word" if len(self.text) <= 16 else "value"
-
-
-class Row(NamedTuple):
-    """A row of a table: its name beside the colour of its curves, and its cells."""
-
-    colour: str
-    name: str
-    cells: list[Cell]
-    star: bool = False
-    note: str = ""
 
 
 def number_cells(*values: Any) -> list[Cell]:

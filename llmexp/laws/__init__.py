@@ -14,4 +14,5 @@ gain           two ladders: the compute that a change needs
 answer         all of the above in order: paths -> `Answer`
 words          the answer in sentences; figures: numbers with their intervals
 table          for the terminal, JSON
+page           the HTML page; plots makes its figures
 """

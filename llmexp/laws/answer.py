@@ -76,7 +76,8 @@ def fit(
         else:
             laws.append(Surface(ladder, counted, target))
     answer = Answer(form or "surface", counted, laws, tuple(problems))
-    answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:]]
+    if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
+        answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer
 
 

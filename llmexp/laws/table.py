@@ -55,8 +55,24 @@ def rows(law: Surface | Power) -> list[list[str]]:
         if law.target is not None:
             found.append([big(law.target), "", "", plain(law.loss_at(law.target))])
         return [[law.by, "runs", "val loss", "by the law"], *found]
-    optima = [*law.optima, *([law.predicted] if law.target is not None else [])]
-    return [list(HEADS), *(_row(o, law.edge) for o in optima)]
+    return [list(HEADS), *(_row(o, law.edge) for o in _optima(law))]
+
+
+def values(law: Surface | Power) -> list[list[float | None]]:
+    """Return the numbers in the rows of the table, without the first column."""
+    if isinstance(law, Power):
+        more = [law.loss_at(law.target)] if law.target is not None else []
+        found: list[list[float | None]] = [[n, loss, at.value] for _, n, loss, at in law.rows()]
+        return [*found, *([None, None, at.value] for at in more)]
+    return [
+        [o.runs, o.size.value, o.tokens.value, o.tokens.value / o.size.value, o.loss.value,
+         *(o.lowest or (None, None))]
+        for o in _optima(law)
+    ]  # fmt: skip
+
+
+def _optima(law: Surface) -> list[Optimum]:
+    return [*law.optima, *([law.predicted] if law.target is not None else [])]
 
 
 def _row(o: Optimum, edge: str) -> list[str]:

@@ -181,7 +181,8 @@ def _power(p: Power) -> str:
     text = f"val loss = {plain(law['E'])} + {sized(law['A'])} x {p.by}^-{plain(law['p'])}"
     if p.target is None:
         return f"{text}."
-    return f"At {p.by} = {big(p.target)}: val loss {plain(p.loss_at(p.target))}; {text}."
+    place = f"{flops_text(p.target)} FLOPs" if p.by == "flops" else f"{big(p.target)} {p.by}"
+    return f"At {place}: val loss {plain(p.loss_at(p.target))}; {text}."
 
 
 def _power_notes(p: Power) -> Iterator[str]:

@@ -1,0 +1,84 @@
+"""Write a page with figures that asks the network for nothing, from a template."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from llmexp.compare.plotting import Plot, templates
+from llmexp.system.text import number
+
+LIBRARY = "plotly.min.js"
+
+
+class Cell(NamedTuple):
+    """The text of a cell, and the value that its column is sorted by."""
+
+    text: str
+    value: Any = None
+
+    @property
+    def kind(self) -> str:
+        """Return the class that lays the cell out: a short word never breaks."""
+        if len(self.text) > 40:
+            return "words"
+        if number(self.value) is not None:
+            return "number"
+        return "word" if len(self.text) <= 16 else "value"
+
+
+class Row(NamedTuple):
+    """A row of a table: its name beside the colour of its curves, and its cells."""
+
+    colour: str
+    name: str
+    cells: list[Cell]
+    star: bool = False
+    note: str = ""
+
+
+def document(package: str, plots: Sequence[Plot], inline: bool = True, **values: Any) -> str:
+    """Return the page that page.html of a package makes of the values, with the figures.
+
+    Everything is inside; without `inline` the library is a file beside the page. The templates
+    escape what comes from runs. Besides, the page forbids every request and every script but its
+    own, by their SHA-256 (Content Security Policy level 3), so that a label could not do anything
+    if it were not escaped.
+    """
+    drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
+    data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
+    library, script = str(get_plotlyjs()) if inline else "", asset("page.js")
+    loader = jinja2.FunctionLoader(lambda name: asset(name, package if name == "page.html" else ""))
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html").render(
+        **values, style=asset("page.css"), data=data.replace("<", "\\u003c"),
+        policy=_policy(script, library), script=script, library=library, library_file=LIBRARY,
+    )  # fmt: skip
+
+
+def asset(name: str, package: str = "") -> str:
+    """Return a file of a package, of this one by default."""
+    return (files(package or "llmexp.compare") / name).read_text(encoding="utf-8")
+
+
+def _policy(script: str, library: str) -> str:
+    """Return the Content Security Policy; without a library inside, files beside the page load."""
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
+        for s in (script, library)
+        if s
+    ]
+    allowed = " ".join(hashes if library else [*hashes, "'self'", "file:"])
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: "
+        "blob:; base-uri 'none'; form-action 'none'"
+    )
