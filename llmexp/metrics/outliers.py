@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ ENOUGH = 32  # steps in the window before anything is judged, or all of a smalle
 # A loss that stands still differs by rounding alone (some 2**-24 in fp32): that is no outlier.
 LEAST_DEVIATION = 1e-6
 SCALE = 2**200  # units in 1: the smallest numbers of fp32 keep their digits
+ROBUST = 1.4826  # standard deviations in a median distance from the median, for normal values
 LARGEST = 1e80  # what is beyond it counts as this; its square in units is a float
 
 
@@ -88,6 +91,20 @@ class Outliers:
             series.forget()
         self.limits = None
 
+    def robust(self) -> Limits | None:
+        """Return limits about the medians of the window, which values far off do not widen.
+
+        None while too little is known.
+        """
+        if self.limits is None or self.sigma is None:
+            return None
+        ends = []
+        for series in (self._losses, self._norms):
+            median, deviation = middle(series.values)
+            reach = self.sigma * max(deviation, LEAST_DEVIATION * abs(median))
+            ends.append((median - reach, median + reach))
+        return Limits(*ends)
+
     def _renew(self) -> None:
         if self.sigma is not None and len(self._losses.values) >= self._needed:
             self.limits = Limits(self._losses.about(self.sigma), self._norms.about(self.sigma))
@@ -101,6 +118,15 @@ class Outliers:
             self._losses.add(loss)
             self._norms.add(norm)
         self._renew()
+
+
+def middle(values: Collection[float]) -> tuple[float, float]:
+    """Return the median, and the standard deviation by the median distance from it.
+
+    Values that are far off widen neither.
+    """
+    median = statistics.median(values)
+    return median, ROBUST * statistics.median(abs(value - median) for value in values)
 
 
 def describe(limits: Limits, loss: float, norm: float) -> str:

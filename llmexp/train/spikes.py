@@ -1,7 +1,7 @@
 """Find spikes in a run's loss and gradient norm, and record each with its run-up layer by layer.
 
-A spike begins with an outlier upwards (see `metrics.outliers`) and lasts until a step is none and
-its loss is at or below the mean of the trailing window before the spike.
+A spike begins with a step above the robust limits of the trailing window (see `metrics.outliers`),
+and lasts until a step is within them and its loss is at or below the window's median before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.metrics import outliers
 from llmexp.metrics.outliers import Limits
 from llmexp.runs.rundir import SPIKES
 from llmexp.system.fileio import Unwritable, write_json
@@ -25,8 +26,8 @@ RISE = 2  # a norm has risen that is more than this many times its level
 def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
     """Take a settled step; write spikes/STEP.json and a line where a spike begins with it.
 
-    `limits` held for the step. A step that overflowed begins no spike and ends none. Raises
-    Unwritable.
+    `limits`: the robust ones that held for the step. A step that overflowed begins no spike and
+    ends none. Raises Unwritable.
     """
     progress, known = loop.progress, seen.code not in (BAD_LOSS, BAD_NORM)
     above = False
@@ -75,7 +76,8 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
             "steps": steps,
         },
     )
-    loop.out.console.line(f"step {progress.step:,} is a spike: {describe(first)}")
+    why = outliers.describe(limits, seen.loss, seen.grad_norm)
+    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {describe(first)}")
 
 
 def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -152,7 +152,7 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         why = describe(outliers.limits, seen.loss, seen.grad_norm)
         loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
     if seen.code != EMPTY and loop.setup.layers is not None and loop.config.metrics.spikes:
-        spikes.follow_spike(loop, seen, outliers.limits)
+        spikes.follow_spike(loop, seen, outliers.robust())
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
         outliers.add(seen.loss, seen.grad_norm)
         if seen.small is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.metrics.outliers import middle
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, read_rows
 from llmexp.settings.convert import with_knobs
@@ -151,8 +152,7 @@ def by_loss(norm: str, found: dict[str, Any], before: list[float]) -> dict[str, 
     there = [loss for loss, _ in start["others"]]
     if len(before) < FEWEST or not there or here["loss"] is None:
         return None
-    usual = statistics.median(before)
-    spread = 1.4826 * statistics.median(abs(loss - usual) for loss in before)
+    usual, spread = middle(before)
     rise = here["loss"] - usual
     if rise <= UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual):
         return None

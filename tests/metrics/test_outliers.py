@@ -111,3 +111,17 @@ def test_the_window_forgets(window):
     # so far out nothing is clamped
     found = fed([(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9)
     assert all(loss < 10 for loss, _ in found.state_dict()["window"])
+
+
+@given(st.lists(st.floats(0, 10), min_size=40, max_size=90), st.integers(0, 19))
+def test_robust_limits_are_about_the_median_and_early_heights_do_not_widen_them(values, high):
+    outliers = Outliers(6.0, 64)
+    for number, value in enumerate(values):
+        outliers.add(1e6 * (number < high) + value, value)
+    kept = np.array(values[-64:])
+    median = np.median(kept)
+    reach = 6 * max(1.4826 * np.median(abs(kept - median)), 1e-6 * abs(median))
+    limits = outliers.robust()
+    assert limits.norm == pytest.approx((median - reach, median + reach), rel=1e-12, abs=1e-12)
+    if len(kept) > 2 * high:
+        assert limits.loss[1] <= 10 + 6 * 1.4826 * 10
