@@ -109,7 +109,7 @@ def _plot(
         ends = _span(maps)
         colours = {"coloraxis.cmin": ends[0], "coloraxis.cmax": ends[1]}
         figures.append((key, [{"z": [_grid(z) for z in maps]}, colours]))
-    look = looks(c)
+    look, layers = looks(c), max(len(z) for m in thin.values() for z in m.values.values())
     traces = [
         go.Heatmap(
             x=packed(m.tokens), z=z, name=look[e].title, visible=i == 0, coloraxis="coloraxis",
@@ -122,9 +122,10 @@ def _plot(
         for i, e in enumerate(thin)
     ]
     layout = {
-        "height": 360, "updatemenus": menus((figures, 0), *[(shown, 0)] * (len(shown) > 1)),
+        "height": 440, "updatemenus": menus((figures, 0), *[(shown, 0)] * (len(shown) > 1)),
         "coloraxis": dict(colorscale="Cividis", showscale=True, colorbar=dict(thickness=10)),
-        "xaxis.title.text": "tokens", "yaxis.title.text": "layer", "yaxis.tickformat": "d",
+        "xaxis.title.text": "tokens", "xaxis.rangeslider": {"visible": True, "thickness": 0.12},
+        "yaxis.title.text": "layer", "yaxis.dtick": max(1, layers // 8),
         "margin.t": 40, **figures[0][1][1],
     }  # fmt: skip
     return plot(name, title, traces, layout, caption)
