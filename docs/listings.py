@@ -220,6 +220,7 @@ LISTINGS = (
 
 # Blocks whose lines depend on more than their command: who runs the command sees others.
 BY_HAND = {
+    "docs/verify.md": ("verify transfer",),  # two minutes; tests/verify/test_transfer.py
     "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/train/test_averages.py
     # needs Ray; a sweep as that of the README, with a tokenizer of its own
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),

@@ -26,7 +26,7 @@ llmexp: language-model pretraining experiments
   llmexp replay RUN@STEP                repeat a step bit by bit: its sequences and layers; was it the data or the state
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
-  llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, determinism, data
+  llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, transfer, ...
 
 llmexp train --help lists the config groups and the most used knobs.
 Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).

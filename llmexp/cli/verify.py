@@ -27,6 +27,7 @@ WHAT = {
     "geometry": "one big batch, accumulation, ranks, masked targets and a tail compute the same",
     "resume": "a run that is killed again and again ends bit-equal to an unbroken one",
     "determinism": "the same run twice is bit-equal",
+    "transfer": "models of all widths begin to learn alike, so that the rate of one holds for all",
     "data": "every token in range, files as they were written, each sequence once per epoch",
 }
 RECORD = "verify.json"
@@ -94,7 +95,7 @@ def prove(proof: Proof) -> int:
     Raises ConfigError, which is recorded too, where it cannot be made.
     """
     what = proof.what
-    its = "its record is" if what == "data" else "its runs are"
+    its = "its record is" if what in ("data", "transfer") else "its runs are"
     print_wrapped(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
     module = importlib.import_module(f"llmexp.verify.{what}")
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]

@@ -12,6 +12,7 @@ tolerance    how far from it rounding may take a run
 resume       killed and resumed: bit-equal
 kills        how a run is killed at random moments
 determinism  the same run twice: bit-equal
+transfer     models of several widths: activations of like size
 replay       a step of a run again: the data or the state
 data         every token in range, each sequence once; documents of corpora: none in two sets
 """
