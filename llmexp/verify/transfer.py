@@ -80,6 +80,7 @@ def prepared(config: Config) -> Config:
     """
     solved = assemble(with_knobs(config, parallelism=ONE_RANK)).config
     length = min(TOKENS, solved.batch.sequence_length)
+    solved = with_knobs(solved, optimizer={"rule": "none", "reference": {}, "exponents": {}})
     parts = assemble(config := without_dropout(shrunk(solved)))
     with torch.device("meta"):
         model = parts.build_model()
@@ -103,7 +104,6 @@ def prepared(config: Config) -> Config:
             config,
             model=sizes,
             batch=open_batch | {"micro_batch_size": SEQUENCES, "sequence_length": length},
-            optimizer={"lr_rule": "none", "reference_batch": None},
             precision={"kind": kind},
             train={"compile": False},
             clip={"kind": "none", "qk_limit": None},
