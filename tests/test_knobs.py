@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update.precision import settings_kept
 from tests.conftest import ROOT
-from tests.tools import option
+from tests.tools import PACKAGE_OF, option
 
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer", "schedule", "clip", "precision", "parallelism", "tracker")
@@ -48,7 +49,7 @@ TINY: dict[str, Any] = {
     "model.max_position_embeddings": 32, "model.vocab_size": 320, "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2, "batch.real_batch_size": 4, "batch.sequence_length": 12,
     "train.max_steps": 3, "train.eval_tokens": 48, "train.device": "cpu", "data.max_tokens": 2000,
-    "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1,
+    "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1, "optimizer.name": "RAdam",
 }  # fmt: skip
 USUAL = {"data": "synthetic", "precision": "fp64", "parallelism": "single", "tracker": "none"}
 # Another value of a knob, with what has to change beside it; else it is derived from the value that
@@ -112,6 +113,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.ns_coefficients": {"optimizer.ns_coefficients": "polar_express"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.4},
     "optimizer.eps": {"optimizer.eps": 0.1},
+    "optimizer.max_update": {"optimizer.max_update": 0.01},
+    "optimizer.max_precondition_dim": {"optimizer.max_precondition_dim": 8},
+    "optimizer.name": {"optimizer.name": "RMSprop"},
     "train.tasks": {"train.tasks": ["tiny_facts"]},
     "train.stop_step": {"train.stop_step": 3},
     "train.profile_start": {"train.profile_start": 3},
@@ -166,6 +170,7 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
     "schedule.decay_shape": {"schedule.decay_ratio": 0.9},
+    "optimizer.precondition_frequency": {"train.max_steps": 14},
 }
 # They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a
 # package.
@@ -197,6 +202,9 @@ def options(group: str) -> list[str]:
         # hf needs a folder: tests/exchange; one rank trains alike under most layouts
         left_out = ("tf32", "hf", "ddp", "fsdp", "hsdp", "tp")
         left_out += tuple(STORES) if group == "tracker" else ()
+        left_out += tuple(
+            name for name, package in PACKAGE_OF.items() if find_spec(package) is None
+        )
         if file.stem not in left_out:
             found.setdefault(sizes, file.stem)
     return list(found.values())
