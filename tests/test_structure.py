@@ -41,7 +41,7 @@ SIZES = {
     "tasks": 3_100,
     "checkpoint": 7_000,
     "runs": 12_100,
-    "exchange": 10_520,
+    "exchange": 10_750,
     "tracker": 9_700,
     "compare": 51_350,
     "train": 39_400,
