@@ -16,10 +16,10 @@ train: .venv/.ready
 test: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest --jobs 4 $(ARGS)
+	.venv/bin/python -m pytest --jobs 6 $(ARGS)
 
 test-all: .venv/.ready check
-	.venv/bin/python -m pytest --jobs 4 -m '' $(ARGS)
+	.venv/bin/python -m pytest --jobs 6 -m '' $(ARGS)
 
 # The tests that bear numbers, as on other processors (LLMEXP_TEST_THREADS: threads of each process). Their kernels add in
 # other orders; a name that this CPU or this numpy does not know has no effect. Left out is what prints, draws and compiles.
