@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import types
 import typing
@@ -322,36 +323,63 @@ def work(tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in cases() if c[2] not in NOT_HERE], ids=lambda c: f"{c[1]}-{c[2]}"
-)
-def test_a_knob_changes_what_it_says(work, case):
-    """Two values of it: other windows, norms or updates where it affects the result, the same ones
-    where it does not act in the option, or only names and records, and the same to rounding where
-    it says so."""
+def changed(case: tuple[str, str, str]) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """The option of a knob, what stands beside it, and another value of it."""
     group, chosen, key = case
     choice, beside = ({} if chosen == "config" else {group: chosen}), WITH.get(key, {})
     if key == "batch.document_mask":
         choice = {"data": "corpus"}  # synthetic data have no documents
-    first = made(choice, beside)
-    flat = flatten(plain(first))
-    changes = OTHER.get(key) or {key: another(key, flat[key])}
+    changes = OTHER.get(key) or {key: another(key, flatten(plain(made(choice, beside)))[key])}
     if chosen == "tokens" and key == "data.val_files":
         changes = {key: "more.bin"}
-    flat |= changes
-    old, old_figures = baseline(tuple(choice.items()), tuple(beside.items()))
-    acts = key not in dead(flat) and key in deciding_result(flat)
+    return choice, beside, changes
+
+
+def acts(case: tuple[str, str, str]) -> bool:
+    """Whether the result of a run depends on the knob, beside the option and with this value."""
+    choice, beside, changes = changed(case)
+    flat = flatten(plain(made(choice, beside))) | changes
+    return case[2] not in dead(flat) and case[2] in deciding_result(flat)
+
+
+CASES = [case for case in cases() if case[2] not in NOT_HERE]
+ACTING = [case for case in CASES if acts(case)]
+# Those of these sections cannot all be given at once.
+ALONE = ("model", "data", "train")
+IDLE = itertools.groupby(
+    (c for c in CASES if c not in ACTING), lambda c: c[:2] + c[2:] * (c[0] in ALONE)
+)
+
+
+@pytest.mark.parametrize("case", ACTING, ids=lambda c: f"{c[1]}-{c[2]}")
+def test_a_knob_changes_what_it_says(work, case):
+    """Two values of it: other windows, norms or updates, or the same to rounding where it says
+    so."""
+    key = case[2]
+    choice, beside, changes = changed(case)
+    before = {k: v for k, v in changes.items() if k != key and k == "optimizer.lr_rule"}
+    before |= {"optimizer.reference_batch": 8} if before else {}
+    old, old_figures = baseline(tuple(choice.items()), tuple((beside | before).items()))
     try:
         new, figures = trained(made(choice, beside | changes))
     except ConfigError:  # it reads token files as of another type
         assert key == "data.dtype"
         return
-    if not acts:
-        assert new == old, f"{key} affects nothing, and yet it changes the run"
-    elif affects(key) == "result":
+    if affects(key) == "result":
         assert new != old, f"{key} does nothing: a dead knob"
     else:
         assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("idle", [[*of] for _, of in IDLE], ids=lambda of: "-".join(of[0]))
+def test_knobs_that_do_not_act_in_an_option_change_nothing(work, idle):
+    """Those of an option at once; and those that only name or record something."""
+    choice, beside, changes = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
+    for case in idle:
+        for known, more in zip((choice, beside, changes), changed(case), strict=True):
+            known.update(more)
+    old, _ = baseline(tuple(choice.items()), tuple(beside.items()))
+    assert trained(made(choice, beside | changes))[0] == old, [*changes]
 
 
 def wrong(kind: Any, knob: Knob) -> Iterator[Any]:

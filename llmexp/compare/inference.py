@@ -268,8 +268,8 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Diff
     """
     count = len(model.variances)
     means = model.weights @ model.figures
-    lowest = means.min()
-    best = int(np.argmax(means <= lowest + 1e-12 * abs(lowest)))  # of equal ones the first
+    # of those that are equal but for rounding the first
+    best = int(np.argmax(np.isclose(means, means.min(), 1e-12, 0.0)))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
     left, going, found = count, True, {}
     for i in sorted(pairs, key=lambda i: -pairs[i].t):
