@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -123,7 +124,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage needs to look at it."""
     if session.config.getoption("jobs"):  # for all at once
-        forks.preload()
+        for name in forks.PRELOADED:
+            importlib.import_module(name)
     forks.remember_yaml()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)

@@ -31,7 +31,7 @@ from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
-from tests.tools import PACKAGE_OF, option
+from tests.tools import option
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -54,7 +54,6 @@ NEEDS = {
     "synthetic": ["data.n_tokens=4000"],
     "corpus": ["data.sources.words.files=words.txt"],
     "file": ["tokenizer.path=tokenizer.json"],
-    "library": ["optimizer.name=RAdam"],
 }
 NEEDS_A_GPU = {("precision", "tf32")}
 NEEDS_FILES = {("tokenizer", name) for name in ("gpt2", "cl100k_base", "o200k_base")}
@@ -136,7 +135,6 @@ def rounds() -> list[list[tuple[str, str]]]:
 
     missing = NEEDS_FILES | (set() if torch.cuda.is_available() else NEEDS_A_GPU)
     missing |= {("tracker", name) for name in STORES if find_spec(name) is None}
-    missing |= {("optimizer", n) for n, package in PACKAGE_OF.items() if find_spec(package) is None}
     there = {g: [o for o in OPTIONS[g] if (g, o) not in missing] for g in GROUPS}
     there["model"] = kinds_of_models()
     count = max(map(len, there.values()))
@@ -189,6 +187,8 @@ def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypa
 SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5, "clip_rules": 24,
 "accumulation_x_clip": 12,
           "throughput_grid": 24}  # fmt: skip
+
+LADDERS = ("isoflop", "lr_ladder", "batch_ladder", "horizon")  # tests/train/test_ladder.py
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -252,7 +252,8 @@ def test_the_throughput_grid_ends_in_its_tables(work):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, "lr_optuna")]
+    "name",
+    [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, *LADDERS, "lr_optuna")],
 )
 def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch):
     text = SHARED / "data" / "tinyshakespeare.txt"

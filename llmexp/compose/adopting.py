@@ -11,8 +11,7 @@ from llmexp.compose.origin import COMMAND_LINE, layers
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
 from llmexp.run.batch import CUT
-from llmexp.run.rules import SIZES as BATCH_SIZES
-from llmexp.run.rules import keys_set
+from llmexp.run.rules import SIZED, keys_set
 from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.variables import fill
 
@@ -55,12 +54,13 @@ def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None
 
     The rate by linear and sqrt also follows the batch of a fork."""
     keys, beside = keys_set(tree["optimizer"]), _beside(cfg, ("optimizer.rule",), saved)
-    if not beside:
-        beside = _given(cfg)[-1][1]
-        by_batch = saved and tree["optimizer"]["rule"] in ("linear", "sqrt")
-        keys = keys if by_batch and beside.intersection(BATCH_SIZES) else {}
-    elif beside.intersection(BATCH_SIZES) or beside.issuperset(CUT):
-        keys["batch"] = ()  # its size is given
+    anew = bool(beside)
+    beside = beside or _given(cfg)[-1][1]
+    sized = any(key.startswith(SIZED) for key in beside)
+    if sized or beside.issuperset(CUT):
+        keys["batch"] = ()
+    if not (anew or (saved and sized and tree["optimizer"]["rule"] in ("linear", "sqrt"))):
+        return
     for section, names in keys.items():
         below = tree[section]
         for name in (key.partition(".")[2] for key in names if key not in beside):

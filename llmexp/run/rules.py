@@ -19,7 +19,7 @@ from llmexp.settings.rules import RULES, SET, Exponents, Powers, Reference, Rule
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
 
-SIZES = (*SIZE, "batch.ramp")  # one of them is enough
+SIZED = (*SIZE, "batch.ramp")  # one of them is enough
 NOT_OF_ADAM = ("llmexp.update.optim.sgd", "llmexp.update.optim.lion")
 BUDGET = "a budget in tokens: train.max_tokens, train.max_flops or train.tokens_per_parameter"
 KNOWN = {  # what makes a number known
@@ -120,7 +120,7 @@ def _check(found: Chosen) -> None:
 
 def batch_is_open(batch: Batch) -> bool:
     """Return whether no size of the batch is given, so that a rule may set it."""
-    size = any(getattr(batch, key.partition(".")[2]) is not None for key in SIZES)
+    size = any(getattr(batch, key.partition(".")[2]) is not None for key in SIZED)
     return not size and len(_parts(batch)) < len(CUT)
 
 
@@ -148,7 +148,7 @@ def keys_set(optimizer: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         return {}
     keys = [SET[target] for target in ("lr", "weight_decay") if found.law(target) is not None]
     keys += ["optimizer.beta2"] if found.rule.beta2 else []
-    sizes = (*SIZES, *CUT) if found.law("B") is not None else ()
+    sizes = (*SIZED, *CUT) if found.law("B") is not None else ()
     return {"optimizer": tuple(keys), "batch": sizes}
 
 

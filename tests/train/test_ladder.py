@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from fractions import Fraction
 
+import pytest
 import yaml
 
+from llmexp.__main__ import run
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.run.batch import solve_batch
-from tests.conftest import TINY, llmexp, train
+from tests.conftest import ROOT, TINY, llmexp, train
 from tests.tools import printed
 
 SHORT = [
     "data=synthetic", "data.n_tokens=20000", "schedule=constant", "schedule.warmup_steps=0",
     "train.log_every=1", "train.eval_every=null", "checkpoint.every=null", "train.device=cpu",
 ]  # fmt: skip
+
+CONF = ROOT / "conf/experiment"
+HORIZON = re.findall(r"(?:keep_every: |fork\.step=)([\d,]+)", (CONF / "horizon.yaml").read_text())[
+    ::-1
+]
 
 
 def losses(rows: list[dict]) -> list[tuple[float, float]]:
@@ -88,3 +97,61 @@ def test_a_sweep_over_flops_says_where_its_tokens_come_from(tmp_path):
     assert found.code == 0
     assert "note: tokens follow from train.max_flops and the model" in found.err
     assert "unequal" not in found.err
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capsys):
+    """The points of a ready-made ladder, over other data."""
+    monkeypatch.chdir(tmp_path)
+
+    def plan(name: str) -> list[dict]:
+        data = ["data=synthetic", "data.n_tokens=20000", "tracker=none", "train.device=cpu"]
+        assert run(["plan", f"experiment={name}", *data, "--json"]) == 0
+        found = printed("plan", capsys.readouterr().out)
+        return found.get("points", [found])
+
+    return plan
+
+
+def test_isoflop_spends_each_budget_on_five_sizes(planned):
+    """All but one sequence of it, at the rate of the size."""
+    points = planned("isoflop")
+    by_budget = itertools.groupby(points, key=lambda point: point["values"]["train.max_flops"])
+    budgets = {budget: list(group) for budget, group in by_budget}
+    assert len(budgets) == 4
+    for budget, group in budgets.items():
+        sizes = [point["parameters_with_head"] for point in group]
+        assert len(sizes) == 5
+        assert all(1.5 < b / a < 3 for a, b in itertools.pairwise(sizes))
+        for point in group:
+            rest = budget - point["total_flops"]
+            assert 0 <= rest < point["flops_per_token"] * point["sequence_length"]
+            n, words = point["parameters_with_head"], point["rule"]
+            reference = yaml.safe_load((CONF / "isoflop.yaml").read_text())["optimizer"]
+            at, law = reference["reference"], reference["exponents"]["lr"]
+            assert words.endswith(f" = {at['lr'] * (n / at['N']) ** law['N']:.6g}")
+    for group in zip(*budgets.values(), strict=True):  # D grows with C at a held size
+        grown = [point["max_tokens"] / point["values"]["train.max_flops"] for point in group]
+        assert grown == pytest.approx([grown[0]] * 4, rel=2e-3)
+
+
+def test_the_other_ladders_are_as_they_say(planned):
+    rates = planned("lr_ladder")
+    assert len({point["parameters_with_head"] for point in rates}) == 3
+    assert len(rates) == 3 * len({point["values"]["optimizer.lr"] for point in rates})
+    for point in rates:
+        rest = 5 * point["parameters_with_head"] - point["max_tokens"]
+        assert 0 <= rest < point["sequence_length"]
+    batches = planned("batch_ladder")
+    assert len({point["max_tokens"] for point in batches}) == 1
+    assert {point["tail_sequences"] for point in batches} == {0}
+    # the noise scale needs a second micro-batch
+    assert min(point["gradient_accumulation_steps"] for point in batches) > 1
+    (trunk,) = planned("horizon")
+    steps = [int(step) for step in HORIZON[1].split(",")]
+    n, tokens = trunk["parameters_with_head"], trunk["tokens_per_step"]
+    assert trunk["max_steps"] == steps[-1]
+    assert all(step % int(HORIZON[0]) == 0 for step in steps)
+    for step, wanted in zip(steps, (0.5, 1, 2, 3, 4), strict=True):
+        end = step + int(step * 0.25 + 0.5)  # schedule.decay_ratio: 0.2 of the whole way
+        assert end * tokens / n == pytest.approx(20 * wanted, rel=1e-3)

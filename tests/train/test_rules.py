@@ -233,6 +233,8 @@ def test_the_last_word_on_what_a_rule_sets_counts():
                      "batch.real_batch_size=24")  # fmt: skip
     assert (sized.batch.real_batch_size, sized.batch.micro_batch_size) == (24, 12)
     assert sized.optimizer["lr"] == 0.1
+    ramp = composed("data=synthetic", "optimizer.rule=porian", "batch.ramp={0: 8, 1000: 16}")
+    assert ramp.batch.ramp == "{0: 8, 1000: 16}"
     sqrt = composed("data=synthetic", "optimizer.rule=sqrt", "optimizer.reference.lr=0.1",
                     "optimizer.reference.B=512", "batch.micro_batch_size=4")  # fmt: skip
     assert sqrt.batch.micro_batch_size == 4  # it does not speak of the batch
