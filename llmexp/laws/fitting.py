@@ -37,14 +37,20 @@ class Rung:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best that a law has at some compute."""
+    """The best that a law has at some compute, beside the run with the lowest loss there."""
 
     flops: float
-    size: Estimate
+    runs: int
+    parameters: Estimate
     tokens: Estimate
     loss: Estimate
-    runs: int = 0
-    lowest: tuple[float, float] | None = None  # loss and size of the run with the lowest loss
+    lowest_loss: float | None = None
+    lowest_parameters: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Return its tokens per parameter."""
+        return self.tokens.value / self.parameters.value
 
 
 class Surface(Law):
@@ -96,15 +102,16 @@ class Surface(Law):
 
     def optimum(self, compute: float, runs: Sequence[int] | np.ndarray = ()) -> Optimum:
         """Return the best at log compute, beside the runs of that rung."""
-        c, lowest = np.array(compute), None
-        if len(runs):
-            run = min(runs, key=lambda i: self.losses[i])
-            lowest = float(self.losses[run]), float(self.sizes[run])
+        c = np.array(compute)
         size, tokens, loss = (
             Estimate.of(getattr(self.best, name)(c), getattr(self.draws, name)(c))
             for name in ("sizes", "tokens", "losses")
         )
-        return Optimum(math.exp(compute), size, tokens, loss, len(runs), lowest)
+        if not len(runs):
+            return Optimum(math.exp(compute), 0, size, tokens, loss)
+        run = min(runs, key=lambda i: self.losses[i])
+        lowest = float(self.losses[run]), float(self.sizes[run])
+        return Optimum(math.exp(compute), len(runs), size, tokens, loss, *lowest)
 
     @cached_property
     def optima(self) -> list[Optimum]:

@@ -17,11 +17,13 @@ class Need:
 
     flops: float  # of the baseline
     ratio: Estimate
+    shown: bool  # the interval leaves out 1
 
-    @property
-    def real(self) -> bool:
-        """Tell whether the interval leaves out 1."""
-        return not self.ratio.low <= 1 <= self.ratio.high
+    @classmethod
+    def of(cls, compute: float, best: np.ndarray, draws: np.ndarray) -> Need:
+        """Return the need of the fits and their draws at log compute."""
+        e = Estimate.of(best, draws)
+        return cls(math.exp(compute), e, not e.low <= 1 <= e.high)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Gain:
     baseline: str
     common: Need
     further: Need | None
-    trend: str  # grows | shrinks | "" where it cannot be told
+    trend: str | None  # grows | shrinks; None where it cannot be told
     curve: list[Need]  # from the first common budget on
 
 
@@ -46,16 +48,14 @@ def gain(baseline: Surface, change: Surface, points: int = 9) -> Gain:
     target = baseline.target or change.target
     last = common if target is None else math.log(target)
     best, draws = _needs(baseline, change, common)
-    at = Need(math.exp(common), Estimate.of(best, draws))
-    further, trend = None, ""
+    at = Need.of(common, best, draws)
+    further = trend = None
     if target is not None and abs(last - common) > 1e-6:
         best_there, draws_there = _needs(baseline, change, last)
-        further = Need(math.exp(last), Estimate.of(best_there, draws_there))
+        further = Need.of(last, best_there, draws_there)
         trend = _trend(best, draws, best_there, draws_there, last > common)
     steps = np.linspace(min(first, common), max(common, last), points)
-    curve = [
-        Need(math.exp(c), Estimate.of(*_needs(baseline, change, c))) for c in map(float, steps)
-    ]
+    curve = [Need.of(c, *_needs(baseline, change, c)) for c in map(float, steps)]
     return Gain(change.ladder.name, baseline.ladder.name, at, further, trend, curve)
 
 
@@ -69,12 +69,12 @@ def _needs(baseline: Surface, change: Surface, compute: float) -> tuple[np.ndarr
 
 def _trend(
     best: np.ndarray, draws: np.ndarray, there: np.ndarray, draws_there: np.ndarray, beyond: bool
-) -> str:
+) -> str | None:
     """Tell how the gain changes with compute, if all but 5 % of the draws agree that it does."""
     with np.errstate(invalid="ignore"):
         moved = np.nan_to_num(draws_there - draws, nan=0.0)
     e = Estimate.of(np.nan_to_num(there - best), moved, log=False)
     if e.low <= 0 <= e.high:
-        return ""
+        return None
     more_compute = (e.low > 0) == beyond
     return "shrinks" if more_compute else "grows"

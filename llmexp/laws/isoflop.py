@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmexp.laws.bootstrap import DRAWS
-from llmexp.laws.fitting import Rung, Surface
+from llmexp.laws.fitting import Surface
 from llmexp.laws.law import Estimate
 from llmexp.laws.surface import log_losses
 
@@ -21,22 +21,22 @@ from llmexp.laws.surface import log_losses
 class Parabola:
     """The parabola of a budget: loss over log N; where it is lowest."""
 
-    rung: Rung
-    curve: np.ndarray  # coefficients, the highest power first
-    size: float
+    flops: float
+    parameters: float
     loss: float
     inside: bool  # the lowest point lies between the sizes of the runs
+    curve: tuple[float, ...]  # coefficients, the highest power first
 
 
 @dataclass(frozen=True)
 class Parabolas:
     """The parabolas of all budgets, and the line through their lowest points."""
 
-    each: list[Parabola]
+    minima: list[Parabola]
     exponent: Estimate
-    bias: float  # of the exponent
-    size: Estimate | None = None  # at the compute that is asked for
-    size_bias: float = 0.0  # a share
+    exponent_bias: float
+    parameters: Estimate  # at the compute that is asked for
+    parameters_bias: float  # a share
 
 
 def parabolas(s: Surface) -> Parabolas | None:
@@ -64,7 +64,8 @@ def parabolas(s: Surface) -> Parabolas | None:
     for r in rungs:
         low, loss, _, curve = _lowest(x[r.runs], s.losses[None, r.runs])
         inside = x[r.runs].min() <= low[0] <= x[r.runs].max()
-        each.append(Parabola(r, curve[0], math.exp(low[0]), float(loss[0]), bool(inside)))
+        figures = math.exp(r.compute), math.exp(low[0]), float(loss[0]), bool(inside)
+        each.append(Parabola(*figures, tuple(map(float, curve[0]))))
     truth = s.best.exponent(compute.min(), compute.max())[0]
     return Parabolas(
         each,

@@ -30,11 +30,6 @@ class Estimate:
         with np.errstate(over="ignore"):
             return cls(*(float(np.exp(e)) if log else e for e in ends))
 
-    @property
-    def data(self) -> dict[str, float | None]:
-        """Return it as JSON has it; what is not finite is null."""
-        return {k: v if math.isfinite(v) else None for k, v in vars(self).items()}
-
 
 @dataclass(frozen=True)
 class HoldOut:
@@ -44,16 +39,8 @@ class HoldOut:
     runs: int
     predicted: Estimate  # of a mean of as many runs, noise and all
     measured: float
-
-    @property
-    def miss(self) -> float:
-        """Return by how much more was measured, as a share."""
-        return self.measured / self.predicted.value - 1
-
-    @property
-    def inside(self) -> bool:
-        """Tell whether the interval holds what was measured."""
-        return self.predicted.low <= self.measured <= self.predicted.high
+    miss: float  # by how much more was measured, as a share
+    inside: bool  # the interval holds what was measured
 
 
 class Law:
@@ -99,5 +86,6 @@ class Law:
         best = log_losses(others.law, there).mean(axis=1)
         draws = log_losses(others.laws, there).mean(axis=1)
         draws = draws + others.noises(len(draws), len(runs)).mean(axis=1)
-        measured = math.exp(float(np.log(self.losses[runs]).mean()))
-        return HoldOut(what, len(runs), Estimate.of(best, draws), measured)
+        measured, e = math.exp(float(np.log(self.losses[runs]).mean())), Estimate.of(best, draws)
+        inside = e.low <= measured <= e.high
+        return HoldOut(what, len(runs), e, measured, measured / e.value - 1, inside)

@@ -45,7 +45,7 @@ def _hover(name: str, *lines: str) -> str:
 def isoflops(s: Surface, beside: Parabolas | None) -> Plot:
     """Return loss over size of each rung: runs, the law, its best size, and the parabola."""
     traces: list[Any] = []
-    curves = {id(p.rung): p for p in beside.each} if beside else {}
+    curves = {p.flops: p for p in beside.minima} if beside else {}
     for rung, best, colour in zip(s.rungs, s.optima, budget_colours(s), strict=True):
         name = (
             flops_text(best.flops) if rung.what == "budget" else big(float(s.sizes[rung.runs[0]]))
@@ -64,14 +64,14 @@ def isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         x = np.linspace(math.log(n.min()) - 0.2, math.log(n.max()) + 0.2, CURVE)
         law = np.exp(log_losses(s.ensemble.law, s.axes.at(x, rung.compute - s.price.at(x)))[0])
         traces.append(_line(np.exp(x), law, colour, name))
-        if (p := curves.get(id(rung))) is not None:
+        if (p := curves.get(best.flops)) is not None:
             traces.append(_line(np.exp(x), np.polyval(p.curve, x), colour, name, "dot"))
         if not s.edge:
             traces.append(go.Scatter(
-                x=[best.size.value], y=[best.loss.value], mode="markers", legendgroup=name,
+                x=[best.parameters.value], y=[best.loss.value], mode="markers", legendgroup=name,
                 showlegend=False, marker={"color": colour, "symbol": "star", "size": 13},
-                text=[_hover("best size", sized(best.size), f"loss {plain(best.loss)}")],
-                error_x=_bars(best.size, colour), hovertemplate="%{text}<extra></extra>",
+                text=[_hover("best size", sized(best.parameters), f"loss {plain(best.loss)}")],
+                error_x=_bars(best.parameters, colour), hovertemplate="%{text}<extra></extra>",
             ))  # fmt: skip
     layout = {
         "height": 460, "xaxis": _axis(s.sizes, "parameters"), "yaxis.title.text": "val loss",
@@ -143,7 +143,7 @@ def frontiers(surfaces: Sequence[Surface]) -> Plot:
             traces.append(go.Scatter(
                 x=[at.flops], y=[at.loss.value], mode="markers", showlegend=False,
                 legendgroup=s.ladder.name, marker={"color": colour, "symbol": "star", "size": 14},
-                text=[_hover("prediction", plain(at.loss), sized(at.size, "parameters"))],
+                text=[_hover("prediction", plain(at.loss), sized(at.parameters, "parameters"))],
                 error_y=_bars(at.loss, colour), hovertemplate="%{text}<extra></extra>",
             ))  # fmt: skip
     span = np.array([v for s in surfaces for v in (*np.exp(s.span), s.predicted.flops)])

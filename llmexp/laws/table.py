@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -14,9 +15,7 @@ from llmexp.laws import words
 from llmexp.laws.answer import Answer
 from llmexp.laws.figures import big, flops_text, plain, sized
 from llmexp.laws.fitting import Optimum, Surface
-from llmexp.laws.gain import Need
 from llmexp.laws.isoflop import Parabolas
-from llmexp.laws.law import HoldOut
 from llmexp.laws.power import Power
 from llmexp.system.text import loss_text, padded
 
@@ -65,8 +64,8 @@ def values(law: Surface | Power) -> list[list[float | None]]:
         found: list[list[float | None]] = [[n, loss, at.value] for _, n, loss, at in law.rows()]
         return [*found, *([None, None, at.value] for at in more)]
     return [
-        [o.runs, o.size.value, o.tokens.value, o.tokens.value / o.size.value, o.loss.value,
-         *(o.lowest or (None, None))]
+        [o.runs, o.parameters.value, o.tokens.value, o.ratio, o.loss.value,
+         o.lowest_loss, o.lowest_parameters]
         for o in _optima(law)
     ]  # fmt: skip
 
@@ -76,14 +75,14 @@ def _optima(law: Surface) -> list[Optimum]:
 
 
 def _row(o: Optimum, edge: str) -> list[str]:
-    loss, size = o.lowest or (None, None)
-    best = [sized(o.size), sized(o.tokens), f"{o.tokens.value / o.size.value:.3g}", plain(o.loss)]
+    best = [sized(o.parameters), sized(o.tokens),
+            f"{o.ratio:.3g}", plain(o.loss)]  # fmt: skip
+    lowest = [loss_text(o.lowest_loss or 0.0), big(o.lowest_parameters or 0.0)]
     return [
         flops_text(o.flops),
         str(o.runs or ""),
         *(["edge", "", "", ""] if edge else best),
-        "" if loss is None else loss_text(loss),
-        "" if size is None else big(size),
+        *(lowest if o.runs else ["", ""]),
     ]
 
 
@@ -95,112 +94,64 @@ def to_json(answer: Answer) -> str:
 def data(answer: Answer) -> dict[str, Any]:
     """Return everything that was found, as plain values."""
     beside = iter(answer.parabolas)
-    return {
+    found = {
         "headline": words.headline(answer),
-        "notes": list(words.notes(answer)),
-        "why": list(words.why(answer)),
-        "problems": list(answer.problems),
+        "notes": words.notes(answer),
+        "why": words.why(answer),
+        "problems": answer.problems,
         "form": answer.form,
         "count": answer.count,
         "ladders": [
             _power(law) if isinstance(law, Power) else _surface(law, next(beside))
             for law in answer.laws
         ],
-        "gains": [
-            {
-                "change": g.change,
-                "baseline": g.baseline,
-                "common": _need(g.common),
-                "further": g.further and _need(g.further),
-                "trend": g.trend or None,
-                "curve": [_need(n) for n in g.curve],
-            }
-            for g in answer.gains
-        ],
+        "gains": answer.gains,
     }
+    return dict(_plain(found))
 
 
-def _need(need: Need) -> dict[str, Any]:
-    return {"flops": need.flops, **need.ratio.data, "shown": need.real}
+def _plain(value: Any) -> Any:
+    """Return what JSON has of dataclasses, lists and numbers; what is not finite is null."""
+    if dataclasses.is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 def _common(law: Surface | Power) -> dict[str, Any]:
-    held = law.held_out
     return {
         "name": law.ladder.name,
         "runs": len(law.losses),
-        "law": {name: e.data for name, e in law.numbers.items()},
+        "law": law.numbers,
         "knows_e": law.knows_e,
         "noise": law.ensemble.noise,
         "draws": len(law.ensemble.laws),
-        "held_out": held and _held(held),
+        "held_out": law.held_out,
         "left_out": {reason: names for reason, names in law.ladder.out.items() if names},
     }
 
 
-def _held(held: HoldOut) -> dict[str, Any]:
-    return {
-        "what": held.what,
-        "runs": held.runs,
-        "predicted": held.predicted.data,
-        "measured": held.measured,
-        "miss": held.miss,
-        "inside": held.inside,
-    }
-
-
 def _power(law: Power) -> dict[str, Any]:
-    named = ("x", "runs", "loss", "law")
+    names, at = ("x", "runs", "loss", "law"), law.target
     return _common(law) | {
         "by": law.by,
-        "points": [dict(zip(named, (*row[:3], row[3].data), strict=True)) for row in law.rows()],
-        "prediction": None
-        if law.target is None
-        else {"x": law.target, "loss": law.loss_at(law.target).data},
+        "points": [dict(zip(names, row, strict=True)) for row in law.rows()],
+        "prediction": None if at is None else {"x": at, "loss": law.loss_at(at)},
     }
 
 
 def _surface(law: Surface, beside: Parabolas | None) -> dict[str, Any]:
+    guesses = dict.fromkeys(("parameters", "tokens", "loss") if law.edge else ())
     return _common(law) | {
         "edge": law.edge or None,
-        "exponent": None if law.edge else law.exponent.data,
-        "exponents": {c: e.data for c, e in law.other_counts().items()},
-        "rungs": [
-            {"what": r.what, **_optimum(o, law.edge)}
-            for r, o in zip(law.rungs, law.optima, strict=True)
-        ],
-        "prediction": {**_optimum(law.predicted, law.edge), "decades_beyond": law.decades},
-        "parabolas": beside and _parabolas(beside),
-    }
-
-
-def _optimum(o: Optimum, edge: str) -> dict[str, Any]:
-    loss, size = o.lowest or (None, None)
-    return {
-        "flops": o.flops,
-        "runs": o.runs,
-        "parameters": None if edge else o.size.data,
-        "tokens": None if edge else o.tokens.data,
-        "loss": None if edge else o.loss.data,
-        "lowest_loss": loss,
-        "lowest_parameters": size,
-    }
-
-
-def _parabolas(found: Parabolas) -> dict[str, Any]:
-    minima = [
-        {
-            "flops": math.exp(p.rung.compute),
-            "parameters": p.size,
-            "loss": p.loss,
-            "inside": p.inside,
-        }
-        for p in found.each
-    ]
-    return {
-        "exponent": found.exponent.data,
-        "exponent_bias": found.bias,
-        "parameters": found.size and found.size.data,
-        "parameters_bias": found.size_bias,
-        "minima": minima,
+        "exponent": None if law.edge else law.exponent,
+        "exponents": law.other_counts(),
+        "rungs": [vars(o) | guesses for o in law.optima],
+        "prediction": vars(law.predicted) | guesses | {"decades_beyond": law.decades},
+        "parabolas": beside,
     }

@@ -71,14 +71,14 @@ def _law(s: Surface, a: Answer) -> str:
     place = f"At {flops_text(at.flops)} FLOPs"
     if s.target is None:
         place += f", the {s.rungs[-1].name}"
-    if found and found.size:
+    if found:
         return (
-            f"{place}, by parabolas: {sized(found.size, 'parameters')}. "
+            f"{place}, by parabolas: {sized(found.parameters, 'parameters')}. "
             f"N* ~ C^{plain(found.exponent)}. Biased: {_bias(found)}; the surface has "
-            f"{sized(at.size, 'parameters')} and C^{plain(s.exponent)}."
+            f"{sized(at.parameters, 'parameters')} and C^{plain(s.exponent)}."
         )
     return (
-        f"{place}: {sized(at.size, 'parameters')}, {big(at.tokens.value)} tokens, val loss "
+        f"{place}: {sized(at.parameters, 'parameters')}, {big(at.tokens.value)} tokens, val loss "
         f"{plain(at.loss)}. N* ~ C^{plain(s.exponent)}."
     )
 
@@ -149,7 +149,7 @@ def _parabolas(found: Parabolas | None, answered: bool) -> Iterator[str]:
 def _bias(found: Parabolas) -> str:
     return (
         f"through losses of the fitted surface, without noise, they miss its exponent by "
-        f"{found.bias:+.3f} and its N* by {found.size_bias:+.0%}"
+        f"{found.exponent_bias:+.3f} and its N* by {found.parameters_bias:+.0%}"
     )
 
 
@@ -173,7 +173,7 @@ def _times(need: Need) -> str:
 
 
 def _verdict(need: Need) -> str:
-    return "" if need.real else " (no difference is shown)"
+    return "" if need.shown else " (no difference is shown)"
 
 
 def _power(p: Power) -> str:

@@ -78,7 +78,7 @@ def estimates(law: Law, found: Surface, c: float) -> dict[str, tuple[float, floa
     numbers, at = found.numbers, found.optimum(math.log(c))
     pairs = {
         "alpha": (law.alpha, numbers["alpha"]), "beta": (law.beta, numbers["beta"]),
-        "exponent": (law.exponent, found.exponent), "N*": (law.size(c), at.size),
+        "exponent": (law.exponent, found.exponent), "N*": (law.size(c), at.parameters),
         "loss": (law.best(c), at.loss),
     }  # fmt: skip
     return {k: (truth, e.value, e.low, e.high) for k, (truth, e) in pairs.items()}

@@ -37,7 +37,7 @@ def test_the_figures_are_those_of_the_answer():
     s = answer.surfaces[0]
     traces = drawn["isoflop-adamw"]["data"]
     stars = [t for t in traces if t.get("marker", {}).get("symbol") == "star"]
-    assert [t["x"][0] for t in stars] == [o.size.value for o in s.optima]
+    assert [t["x"][0] for t in stars] == [o.parameters.value for o in s.optima]
     assert [t["y"][0] for t in stars] == [o.loss.value for o in s.optima]
     # A curve of the law is that of its losses at the budget, to the float32 of a page.
     curve = next(t for t in traces if t["mode"] == "lines")
@@ -65,7 +65,7 @@ def test_what_comes_from_names_is_text():
     assert EVIL in outline.text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow)])
 def test_the_page_fits_a_desk_and_a_phone(browser, tmp_path, capsys, scheme):  # noqa: F811
     for name, seed in (("adamw", 1), ("muon", 2)):
         points = ladder(H, 4, 6, 0.003, seed).points

@@ -39,7 +39,7 @@ def test_an_exact_surface_is_found_to_ten_digits(name, shape):
     # rounded to 1e-16.
     assert values == pytest.approx([law.e, law.a, law.b, law.alpha, law.beta], rel=1e-9)
     assert found.exponent.value == pytest.approx(law.exponent, rel=1e-9)
-    assert found.predicted.size.value == pytest.approx(law.size(LAST), rel=1e-9)
+    assert found.predicted.parameters.value == pytest.approx(law.size(LAST), rel=1e-9)
     assert found.predicted.loss.value == pytest.approx(law.best(LAST), rel=1e-12)
 
 
@@ -124,14 +124,14 @@ def test_a_thousand_runs_take_seconds():
 
 @pytest.mark.parametrize("shape", [(4, 5)])
 def test_intervals_hold_the_truth(shape):
-    """The slow test in short: 60 ladders, of which 51 in 60 have a chance above 0.999 at 95 %."""
-    held, bias = coverage(LAWS["hoffmann"], *shape, 0.005, 60)
-    assert min(held.values()) >= 51 / 60, held
-    assert max(map(abs, bias.values())) < 0.5, bias  # 4 standard errors of a mean of 60
+    """The slow test in short: 33 of 40 or more has a chance of 0.998 at 95 %."""
+    held, bias = coverage(LAWS["hoffmann"], *shape, 0.005, 40)
+    assert min(held.values()) >= 33 / 40, held
+    assert max(map(abs, bias.values())) < 0.6, bias  # 4 standard errors of a mean of 40
 
 
 def test_the_held_out_budget_is_predicted():
-    for seed in range(8):
+    for seed in range(3):
         held = surface(LAWS["hoffmann"], 4, 6, 0.003, seed).held_out
         assert held is not None
         assert held.runs == 6
@@ -165,10 +165,10 @@ def test_parabolas_know_their_bias():
         lows.append((budget, -b / (2 * a)))
     slope = np.polyfit(*np.array(lows).T, 1)[0]
     assert found.exponent.value == pytest.approx(slope, rel=1e-6)
-    assert found.bias == pytest.approx(slope - law.exponent, abs=1e-6)
-    assert abs(found.bias) > 0.003  # such a grid does bias it
+    assert found.exponent_bias == pytest.approx(slope - law.exponent, abs=1e-6)
+    assert abs(found.exponent_bias) > 0.003  # such a grid does bias it
     size = math.exp(np.polyval(np.polyfit(*np.array(lows).T, 1), math.log(LAST)))
-    assert found.size_bias == pytest.approx(size / law.size(LAST) - 1, abs=1e-6)
+    assert found.parameters_bias == pytest.approx(size / law.size(LAST) - 1, abs=1e-6)
 
 
 def test_the_gain_of_a_change_that_saves_compute():
@@ -189,7 +189,7 @@ def test_the_gain_of_a_change_that_saves_compute():
     found = gain(first, second)
     assert found.common.flops == pytest.approx(LAST)
     assert found.common.ratio.low < planted < found.common.ratio.high
-    assert found.common.real
+    assert found.common.shown
     assert found.common.ratio.value == pytest.approx(planted, rel=0.05)
     assert found.further is not None
     assert found.further.flops == pytest.approx(1e22)
@@ -199,10 +199,10 @@ def test_the_gain_of_a_change_that_saves_compute():
 
 def test_equal_ladders_seldom_show_a_gain():
     law, called = LAWS["hoffmann"], 0
-    for seed in range(20):
+    for seed in range(12):
         pair = [surface(law, 4, 5, 0.005, 100 + 2 * seed + i) for i in (0, 1)]
-        called += gain(*pair, points=1).common.real
-    assert called <= 5  # P = 0.9997 at 5 %
+        called += gain(*pair, points=1).common.shown
+    assert called <= 3  # P = 0.998 at 5 %
 
 
 def test_intervals_are_percentiles():
