@@ -70,12 +70,18 @@ def fit(
     if by is not None or (form is None and all(_one_axis(ladder, counted) for ladder in found)):
         form = "power"
     laws: list[Surface | Power] = []
+    refused: list[ConfigError] = []
     for ladder in found:
-        if form == "power":
-            laws.append(Power(ladder, counted, by or _axis(ladder, counted), target))
-        else:
-            laws.append(Surface(ladder, counted, target))
-    answer = Answer(form or "surface", counted, laws, tuple(problems))
+        try:
+            if form == "power":
+                laws.append(Power(ladder, counted, by or _axis(ladder, counted), target))
+            else:
+                laws.append(Surface(ladder, counted, target))
+        except ConfigError as error:
+            refused.append(error)
+    if not laws:
+        raise refused[0]
+    answer = Answer(form or "surface", counted, laws, (*problems, *map(str, refused)))
     if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
         answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmexp.compare.folding import folded
 from llmexp.compare.reading import read
-from llmexp.compare.records import Record, is_execution, listed
+from llmexp.compare.records import is_execution, listed
 from llmexp.laws.points import Ladder, Point, points_of, read_csv
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.find import SweepFolder, find, looks_like_run
@@ -17,7 +17,6 @@ from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_label, short_value
 from llmexp.settings.values import ConfigError
 
-LEAST = 3  # runs of a ladder
 CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
 # A ladder varies these: they set no two ladders apart.
 _SCALE = ("batch.", "fork.", "model.depth", "model.size", "model.shape_rule", *BUDGETS, SEED)
@@ -31,92 +30,86 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     and the model's sizes make none. `axis`: a knob that a law is to be over.
     """
     found: list[Ladder] = []
-    runs: dict[Path, tuple[int, tuple[Path, SweepFolder]]] = {}
+    runs: dict[Path, tuple[Path, SweepFolder]] = {}
+    places: dict[Path, str] = {}
     problems: list[str] = []
-    for i, path in enumerate(paths):
-        if Path(path).suffix.lower() == ".csv" and Path(path).is_file():
-            found.append(read_csv(Path(path)))
+    for path in map(Path, paths):
+        if path.suffix.lower() == ".csv" and path.is_file():
+            found.append(read_csv(path))
             continue
         of_path, more = find([path])
         problems += more
-        place = -1 if looks_like_run(Path(path)) else i
         for run in of_path:
-            runs.setdefault(run[0].resolve(), (place, run))
-    records = read([run for _, run in runs.values()])
+            runs.setdefault(run[0].resolve(), run)
+            places.setdefault(run[0], "runs" if looks_like_run(path) else path.name)
+    records = read(list(runs.values()))
     problems += [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
     points, out = points_of(records)
-    places = dict(zip(records, [place for place, _ in runs.values()], strict=True))
     groups = _apart(points, places)
-    large = [g for g in groups if len(g) >= LEAST] or groups[:1]
-    names = _names(large, paths, places)
-    own = [_ladder(name, group, axis) for name, group in zip(names, large, strict=True)]
-    for group in groups:
-        if group not in large:
-            out.setdefault("too few for a law of their own", []).extend(p.name for p in group)
-    if own:
-        own[0].out |= out
-    if not found and not own:
+    for name, group in zip(_names(groups, places), groups, strict=True):
+        found.append(_ladder(name, group, axis))
+        found[-1].out, out = {**out}, {}
+    if not found:
         why = "; ".join(f"{listed(names)}: {reason}" for reason, names in out.items())
         text = f"there is no run to fit{f' ({why})' if why else ''}"
         raise ConfigError("\n".join([*problems, f"{text}; for example llmexp fit outputs/default"]))
-    return [*found, *own], problems
+    return found, problems
 
 
-def _setting(point: Point) -> dict[str, Any]:
-    """Return what of a run's config could set ladders apart."""
-    assert point.record is not None
-    config, fork = point.record.config, bool(point.record.parent)
-    skipped = (*_SCALE, "schedule.") if fork else _SCALE  # a cooldown is of its trunk's ladder
-    return {k: v for k, v in config.items() if not k.startswith(skipped) and not is_execution(k)}
-
-
-def _apart(points: Sequence[Point], places: Mapping[Record, int]) -> list[list[Point]]:
-    """Return the points of each ladder."""
-    settings = {p: _setting(p) for p in points}
+def _settings(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return what of the config of each run could set ladders apart."""
+    configs = [p.record.config if p.record else {} for p in points]
     forks = any(p.record and p.record.parent for p in points)
-    words: dict[tuple[object, int], list[Point]] = defaultdict(list)
-    for p, s in settings.items():
-        kept = {k: v for k, v in s.items() if isinstance(v, (str, bool))}
-        kept = {k: v for k, v in kept.items() if not (forks and k.startswith("schedule."))}
-        assert p.record is not None
-        words[frozenset(kept.items()), places[p.record]].append(p)
-    found: list[tuple[object, dict[str, Any], list[Point]]] = []
-    for (word, _), group in words.items():
-        alike = _alike([settings[p] for p in group])
-        for other, before, ladder in found:
-            both = alike.keys() & before.keys()
-            if word == other and all(alike[k] == before[k] for k in both):
+    skipped = (*_SCALE, "schedule.") if forks else _SCALE  # a cooldown is of its trunk's ladder
+    return [
+        {k: v for k, v in c.items() if not k.startswith(skipped) and not is_execution(k)}
+        for c in configs
+    ]
+
+
+def _apart(points: Sequence[Point], places: Mapping[Path, str]) -> list[list[Point]]:
+    """Return the points of each ladder."""
+    groups: dict[object, list[Point]] = defaultdict(list)
+    for p, setting in zip(points, _settings(points), strict=True):
+        words = frozenset((k, v) for k, v in setting.items() if isinstance(v, (str, bool)))
+        groups[words, places[p.record.path] if p.record else ""].append(p)
+    found: list[list[Point]] = []
+    for group in groups.values():
+        for ladder in found:
+            one, other = _alike(group), _alike(ladder)
+            if all(one[k] == other[k] for k in one.keys() & other.keys()) and _words(one) == _words(
+                other
+            ):
                 ladder += group
                 break
         else:
-            found.append((word, alike, list(group)))
-    return [ladder for _, _, ladder in found]
+            found.append(group)
+    return found
 
 
-def _alike(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values that all settings share."""
-    first = settings[0]
-    return {k: v for k, v in first.items() if all(s.get(k) == v for s in settings)}
+def _alike(points: Sequence[Point]) -> dict[str, Any]:
+    """Return the values that the settings of all points share."""
+    first, *others = _settings(points)
+    return {k: v for k, v in first.items() if all(s.get(k) == v for s in others)}
 
 
-def _names(
-    groups: Sequence[Sequence[Point]], paths: Sequence[str | Path], places: Mapping[Record, int]
-) -> list[str]:
+def _words(setting: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in setting.items() if isinstance(v, (str, bool))}
+
+
+def _names(groups: Sequence[Sequence[Point]], places: Mapping[Path, str]) -> list[str]:
     """Name ladders by what sets them apart, or by their paths."""
-    alike = [_alike([_setting(p) for p in group]) for group in groups]
+    alike = [_alike(group) for group in groups]
     keys = [k for k in (alike[0] if alike else {}) if len({repr(a.get(k)) for a in alike}) > 1]
     options = {k.partition(".")[0] for k in keys if k.endswith("._target_")}
     keys = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in options]
-    if len(keys) == 1 and keys[0].endswith("._target_"):
-        return [short_value(a.get(keys[0])) for a in alike]
     names = [short_label({k: a.get(k) for k in keys}) for a in alike]
-    if 0 < len(keys) < 4 and len(set(names)) == len(names):
-        return names
-    firsts = [places[g[0].record] for g in groups if g[0].record]
-    names = [Path(paths[i]).name if i >= 0 else "runs" for i in firsts]
-    return (
-        names if len(set(names)) == len(names) else [f"{n} ({i + 1})" for i, n in enumerate(names)]
-    )
+    if len(keys) == 1 and keys[0].endswith("._target_"):
+        names = [short_value(a.get(keys[0])) for a in alike]
+    elif not 0 < len(keys) < 4:
+        names = [places[g[0].record.path] if g[0].record else "" for g in groups]
+    again = len(set(names)) < len(names)
+    return [f"{name} ({i})" if again else name for i, name in enumerate(names, 1)]
 
 
 def _ladder(name: str, points: Sequence[Point], axis: str | None) -> Ladder:

@@ -53,7 +53,7 @@ class Ladder:
 
     name: str
     points: list[Point]
-    out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ def read_csv(path: Path) -> Ladder:
         given = {c: _number(path, place, c, line[name]) for c, name in names.items()}
         label = f"line {place}"
         if not all(0 < v < math.inf for v in given.values()):
-            ladder.out["not finite, or not above 0"].append(label)
+            ladder.out.setdefault("not finite, or not above 0", []).append(label)
             continue
         n = given.get("N") or given["C"] / 6 / given["D"]
         d = given.get("D") or given["C"] / 6 / n
