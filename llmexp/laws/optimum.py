@@ -25,24 +25,23 @@ class Price:
     middle: float
     low: float
     high: float
-    miss: float  # largest relative difference from the runs
 
     @classmethod
     def of(cls, sizes: np.ndarray, per_token: np.ndarray) -> Price:
         """Return the curve through the FLOPs a token of runs of these sizes."""
-        x, middle = np.log(sizes), float(np.log(sizes).mean())
-        for degree in range(min(2, len(set(sizes)) - 1) + 1):
-            curve = np.polyfit(x - middle, np.log(per_token), degree)
-            if degree == 0:
-                curve = np.array([1.0, curve[0]])  # of one size: in proportion
-            found = cls(curve, middle, float(x.min()), float(x.max()), 0.0)
-            miss = float(np.abs(np.expm1(found.at(x) - np.log(per_token))).max())
-            found = cls(curve, middle, found.low, found.high, miss)
-            if miss < 1e-9 or (
-                degree and found.slope(np.array([found.low, found.high])).min() < 0.1
-            ):
+        x, y = np.log(sizes), np.log(per_token)
+        middle, ends = float(x.mean()), (float(x.min()), float(x.max()))
+        found = cls(np.array([1.0, y.mean()]), middle, *ends)  # in proportion
+        for degree in range(1, min(3, len(set(sizes)))):
+            if found.miss(sizes, per_token) < 1e-9:
                 break
+            other = cls(np.polyfit(x - middle, y, degree), middle, *ends)
+            found = other if other.slope(np.array(ends)).min() > 0.1 else found
         return found
+
+    def miss(self, sizes: np.ndarray, per_token: np.ndarray) -> float:
+        """Return the largest relative difference from the runs."""
+        return float(np.abs(np.expm1(self.at(np.log(sizes)) - np.log(per_token))).max())
 
     def at(self, x: np.ndarray) -> np.ndarray:
         """Return log FLOPs a token of models of log size x."""

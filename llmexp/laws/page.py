@@ -10,7 +10,7 @@ from llmexp.laws.fitting import Surface
 from llmexp.laws.plots import budget_colours, frontiers, gains, isoflops, power_curve, residuals
 from llmexp.laws.plots import contours as contour_plot
 from llmexp.laws.power import Power
-from llmexp.laws.table import rows, values
+from llmexp.laws.table import cells, heads
 from llmexp.settings.labels import plural
 
 
@@ -41,12 +41,12 @@ def page(a: Answer) -> str:
 def _table(a: Answer, which: int) -> tuple[str, list[str], list[Row]]:
     """Return the table of a law: its name, its titles, its rows in the colours of their budgets."""
     law = a.laws[which]
-    heads, *lines = rows(law)
+    lines = cells(law)
     colours = ["transparent"] * len(lines)
-    if isinstance(law, Surface):
+    if isinstance(law, Surface) and len(law.rungs) <= len(lines):
         colours[: len(law.rungs)] = budget_colours(law)
     found = [
-        Row(colour, line[0], [Cell(cell, value) for cell, value in zip(line[1:], of, strict=True)])
-        for colour, line, of in zip(colours, lines, values(law), strict=True)
+        Row(colour, line[0][0], [Cell(*cell) for cell in line[1:]])
+        for colour, line in zip(colours, lines, strict=True)
     ]
-    return (law.ladder.name if len(a.laws) > 1 else "Figures"), heads, found
+    return (law.ladder.name if len(a.laws) > 1 else "Figures"), heads(law), found

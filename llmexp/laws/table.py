@@ -14,12 +14,13 @@ from rich.text import Text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
 from llmexp.laws.figures import big, flops_text, plain, sized
-from llmexp.laws.fitting import Optimum, Surface
+from llmexp.laws.fitting import Surface
 from llmexp.laws.isoflop import Parabolas
 from llmexp.laws.power import Power
 from llmexp.system.text import loss_text, padded
 
 HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
+MOST = 12  # rungs of a table
 _DROPPED = (4, 7, 6, 1, 3)  # columns that give way in a narrow terminal, the first one first
 
 
@@ -30,13 +31,14 @@ def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
     for law in answer.laws:
         if len(answer.laws) > 1:
             console.print(Text(law.ladder.name, style="bold"))
-        for i, line in enumerate(_aligned(rows(law), width)):
+        for i, line in enumerate(_aligned(law, width)):
             console.print(Text(line, style="" if i else "dim"), no_wrap=True, overflow="ellipsis")
     for line in (*words.notes(answer), *(words.why(answer) if why else ())):
         console.print(Text(line))
 
 
-def _aligned(table: list[list[str]], width: int) -> Iterator[str]:
+def _aligned(law: Surface | Power, width: int) -> Iterator[str]:
+    table = [heads(law), *([text for text, _ in row] for row in cells(law))]
     dropped: list[int] = []
     for column in (None, *(c for c in _DROPPED if c < len(table[0]))):
         dropped += [] if column is None else [column]
@@ -47,43 +49,37 @@ def _aligned(table: list[list[str]], width: int) -> Iterator[str]:
     yield from lines
 
 
-def rows(law: Surface | Power) -> list[list[str]]:
-    """Return the table of a law, its titles first."""
+def cells(law: Surface | Power) -> list[list[tuple[str, float | None]]]:
+    """Return the rows of the table of a law, each cell with its number; titles are those of HEADS.
+
+    Of many rungs there are some, the last one with them.
+    """
+    found: list[list[tuple[str, float | None]]] = []
     if isinstance(law, Power):
-        found = [[big(x), str(n), loss_text(loss), plain(at)] for x, n, loss, at in law.rows()]
-        if law.target is not None:
-            found.append([big(law.target), "", "", plain(law.loss_at(law.target))])
-        return [[law.by, "runs", "val loss", "by the law"], *found]
-    return [list(HEADS), *(_row(o, law.edge) for o in _optima(law))]
+        found = [
+            [(big(x), x), (str(n), n), (loss_text(loss), loss), (plain(at), at.value)]
+            for x, n, loss, at in law.rows()
+        ]
+        if (x := law.target) is not None:
+            at = law.loss_at(x)
+            found.append([(big(x), x), ("", None), ("", None), (plain(at), at.value)])
+        return found
+    step = -(-len(law.optima) // MOST)
+    for o in [*law.optima[::-step][::-1], *([law.predicted] if law.target is not None else [])]:
+        best = [(sized(o.parameters), o.parameters.value), (sized(o.tokens), o.tokens.value),
+                (f"{o.ratio:.3g}", o.ratio), (plain(o.loss), o.loss.value)]  # fmt: skip
+        lowest = [(loss_text(o.lowest_loss or 0), o.lowest_loss),
+                  (big(o.lowest_parameters or 0), o.lowest_parameters)]  # fmt: skip
+        edge: list[tuple[str, float | None]] = [("edge", None), *[("", None)] * 3]
+        runs = (str(o.runs or ""), o.runs)
+        found.append([(flops_text(o.flops), o.flops), runs, *(edge if law.edge else best),
+                      *(lowest if o.runs else [("", None)] * 2)])  # fmt: skip
+    return found
 
 
-def values(law: Surface | Power) -> list[list[float | None]]:
-    """Return the numbers in the rows of the table, without the first column."""
-    if isinstance(law, Power):
-        more = [law.loss_at(law.target)] if law.target is not None else []
-        found: list[list[float | None]] = [[n, loss, at.value] for _, n, loss, at in law.rows()]
-        return [*found, *([None, None, at.value] for at in more)]
-    return [
-        [o.runs, o.parameters.value, o.tokens.value, o.ratio, o.loss.value,
-         o.lowest_loss, o.lowest_parameters]
-        for o in _optima(law)
-    ]  # fmt: skip
-
-
-def _optima(law: Surface) -> list[Optimum]:
-    return [*law.optima, *([law.predicted] if law.target is not None else [])]
-
-
-def _row(o: Optimum, edge: str) -> list[str]:
-    best = [sized(o.parameters), sized(o.tokens),
-            f"{o.ratio:.3g}", plain(o.loss)]  # fmt: skip
-    lowest = [loss_text(o.lowest_loss or 0.0), big(o.lowest_parameters or 0.0)]
-    return [
-        flops_text(o.flops),
-        str(o.runs or ""),
-        *(["edge", "", "", ""] if edge else best),
-        *(lowest if o.runs else ["", ""]),
-    ]
+def heads(law: Surface | Power) -> list[str]:
+    """Return the titles of the table of a law."""
+    return [law.by, "runs", "val loss", "by the law"] if isinstance(law, Power) else list(HEADS)
 
 
 def to_json(answer: Answer) -> str:

@@ -127,10 +127,10 @@ def _surface_why(s: Surface) -> Iterator[str]:
     )
     for count, exponent in s.other_counts().items():
         yield f"With N as {COUNTED[count]}: N* ~ C^{plain(exponent)}."
-    if s.price.miss > 1e-3:
+    if (miss := s.price.miss(s.sizes, s.flops / s.tokens)) > 1e-3:
         yield (
             "FLOPs a token are a smooth curve over N through those of the runs, "
-            f"{s.price.miss:.1%} off at most."
+            f"{miss:.1%} off at most."
         )
     worst = int(np.argmax(np.abs(s.rest)))
     yield f"Furthest from the law: {s.ladder.points[worst].name}, {s.rest[worst]:+.2%}."

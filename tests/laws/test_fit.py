@@ -19,6 +19,8 @@ from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, ladder
 from tests.tools import printed
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 
 def csv_of(path, law, *shape, **more):
     points = ladder(law, *shape, **more).points

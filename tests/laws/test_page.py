@@ -17,6 +17,8 @@ from llmexp.laws.power import Power
 from tests.compare.test_page import BROKEN, EVIL, Outline, array, browser, figures  # noqa: F401
 from tests.laws.planted import LAWS, ladder
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 H = LAWS["hoffmann"]
 
 
