@@ -109,8 +109,9 @@ def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[D
             if cfg.hydra.mode != RunMode.MULTIRUN:
                 return cfg, False
         except Exception:
+            swept = any(override.is_sweep_override() for override in parsed(overrides))
             # As a sweep the error says why: a run would blame the swept values.
-            if compose(run_mode=RunMode.MULTIRUN).hydra.mode != RunMode.MULTIRUN:
+            if not swept or compose(run_mode=RunMode.MULTIRUN).hydra.mode != RunMode.MULTIRUN:
                 raise
     return compose(run_mode=RunMode.MULTIRUN), True
 

@@ -22,6 +22,7 @@ from llmexp.settings.convert import MOVED
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
 
 MOST = 18  # names in a list of what there is
+NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
 
 
 @contextmanager
@@ -60,6 +61,8 @@ def in_words(error: Exception, overrides: Sequence[str]) -> str:
     if "Config group override must be" in text:
         groups = loader().list_groups("")
         for o in parsed(overrides):
+            if o.key_or_group == "hydra":
+                return NO_GROUP
             if o.key_or_group in groups and not isinstance(o.value(), (str, list)):
                 known = ", ".join(options_of(o.key_or_group))
                 return f"{o.input_line}: an option of the group is needed. Known: {known}."
@@ -87,6 +90,8 @@ def _other_kind(key: str, overrides: Sequence[str]) -> str:
 
 def unknown(key: str, overrides: Sequence[str]) -> str:
     """Return the refusal of a key that the composed config does not have, with the nearest one."""
+    if key == "hydra":
+        return NO_GROUP
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
         return f"{key}: there is no such key yet; {way}"

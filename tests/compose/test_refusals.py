@@ -99,6 +99,8 @@ BAD = [
     ("model=5", "model=5", "gpt_tiny"),
     ("optimizer=null", "optimizer=null", "adamw"),
     ("train=3", "train=3", "a section of keys"),
+    ("hydra=[]", "hydra: holds Hydra's own keys", "for example hydra.run.dir=outputs/try1"),
+    ("hydra=null", "hydra: holds Hydra's own keys", "for example hydra.run.dir=outputs/try1"),
     ("train=[]", "train=[]: a section of keys is needed here, not a list", "train."),
     ("data=corpus data.val=[a]", "data.val=['a']: a section of keys", "data.val.web.files="),
     ("hooks={a:1}", "hooks={'a': 1}: a list is needed here, not keys", "hooks=[]"),

@@ -55,6 +55,7 @@ class Outcome:
     code: int
     stderr: str
     exit_s: float  # from the end of finish to the end of the process
+    slow: float  # how many processes waited for each core, at least one
 
 
 def make_rows(first: int, last: int) -> list[dict[str, Any]]:
@@ -125,7 +126,8 @@ def run_worker(
             said.append(line["said"])
         else:
             costs = line
-    return Outcome(said, costs, process.returncode, err, ended - costs.get("at", ended))
+    slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    return Outcome(said, costs, process.returncode, err, ended - costs.get("at", ended), slow)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -153,7 +155,7 @@ def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def assert_cost_nothing(outcome: Outcome) -> None:
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr == ""
-    assert outcome.costs["open"] < 1
+    assert outcome.costs["open"] < outcome.slow
 
 
 def test_an_offline_run_has_every_row_and_value_and_needs_no_server(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_an_offline_run_has_every_row_and_value_and_needs_no_server(tmp_path: Pa
         outcome = run_worker(run_dir, rows, env=env)
     assert_cost_nothing(outcome)
     assert outcome.said == []
-    assert outcome.exit_s < 8
+    assert outcome.exit_s < 8 * outcome.slow
     log = records(run_dir)
     assert history(run_dir, log) == rows  # every float bit for bit: JSON keeps doubles
     (run,) = [record["run"] for record in log if record["type"] == "run"]
@@ -297,10 +299,11 @@ def test_a_dead_server_costs_seconds_and_no_row(
     assert_cost_nothing(run.outcome)
     (said,) = run.outcome.said
     assert "\n" not in said
+    # about 3 s here on an idle machine, 11 s with the default start
+    assert run.outcome.costs["finish"] < 15 + run.outcome.slow / 2
     assert (
-        run.outcome.costs["finish"] < 15.5
-    )  # about 3 s here on an idle machine, 11 s with the default start
-    assert run.outcome.exit_s < 8  # an exit hook of wandb would wait for 10 to 20 s
+        run.outcome.exit_s < 8 * run.outcome.slow
+    )  # an exit hook of wandb would wait for 10 to 20 s
     if run.outcome.costs["finish"] > 15:  # on a busy machine wandb alone may need longer to start
         assert said.endswith(f"llmexp sync {run.run_dir}")
         assert upload_is_pending(run.run_dir)
@@ -345,10 +348,8 @@ def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> N
             tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=8
         )
     assert_cost_nothing(outcome)
-    assert (
-        outcome.costs["finish"] < 8 + 1
-    )  # on a busy machine wandb alone needs some seconds to start
-    assert outcome.exit_s < 8
+    assert outcome.costs["finish"] < 8 + outcome.slow
+    assert outcome.exit_s < 8 * outcome.slow
     (said,) = outcome.said
     assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
     assert upload_is_pending(tmp_path / "run")
@@ -380,8 +381,8 @@ def test_a_bad_wandb_is_one_line(tmp_path: Path, module: str, expected: str) -> 
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
     assert expected in outcome.said[0]
-    assert outcome.costs["finish"] < 2
-    assert outcome.exit_s < 8
+    assert outcome.costs["finish"] < 1 + outcome.slow
+    assert outcome.exit_s < 8 * outcome.slow
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     outcome = run_worker(tmp_path / "run", make_rows(1, 5))
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
-    assert outcome.exit_s < 8
+    assert outcome.exit_s < 8 * outcome.slow
 
 
 FULL = """
@@ -426,8 +427,8 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
     outcome = run_worker(tmp_path / "run", rows, kill_core_at=40, pause=0.01)
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
-    assert outcome.costs["finish"] < 5
-    assert outcome.exit_s < 8
+    assert outcome.costs["finish"] < 5 * outcome.slow
+    assert outcome.exit_s < 8 * outcome.slow
     # What it had written before its end is on disk.
     assert history(tmp_path / "run") == rows[:40]
 
@@ -467,8 +468,8 @@ def test_a_server_that_dies_in_the_middle_costs_the_finish_timeout(tmp_path: Pat
         options = {"start_timeout_s": 20, "finish_timeout_s": 8}
         outcome = run_worker(tmp_path / "run", make_rows(1, 400), env=env, pause=0.01, **options)
     assert len(outcome.said) == 1
-    assert outcome.costs["finish"] < 8 + 1
-    assert outcome.exit_s < 8
+    assert outcome.costs["finish"] < 8 + outcome.slow
+    assert outcome.exit_s < 8 * outcome.slow
     assert upload_is_pending(tmp_path / "run")
 
 
