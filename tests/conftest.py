@@ -64,17 +64,17 @@ TINY = [
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
 # alone.
 LONGEST = (
-    "test_parallel", "test_slurm", "test_deciding", "test_sweep", "test_tracker", "test_answer",
-    "test_branches", "test_hosts", "test_memory", "test_refusals", "test_cli", "test_search",
-    "test_security", "test_clip_reference", "test_own_parts", "test_invariance",
-    "test_clip_rules", "test_planning", "test_shipped", "test_corpus", "test_golden",
-    "test_in_and_out", "test_knobs", "test_replay", "test_resume", "test_types",
-    "test_geometry", "test_program", "test_train", "test_time", "test_kills", "test_checkpoint",
-    "test_fitting", "test_sync", "test_window_loss", "test_spikes", "test_comparing",
-    "test_averages", "test_explain", "test_page", "test_agent", "test_data_proof", "test_disk",
-    "test_twins", "test_tokenizer", "test_numbers", "test_fuzz", "test_agents", "test_layers",
-    "test_tasks", "test_screening", "test_inference", "test_documents", "test_structure",
-    "test_evaluate", "test_command",
+    "test_parallel", "test_slurm", "test_sweep", "test_hosts", "test_deciding", "test_shipped",
+    "test_knobs", "test_resume", "test_clip_reference", "test_answer", "test_cli", "test_refusals",
+    "test_search", "test_page", "test_golden", "test_security", "test_replay",
+    "test_branches", "test_clip_rules", "test_sync", "test_train", "test_geometry",
+    "test_own_parts", "test_fitting", "test_kills", "test_planning", "test_types",
+    "test_memory", "test_agent", "test_window_loss", "test_tracker", "test_invariance",
+    "test_time", "test_in_and_out", "test_comparing", "test_program", "test_averages",
+    "test_spikes", "test_corpus", "test_explain", "test_data_proof", "test_checkpoint",
+    "test_disk", "test_twins", "test_tokenizer", "test_numbers", "test_fuzz", "test_agents",
+    "test_layers", "test_tasks", "test_screening", "test_inference", "test_documents",
+    "test_structure", "test_evaluate", "test_command",
 )  # fmt: skip
 
 
