@@ -150,6 +150,7 @@ def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.fresh
 def test_killed_in_a_row(here, settings, whole):
     """LLMEXP_TEST_KILLS=20 for as many."""
     asked = int(os.environ.get("LLMEXP_TEST_KILLS", "0"))
