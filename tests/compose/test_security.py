@@ -59,7 +59,7 @@ EVERYTHING = str(dict(os.environ)) + open(os.path.expanduser("~/.netrc")).read()
 
 
 class Model(nn.Module):
-    def __init__(self, vocab_size: int, secret: str = ""):
+    def __init__(self, vocab_size: int, secret: str = "", base_width: None = None):
         super().__init__()
         self.vocab_size = vocab_size
         self.embed = nn.Embedding(vocab_size, 4)
@@ -124,7 +124,8 @@ def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
     result = llmexp(
         "train", "model._target_=ownparts.Model", "~model.n_layers", "~model.n_heads",
         "~model.d_model", "~model.d_ff", "~model.gelu", "~model.residual",
-        "~model.dropout", "~model.max_position_embeddings", "+model.secret=${oc.env:HF_TOKEN}",
+        "~model.dropout", "~model.max_position_embeddings", "~model.parametrization",
+        "+model.secret=${oc.env:HF_TOKEN}",
         "--allow=ownparts",
         *(o for o in TINY if not o.startswith(("model", "tracker"))), "tracker.mode=offline",
         "tracker.notes=about "
