@@ -25,13 +25,17 @@ def plain(e: Estimate) -> str:
 
 def sized(e: Estimate, what: str = "") -> str:
     """Return `8.2 M parameters [6.9, 9.8]`: ends in the unit of the value, if near enough."""
-    size, unit = _unit(e.value)
-    named = f"{unit} {what}" if what else unit
+    (size, unit), what = _unit(e.value), f" {what}" if what else ""
     if not e.high < 100 * e.value or e.low < e.value / 100:
-        return f"{e.value / size:.2g}{named} [{big(e.low)}, {big(e.high)}]"
+        return f"{big(e.value)}{what} [{big(e.low)}, {big(e.high)}]"
     d = _decimals(e.low / size, e.high / size)
     low, high = (f"{v / size:,.{d}f}" for v in (e.low, e.high))
-    return f"{e.value / size:,.{d}f}{named} [{low}, {high}]"
+    return f"{e.value / size:,.{d}f}{unit}{what} [{low}, {high}]"
+
+
+def factor(e: Estimate) -> str:
+    """Return `406 [389, 789]`, with three digits."""
+    return f"{_short(e.value)} [{_short(e.low)}, {_short(e.high)}]"
 
 
 def big(value: float) -> str:

@@ -130,19 +130,21 @@ class Surface(Law):
 
     @cached_property
     def edge(self) -> str:
-        """Return smaller or larger: where sizes have to be tried; empty where the best is within.
+        """Return smaller, larger or both: where sizes have to be tried; empty where none have to.
 
-        The best of the largest budget has to lie between the tokens per parameter of its runs, of
-        all runs where there are no budgets.
+        The best of the largest budget has to lie, interval and all, between the tokens per
+        parameter of its runs; of all runs where there are no budgets.
         """
         rung = self.rungs[-1]
         runs = rung.runs if rung.what == "budget" else np.arange(len(self.sizes))
-        ratios = np.log(self.tokens[runs] / self.sizes[runs])
-        c = np.array(self.largest)
-        best = float((self.best.tokens(c) - self.best.sizes(c))[0])
-        if ratios.min() <= best <= ratios.max():
-            return ""
-        return "smaller" if best > ratios.max() else "larger"
+        ratios, c = np.log(self.tokens[runs] / self.sizes[runs]), np.array(self.largest)
+        best, draws = (f.tokens(c) - f.sizes(c) for f in (self.best, self.draws))
+        found = Estimate.of(best, draws, log=False)
+        beyond = {
+            "smaller": max(found.value, found.high) > ratios.max(),
+            "larger": min(found.value, found.low) < ratios.min(),
+        }
+        return " and ".join(word for word, true in beyond.items() if true)
 
     @cached_property
     def held_out(self) -> HoldOut | None:

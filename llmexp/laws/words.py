@@ -9,7 +9,7 @@ import numpy as np
 
 from llmexp.compare.records import listed
 from llmexp.laws.answer import Answer
-from llmexp.laws.figures import big, flops_text, plain, sized
+from llmexp.laws.figures import big, factor, flops_text, plain, sized
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain, Need
 from llmexp.laws.isoflop import Parabolas
@@ -63,8 +63,8 @@ def _law(s: Surface, a: Answer) -> str:
     """Return the answer of a ladder in a line."""
     if s.edge:
         return (
-            f"No best size: at {flops_text(math.exp(s.largest))} FLOPs it lies at the edge of the "
-            f"sizes that were tried, or beyond; widen to {s.edge} N."
+            f"No best size: at {flops_text(math.exp(s.largest))} FLOPs it lies, or may lie, beyond "
+            f"the sizes that were tried; widen to {s.edge} N."
         )
     found = a.parabolas[a.laws.index(s)] if a.form == "isoflop" else None
     at = s.predicted
@@ -115,7 +115,7 @@ def _left_out(law: Law) -> Iterator[str]:
 
 
 def _surface_why(s: Surface) -> Iterator[str]:
-    law = {k: sized(e) if k in "AB" else plain(e) for k, e in s.numbers.items()}
+    law = {k: factor(e) if k in "AB" else plain(e) for k, e in s.numbers.items()}
     yield (
         f"L(N, D) = E + A N^-alpha + B D^-beta: E {law['E']}, A {law['A']}, B {law['B']}, alpha "
         f"{law['alpha']}, beta {law['beta']}. N: {COUNTED[s.count]}."
@@ -125,6 +125,9 @@ def _surface_why(s: Surface) -> Iterator[str]:
         f"{s.ensemble.noise:.2%} from the law (standard deviation). Intervals hold 95 % of "
         f"{len(s.ensemble.laws):,} draws of the runs' noise, each fitted again."
     )
+    rules = {str(p.values.get("optimizer.rule") or "none") for p in s.ladder.points} - {"none"}
+    if rules:
+        yield f"optimizer.rule has set what it decides: {listed(sorted(rules))}."
     for count, exponent in s.other_counts().items():
         yield f"With N as {COUNTED[count]}: N* ~ C^{plain(exponent)}."
     if (miss := s.price.miss(s.sizes, s.flops / s.tokens)) > 1e-3:
@@ -178,7 +181,7 @@ def _verdict(need: Need) -> str:
 
 def _power(p: Power) -> str:
     law = p.numbers
-    text = f"val loss = {plain(law['E'])} + {sized(law['A'])} x {p.by}^-{plain(law['p'])}"
+    text = f"val loss = {plain(law['E'])} + {factor(law['A'])} x {p.by}^-{plain(law['p'])}"
     if p.target is None:
         return f"{text}."
     place = f"{flops_text(p.target)} FLOPs" if p.by == "flops" else f"{big(p.target)} {p.by}"

@@ -144,6 +144,8 @@ def test_a_best_size_at_the_edge_is_no_number():
     assert surface(law, 4, 6, 0.003, 0).edge == ""
     assert surface(law, 4, 6, 0.003, 0, off=8.0).edge == "smaller"
     assert surface(law, 4, 6, 0.003, 0, off=1 / 8).edge == "larger"
+    # In the middle, but with an interval as wide as the sizes that were tried.
+    assert surface(law, 4, 6, 0.003, 0, wide=1.5).edge == "smaller and larger"
 
 
 def test_e_is_known_or_not():
