@@ -56,8 +56,8 @@ class LanguageModel(nn.Module):
         if kind == "standard":
             return
         if base_width is None:
-            text = "model.parametrization=mup needs the width that rates were found at"
-            raise refuse("model.base_width", None, text, 64)
+            text = "model.parametrization=mup needs the width at which it is the standard one"
+            raise refuse("model.base_width", None, text, 256)
         self.base_width, self.width_ratio = base_width, width / base_width
         for block in self.blocks:
             attention: Any = block.attention

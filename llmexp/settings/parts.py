@@ -46,8 +46,8 @@ class ModelKnobs:
     parametrization = Annotated[
         str,
         choice(
-            "how initial weights, rates and logits follow the width; with mup the rates that were "
-            "found at base_width hold at others",
+            "how initial weights, rates and logits follow the width; with mup the best rate hardly "
+            "moves",
             "standard | mup",
             default="standard",
         ),
@@ -55,8 +55,8 @@ class ModelKnobs:
     base_width = Annotated[
         int | None,
         count(
-            "features; the d_model that rates were found at; needed with mup",
-            64,
+            "features; the d_model at which mup is the standard parametrization; needed with mup",
+            256,
             acts=where("model.parametrization", "mup"),
             default=None,
         ),

@@ -63,7 +63,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         check_slopes("mean |change of activation|: largest slope", found, widths, 1),
     ]
     if control is None:
-        way = "model.parametrization=mup model.base_width=64"
+        way = "model.parametrization=mup model.base_width=256"
         checks.append(Check("control", None, note=f"this is the standard parametrization; {way}"))
         return checks
     worst, layer = largest(control, widths, 1)
