@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
 from llmexp.runs.naming import add_checkpoint, named_checkpoint
 from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError, typed
+from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
@@ -23,8 +25,15 @@ BY = ("set", "document", "item")
 
 def main(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
+    words = ["evaluate", *arguments]
     args = parsed_words(command_line.take_allowed(arguments))
+    if (ranks := ranks_of(args)) > 1 and "RANK" not in os.environ:
+        from llmexp.mesh.ranks import run_alike
+
+        return run_alike(words, ranks)
     found = evaluated(args)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(tables_of(found)))
     return 0
 
@@ -42,6 +51,9 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     else:
         path, step = named_checkpoint(args.run)
         config = with_data(path, args.overrides, args.config_dir)
+        if (ranks := ranks_of(args)) > 1 and "RANK" not in os.environ:
+            text = "the command llmexp evaluate starts them, a function does not"
+            raise ConfigError(f"parallelism: needs {ranks} ranks; {text}")
         found = {"run": str(path), "weights": args.weights}
     tokens = _tokens(args.tokens, config.train.eval_tokens)
     if args.lm_eval:
@@ -50,14 +62,17 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
         scored = evaluate_by_harness((path, step, args.weights), names, args.tasks_folder)
         found |= {key: scored[key] for key in ("step", "device", "precision")}
         return found | {"tasks": harness_figures(scored)}
+    from llmexp import mesh
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
     from llmexp.exchange.average import RECORD, facts_of
-    from llmexp.train.assembly.opening import open_run, open_weights
+    from llmexp.train.assembly.opening import join_ranks, open_run, open_weights
 
+    joined = None
     if of_folder:
         opened = open_weights(folder, config)
     else:
-        opened = open_run(path, step, args.weights)
+        joined = join_ranks(config) if ranks > 1 else None
+        opened = open_run(path, step, args.weights, joined)
         found["step"] = opened.step
     model = placed_model(opened)
     if model.note:
@@ -69,9 +84,34 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
         found |= evaluate_sets(model, config, tokens, args.by == "document")
     if (opened.path / RECORD).is_file():
         found["mean_of"] = facts_of(opened.path)["mean_of"]
+    if joined is not None:
+        del opened, model
+        gc.collect()  # the model goes before the group, or gloo may abort at exit
+        mesh.leave(joined)
     return found
 
 
+def ranks_of(args: argparse.Namespace) -> int:
+    """Return how many ranks share the model: those of overrides of parallelism, else 1.
+
+    Raises ConfigError for what does not share it."""
+    if not any(key_of(o).partition(".")[0] == "parallelism" for o in args.overrides):
+        return 1
+    folder = Path(args.run).expanduser()
+    if (folder / "config.json").is_file() and not rundir.is_run(folder):
+        return 1  # refused there
+    chosen = with_data(named_checkpoint(args.run)[0], args.overrides, args.config_dir).parallelism
+    if args.tasks or args.lm_eval:
+        raise ConfigError("parallelism: ranks share the model for losses, not for tasks")
+    if chosen.kind not in SHARING:
+        text = "ranks that share a model hold parts of it"
+        raise refuse("parallelism.kind", chosen.kind, text, "fsdp")
+    if chosen.nproc_per_node is None:
+        raise refuse("parallelism.nproc_per_node", None, "a number of ranks is needed", 4)
+    return chosen.nnodes * chosen.nproc_per_node
+
+
+SHARING = ("fsdp", "hsdp", "tp", "fsdp_tp")
 OF_FOLDER = ("data", "tokenizer", "precision", "batch")  # what a folder is evaluated with
 LONGEST = 1024  # tokens of a sequence where the folder's model takes more
 EXAMPLE = "for example data=text data.train_files=book.txt data.val_ratio=0"
@@ -109,10 +149,12 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
 def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
     """Return a run's config with the data that overrides describe. Raises ConfigError."""
     config = rundir.built_config(run)
-    refuse_sections(overrides, ("data",), f"evaluate changes the data only; {EXAMPLE}")
+    text = f"evaluate changes only the data and the ranks that share the model; {EXAMPLE}"
+    refuse_sections(overrides, ("data", "parallelism"), text)
     if not overrides:
         return config
-    return dataclasses.replace(config, data=app.composed_over(run, overrides, config_dir).data)
+    other = app.composed_over(run, overrides, config_dir)
+    return dataclasses.replace(config, data=other.data, parallelism=other.parallelism)
 
 
 def refuse_sections(overrides: Sequence[str], sections: Sequence[str], why: str) -> None:
@@ -155,7 +197,8 @@ def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="data=...",
-        help="other data, for example data=text data.train_files=book.txt data.val_ratio=0",
+        help="other data, for example data=text data.train_files=book.txt data.val_ratio=0; "
+        "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
     )
     parser.add_argument(
         "--tokens", help="tokens of each set, spread evenly, or all (default: train.eval_tokens)"

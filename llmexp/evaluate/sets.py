@@ -28,7 +28,7 @@ from llmexp.settings.variables import fill
 from llmexp.system.redact import as_recorded, redacted, warn
 from llmexp.tasks import scoring
 from llmexp.train.assembly.inputs import build_corpus, document_end
-from llmexp.train.assembly.opening import Opened
+from llmexp.train.assembly.opening import Opened, device_of
 from llmexp.train.assembly.parts import prepare_tasks
 from llmexp.update import precision
 
@@ -107,9 +107,8 @@ def placed_model(opened: Opened) -> PlacedModel:
     """Put the model where its run computed, or where it can be computed here."""
     config, note = opened.config, ""
     wanted = config.train.device
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(there if wanted in ("auto", "cuda") else wanted)
-    if wanted == "cuda" and there == "cpu":
+    device = torch.device(device_of(config))
+    if wanted == "cuda" and device.type == "cpu":
         note = "no CUDA device is visible; computing on the CPU"
     kind = config.precision.kind
     try:
@@ -118,8 +117,12 @@ def placed_model(opened: Opened) -> PlacedModel:
             raise ValueError(f"precision.kind={kind}: {reason}")
     except ValueError as error:
         note, kind = f"{str(error).partition(';')[0]}; computing in fp32", "fp32"
-    opened.model.eval().to(device)
-    return PlacedModel(opened, WindowLoss(opened.model), device, kind, note)
+    if opened.loss is not None:  # its parts are where they belong
+        device = next(opened.model.parameters()).device
+    else:
+        opened.model.to(device)
+    opened.model.eval()
+    return PlacedModel(opened, opened.loss or WindowLoss(opened.model), device, kind, note)
 
 
 @precision.settings_kept()

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from llmexp import mesh
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, is_step, step_of
 from llmexp.checkpoint.loading import Loaded, read_tensor
@@ -94,17 +95,25 @@ def open_source(given: Any, hashed: bool = True) -> WeightSource:
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
-def open_checkpoint(path: Path, step: int | None, weights: str = "model") -> Loaded:
+def open_checkpoint(
+    path: Path, step: int | None, weights: str = "model", joined: mesh.Mesh | None = None
+) -> Loaded:
     """Return the weights of a run's checkpoint, as its `model`.
 
     `step` None: the newest whole one; a line names damaged ones. `weights`: one of naming.WEIGHTS.
-    Raises CheckpointError.
+    `joined`: ranks that share out the hashing. Raises CheckpointError.
     """
     root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
+    found: Loaded | None
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
-    if step is not None:
-        found: Loaded | None = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
+    if joined is not None:
+        share, ranks = (joined.rank, joined.world_size), joined
+        found = loading.latest(
+            root, warn, lambda bad: mesh.any_rank(ranks, bad)[0], kinds, share, step
+        )
+    elif step is not None:
+        found = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
     else:
         found = loading.latest(root, warn, kinds=kinds)
     if found is None:

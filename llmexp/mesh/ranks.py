@@ -1,6 +1,7 @@
 """Start the ranks of this host, watch them, and start them again when one was lost.
 
-A rank is `python -m llmexp.train RUN_DIR` with the variables of torchrun (RANK, WORLD_SIZE, ...).
+A rank of a run is `python -m llmexp.train RUN_DIR`, with the variables of torchrun (RANK,
+WORLD_SIZE, ...).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from llmexp.system.child import (
     STOP_SIGNALS,
     pass_on,
     signals_passed_on,
+    start,
     start_worker,
 )
 
@@ -169,6 +172,43 @@ def note_file(run_dir: Path, rank: int) -> Path:
 def log_file(run_dir: Path, rank: int) -> Path:
     """Return where a rank prints."""
     return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def run_alike(words: list[str], ranks: int) -> int:
+    """Run a command of llmexp on so many ranks of this host; return its exit code.
+
+    The first rank has the console; what another one that fails says last is printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmexp-ranks-") as folder:
+        place = {MEETING: f"{folder}/meeting", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", (os.cpu_count() or 1) // ranks)
+        children: list[subprocess.Popen[bytes]] = []
+        logs = [None, *(Path(folder) / f"{rank}.log" for rank in range(1, ranks))]
+        try:
+            with signals_passed_on(children):
+                for rank, log in enumerate(logs):
+                    own = place | {"RANK": rank, "LOCAL_RANK": rank}
+                    env = os.environ | {name: str(value) for name, value in own.items()}
+                    children.append(start("llmexp", *words, log=log, env=env))
+                deadline = math.inf
+                while any(child.poll() is None for child in children) and deadline > 0:
+                    if any(child.poll() for child in children):
+                        deadline = min(deadline, GRACE_S) - POLL_S
+                    time.sleep(POLL_S)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        codes = [child.returncode for child in children]
+        # one that was killed here had waited for another
+        bad = [i for i, code in enumerate(codes) if code > 0] or [
+            i for i, code in enumerate(codes) if code
+        ]
+        if not bad:
+            return DONE
+        if (log := logs[bad[0]]) is not None:
+            sys.stderr.write(log.read_text(errors="replace"))
+        return abs(codes[bad[0]])
 
 
 def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:

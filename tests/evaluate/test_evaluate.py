@@ -16,7 +16,7 @@ from llmexp.__main__ import run as command
 from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
 from llmexp.train.assembly.opening import open_run
-from tests.conftest import train
+from tests.conftest import llmexp, train
 
 END = 256  # of the tokenizer bytes
 
@@ -50,6 +50,31 @@ def there(folder, monkeypatch):
 def evaluated(capsys, *arguments: str) -> dict:
     assert command(["evaluate", *arguments, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
+    alone = evaluated(capsys, "run", "--tokens", "200")
+    words = ["--tokens", "200", f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    done = llmexp("evaluate", "run", "--json", *words, cwd=there)
+    assert done.code == 0, done.err
+    shared = json.loads(done.out)  # printed once
+    for one, other in zip(alone.pop("sets"), shared.pop("sets"), strict=True):
+        figures = {key: value for key, value in one.items() if isinstance(value, float)}
+        assert {key: other[key] for key in figures} == pytest.approx(figures, rel=1e-11)
+        assert one.keys() == other.keys()
+    assert alone == shared
+
+
+def test_ranks_that_cannot_share_are_refused(there, capsys):
+    two = "parallelism.nproc_per_node=2"
+    for words, said in (
+        (["parallelism=ddp", two], "parallelism.kind=ddp: ranks that share a model hold parts"),
+        (["parallelism=fsdp", two, "--tasks", "tiny_facts"], "for losses, not for tasks"),
+        (["parallelism=fsdp", "train.seed=1"], "evaluate changes only the data and the ranks"),
+    ):
+        assert command(["evaluate", "run", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, float, float, float]:
@@ -202,7 +227,7 @@ def test_the_table(there, capsys):
 def test_what_is_refused(there, capsys):
     np.save(there / "wide.npy", np.arange(500, dtype=np.uint16))
     for arguments, words in (
-        (["train.max_steps=3"], "evaluate changes the data only"),
+        (["train.max_steps=3"], "evaluate changes only the data"),
         (["data.sed=1"], "data.sed: there is no such key or group. Known: _target_, sources"),
         (["data=tex"], "there is no such option. Did you mean text?"),
         (["data=text,corpus"], "data=text,corpus"),

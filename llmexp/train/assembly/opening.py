@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from llmexp import mesh
 from llmexp.checkpoint import loading
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
@@ -16,6 +17,8 @@ from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import begin_with, open_checkpoint
 from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import LanguageModel, give_memory
+from llmexp.models.loss import WindowLoss
+from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.targets import bind
@@ -36,28 +39,61 @@ from llmexp.update import precision
 class Opened:
     """Hold a trained model and what belongs to it.
 
-    The model is on the CPU, in the run's type of parameters, with the checkpoint's weights."""
+    The model is on the CPU, in the run's type of parameters, with the checkpoint's weights. Where
+    ranks share it, each has its parts on its device, and `loss` is what computes with them."""
 
     path: Path
     step: int
     config: Config
     tokenizer: Tokenizer
     model: nn.Module
+    loss: WindowLoss | None = None
 
 
-def open_run(path: Path, step: int | None, weights: str = "model") -> Opened:
+def open_run(
+    path: Path, step: int | None, weights: str = "model", joined: mesh.Mesh | None = None
+) -> Opened:
     """Open a run's checkpoint as `open_checkpoint` does; nothing is written.
 
-    `naming.named_checkpoint` reads RUN@STEP. Raises ConfigError.
+    `naming.named_checkpoint` reads RUN@STEP. With `joined` ranks share the model. Raises
+    ConfigError.
     """
     config = rundir.built_config(path)
     try:
-        loaded = open_checkpoint(path, step, weights)
-        tokenizer, model = _unloaded(config)
+        loaded = open_checkpoint(path, step, weights, joined)
+        tokenizer, model = _unloaded(config, late=joined is not None)
+        loss = None if joined is None else _shared(model, joined)
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
-    return Opened(path, loaded.step, config, tokenizer, model)
+    return Opened(path, loaded.step, config, tokenizer, model, loss)
+
+
+def _shared(model: nn.Module, joined: mesh.Mesh) -> WindowLoss:
+    """Share a model among ranks; return its loss, through which all of it is called."""
+    loss = WindowLoss(model)
+    mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
+    if any(p.is_meta for p in model.parameters()):
+        give_memory(model, joined.device)
+    model.to(joined.device)
+    return loss
+
+
+def join_ranks(config: Config) -> mesh.Mesh:
+    """Return this process's place among the ranks that share a model. Raises ConfigError."""
+    p = config.parallelism
+    layout = solve_layout(p, p.nproc_per_node or 1)
+    sizes = layout.replicate_size, layout.shard_size, layout.tensor_parallel_size
+    try:
+        return mesh.join(device_of(config), p.kind, *sizes, backend=p.backend)
+    except ValueError as error:
+        raise ConfigError(f"parallelism: {error}") from None
+
+
+def device_of(config: Config) -> str:
+    """Return the kind of device to compute on: that of the run, where it is there."""
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    return there if config.train.device in ("auto", "cuda") else config.train.device
 
 
 def open_weights(folder: Path, config: Config) -> Opened:
@@ -124,18 +160,20 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
     return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 
-def _unloaded(config: Config) -> tuple[Tokenizer, nn.Module]:
-    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError."""
+def _unloaded(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
+    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError.
+
+    `late`: so does the memory of a model of ours."""
     tokenizer = build_tokenizer(config.tokenizer)
     section = with_vocabulary(config.model, tokenizer)
-    model = _build(section)
+    model = _build(section, late)
     model.to(precision.parameter_dtype(config.precision.kind))
     end = document_end(tokenizer, config.batch.document_mask)
     keep_inside_documents(model, section["_target_"], end)
     return tokenizer, model
 
 
-def _build(section: dict[str, Any]) -> nn.Module:
+def _build(section: dict[str, Any], late: bool) -> nn.Module:
     """Build the model of a section without drawing values, where it is one of ours.
 
     Raises ConfigError where there is no room for it: the config may be somebody else's."""
@@ -147,5 +185,6 @@ def _build(section: dict[str, Any]) -> nn.Module:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
     if not (isinstance(model, LanguageModel) and model.is_ours()):
         return cast(nn.Module, make())  # it may have buffers or tied parameters
-    give_memory(model, torch.device("cpu"))
+    if not late:
+        give_memory(model, torch.device("cpu"))
     return model
