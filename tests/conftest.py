@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import itertools
 import json
 import os
@@ -124,8 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage needs to look at it."""
     if session.config.getoption("jobs"):  # for all at once
-        for name in forks.PRELOADED:
-            importlib.import_module(name)
+        forks.preload()
     forks.remember_yaml()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)

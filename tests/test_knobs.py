@@ -7,10 +7,12 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import types
 import typing
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update.precision import settings_kept
 from tests.conftest import ROOT
-from tests.tools import option
+from tests.tools import PACKAGE_OF, option
 
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer", "schedule", "clip", "precision", "parallelism", "tracker")
@@ -48,7 +50,7 @@ TINY: dict[str, Any] = {
     "model.max_position_embeddings": 32, "model.vocab_size": 320, "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2, "batch.real_batch_size": 4, "batch.sequence_length": 12,
     "train.max_steps": 3, "train.eval_tokens": 48, "train.device": "cpu", "data.max_tokens": 2000,
-    "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1,
+    "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1, "optimizer.name": "RAdam",
 }  # fmt: skip
 USUAL = {"data": "synthetic", "precision": "fp64", "parallelism": "single", "tracker": "none"}
 # Another value of a knob, with what has to change beside it; else it is derived from the value that
@@ -112,6 +114,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.ns_coefficients": {"optimizer.ns_coefficients": "polar_express"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.4},
     "optimizer.eps": {"optimizer.eps": 0.1},
+    "optimizer.max_update": {"optimizer.max_update": 0.01},
+    "optimizer.max_precondition_dim": {"optimizer.max_precondition_dim": 8},
+    "optimizer.name": {"optimizer.name": "RMSprop"},
     "train.tasks": {"train.tasks": ["tiny_facts"]},
     "train.stop_step": {"train.stop_step": 3},
     "train.profile_start": {"train.profile_start": 3},
@@ -166,6 +171,7 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
     "schedule.decay_shape": {"schedule.decay_ratio": 0.9},
+    "optimizer.precondition_frequency": {"train.max_steps": 14},
 }
 # They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a
 # package.
@@ -197,6 +203,9 @@ def options(group: str) -> list[str]:
         # hf needs a folder: tests/exchange; one rank trains alike under most layouts
         left_out = ("tf32", "hf", "ddp", "fsdp", "hsdp", "tp")
         left_out += tuple(STORES) if group == "tracker" else ()
+        left_out += tuple(
+            name for name, package in PACKAGE_OF.items() if find_spec(package) is None
+        )
         if file.stem not in left_out:
             found.setdefault(sizes, file.stem)
     return list(found.values())
@@ -314,36 +323,63 @@ def work(tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in cases() if c[2] not in NOT_HERE], ids=lambda c: f"{c[1]}-{c[2]}"
-)
-def test_a_knob_changes_what_it_says(work, case):
-    """Two values of it: other windows, norms or updates where it affects the result, the same ones
-    where it does not act in the option, or only names and records, and the same to rounding where
-    it says so."""
+def changed(case: tuple[str, str, str]) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """The option of a knob, what stands beside it, and another value of it."""
     group, chosen, key = case
     choice, beside = ({} if chosen == "config" else {group: chosen}), WITH.get(key, {})
     if key == "batch.document_mask":
         choice = {"data": "corpus"}  # synthetic data have no documents
-    first = made(choice, beside)
-    flat = flatten(plain(first))
-    changes = OTHER.get(key) or {key: another(key, flat[key])}
+    changes = OTHER.get(key) or {key: another(key, flatten(plain(made(choice, beside)))[key])}
     if chosen == "tokens" and key == "data.val_files":
         changes = {key: "more.bin"}
-    flat |= changes
-    old, old_figures = baseline(tuple(choice.items()), tuple(beside.items()))
-    acts = key not in dead(flat) and key in deciding_result(flat)
+    return choice, beside, changes
+
+
+def acts(case: tuple[str, str, str]) -> bool:
+    """Whether the result of a run depends on the knob, beside the option and with this value."""
+    choice, beside, changes = changed(case)
+    flat = flatten(plain(made(choice, beside))) | changes
+    return case[2] not in dead(flat) and case[2] in deciding_result(flat)
+
+
+CASES = [case for case in cases() if case[2] not in NOT_HERE]
+ACTING = [case for case in CASES if acts(case)]
+# Those of these sections cannot all be given at once.
+ALONE = ("model", "data", "train")
+IDLE = itertools.groupby(
+    (c for c in CASES if c not in ACTING), lambda c: c[:2] + c[2:] * (c[0] in ALONE)
+)
+
+
+@pytest.mark.parametrize("case", ACTING, ids=lambda c: f"{c[1]}-{c[2]}")
+def test_a_knob_changes_what_it_says(work, case):
+    """Two values of it: other windows, norms or updates, or the same to rounding where it says
+    so."""
+    key = case[2]
+    choice, beside, changes = changed(case)
+    before = {k: v for k, v in changes.items() if k != key and k == "optimizer.lr_rule"}
+    before |= {"optimizer.reference_batch": 8} if before else {}
+    old, old_figures = baseline(tuple(choice.items()), tuple((beside | before).items()))
     try:
         new, figures = trained(made(choice, beside | changes))
     except ConfigError:  # it reads token files as of another type
         assert key == "data.dtype"
         return
-    if not acts:
-        assert new == old, f"{key} affects nothing, and yet it changes the run"
-    elif affects(key) == "result":
+    if affects(key) == "result":
         assert new != old, f"{key} does nothing: a dead knob"
     else:
         assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("idle", [[*of] for _, of in IDLE], ids=lambda of: "-".join(of[0]))
+def test_knobs_that_do_not_act_in_an_option_change_nothing(work, idle):
+    """Those of an option at once; and those that only name or record something."""
+    choice, beside, changes = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
+    for case in idle:
+        for known, more in zip((choice, beside, changes), changed(case), strict=True):
+            known.update(more)
+    old, _ = baseline(tuple(choice.items()), tuple(beside.items()))
+    assert trained(made(choice, beside | changes))[0] == old, [*changes]
 
 
 def wrong(kind: Any, knob: Knob) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
-from tests.tools import option
+from tests.tools import PACKAGE_OF, option
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -54,6 +54,7 @@ NEEDS = {
     "synthetic": ["data.n_tokens=4000"],
     "corpus": ["data.sources.words.files=words.txt"],
     "file": ["tokenizer.path=tokenizer.json"],
+    "library": ["optimizer.name=RAdam"],
 }
 NEEDS_A_GPU = {("precision", "tf32")}
 NEEDS_FILES = {("tokenizer", name) for name in ("gpt2", "cl100k_base", "o200k_base")}
@@ -135,6 +136,7 @@ def rounds() -> list[list[tuple[str, str]]]:
 
     missing = NEEDS_FILES | (set() if torch.cuda.is_available() else NEEDS_A_GPU)
     missing |= {("tracker", name) for name in STORES if find_spec(name) is None}
+    missing |= {("optimizer", n) for n, package in PACKAGE_OF.items() if find_spec(package) is None}
     there = {g: [o for o in OPTIONS[g] if (g, o) not in missing] for g in GROUPS}
     there["model"] = kinds_of_models()
     count = max(map(len, there.values()))

@@ -30,6 +30,10 @@ def printed(command: str, text: str) -> Any:
     return found
 
 
+# Shipped optimizers that need a package of their own.
+PACKAGE_OF = {"schedule_free": "schedulefree", "soap": "pytorch_optimizer", "adamw_8bit": "torchao"}
+
+
 def option(path: str) -> dict[str, Any]:
     """What the file conf/PATH.yaml sets, with the files in conf/base that it begins with."""
     tree = yaml.safe_load((ROOT / "conf" / f"{path}.yaml").read_text())

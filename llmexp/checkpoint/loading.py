@@ -45,9 +45,12 @@ from llmexp.checkpoint.pieces import (
     named_tensors,
     names_by_id,
     piece_of,
+    room_for,
 )
 from llmexp.checkpoint.stored import copy_overlap, read_entry, read_header
 from llmexp.system.fileio import file_state, sha256
+from llmexp.update.faces import finish
+from llmexp.update.states import traits_of
 
 FORMAT_VERSION = 2
 STATE = "state.pt"
@@ -308,9 +311,12 @@ def restore_optimizers(
         )
 
     for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
-        for group in optimizer.param_groups if values else ():
+        traits = traits_of(optimizer)
+        counters = traits.counters if traits else ()  # no values that somebody has set
+        for group in optimizer.param_groups:
             there = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
-            group |= {key: value for key, value in there.items() if key not in NOT_RESTORED}
+            kept = {key: value for key, value in there.items() if values or key in counters}
+            group |= {key: value for key, value in kept.items() if key not in NOT_RESTORED}
         optimizer.state.clear()
         for name, states in plain["state"].items():
             optimizer.state[own[f"{number}/{name}"][0]] = dict(states)
@@ -318,22 +324,12 @@ def restore_optimizers(
     for full_name, pieces in loaded.optimizer.items():
         name, _, key = full_name.rpartition("/")
         parameter, group = own[name]
-        state = _empty_state(parameter.detach(), key, pieces[0], group)
+        state = room_for(parameter.detach(), key, pieces[0], group)
         wanted.append((piece_of(state), pieces))
         optimizers[int(name.partition("/")[0])].state[parameter][key] = state
     fill(loaded, wanted)
-
-
-def _empty_state(parameter: Tensor, key: str, piece: StoredPiece, group: dict[str, Any]) -> Tensor:
-    """Return room for an optimizer's tensor.
-
-    It is laid out as the parameter if it has its shape, else whole on every rank."""
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        # torch's other kernels want the count on the host
-        return torch.empty(piece.shape, dtype=piece.dtype)
-    if piece.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=piece.dtype)
-    return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)
+    for optimizer in optimizers:
+        finish(optimizer)
 
 
 def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:

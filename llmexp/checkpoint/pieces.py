@@ -117,3 +117,15 @@ def is_writer(tensor: Tensor, rank: int) -> bool:
     return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool(
         (mesh.mesh == 0).any()
     )
+
+
+def room_for(parameter: Tensor, key: str, piece: StoredPiece, group: dict[str, Any]) -> Tensor:
+    """Return room for an optimizer's tensor.
+
+    It is laid out as the parameter if it has its shape, else whole on every rank."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        # torch's other kernels want the count on the host
+        return torch.empty(piece.shape, dtype=piece.dtype)
+    if piece.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=piece.dtype)
+    return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)

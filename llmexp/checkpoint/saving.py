@@ -39,6 +39,8 @@ from llmexp.checkpoint.pieces import (
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.system.fileio import flush_to_disk, write_json
+from llmexp.update.faces import TRAINED
+from llmexp.update.states import taken_apart
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ def snapshot(
     world: int,
     copy: bool,
     ema: Mapping[str, Tensor] | None = None,
+    trained: Mapping[int, Tensor] | None = None,
 ) -> Pieces:
     """Return this rank's pieces of the model, the optimizers and an average of the weights.
 
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
-    on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
-    the model does not have.
+    on; without it they are the live tensors. `trained`: the weights to train with of parameters
+    that hold others, by their ids. Raises ValueError for an optimizer of parameters that the model
+    does not have.
     """
     names = names_by_id(model, optimizers)
     states: dict[str, Tensor] = {}
@@ -78,11 +82,14 @@ def snapshot(
         for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
             plain[name] = {}
+            held: dict[str, Tensor] = {}
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    states[f"{number}/{name}/{key}"] = value
-                else:
-                    plain[name][key] = copying.deepcopy(value)
+                rest = taken_apart(key, value, held)
+                if key not in held:
+                    plain[name][key] = rest
+            if trained and id(parameter) in trained:
+                held[TRAINED] = trained[id(parameter)]
+            states |= {f"{number}/{name}/{key}": value for key, value in held.items()}
         described.append({"groups": groups, "state": plain})
 
     tensors = {"model": named_tensors(model), "optimizer": states}

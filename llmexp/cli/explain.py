@@ -115,13 +115,18 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     flat |= flatten(of_commands)
     for layer in every:  # empty sections are no knobs yet
         flat |= {k: v for k, v in layer.values.items() if v == {} and not knobs_in(k, every, flat)}
+    theirs = arguments_of_library(cfg, config, key)
     if key in cfg.hydra.runtime.choices and key not in flat:
-        return group(cfg, every, flat, key)
+        found = group(cfg, every, flat, key)
+        return found | {"knobs": [*found["knobs"], *(theirs[k] for k in theirs if k not in flat)]}
     if key in DERIVED:
         found = {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key)}
         return found | {"used_by": used_by(key)}
     if key not in flat:
-        return of_no_knob(cfg, every, flat, key)
+        if (knob := theirs.get(key)) is None:
+            return of_no_knob(cfg, every, flat, key)
+        history = [{"value": knob["value"], "from": knob.pop("from")}]
+        return knob | {"history": history, "affects": CHANGES["result"]}
     history = [
         {"value": layer.values[key], "from": layer.source}
         for layer in every
@@ -130,7 +135,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
     if budgets and flat[key] is None and history and history[-1]["value"] is not None:
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
-    found = {"key": key, "value": flat[key], "meaning": meaning_of(key, every), "history": history}
+    meaning = meaning_of(key, every) or theirs.get(key, {}).get("meaning", "")
+    found = {"key": key, "value": flat[key], "meaning": meaning, "history": history}
     found["affects"] = changes(key)
     if key == "optimizer.rule":
         found["rules"] = rules_in_words()
@@ -235,6 +241,16 @@ def knobs_in(section: str, every: list[Layer], flat: dict[str, Any]) -> list[dic
             found = {"key": key, "value": flat[key], "from": sources[-1]}
             knobs.append(found | {"meaning": meaning_of(key, every)})
     return knobs
+
+
+def arguments_of_library(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
+    """Return the arguments of a named optimizer of a library, with their defaults there."""
+    name, chosen = config.optimizer.get("name"), cfg.hydra.runtime.choices["optimizer"]
+    if key.partition(".")[0] != "optimizer" or chosen != "library" or not name:
+        return {}
+    from llmexp.update import library
+
+    return library.knobs_of(str(name))
 
 
 def row_key(key: str) -> str | None:

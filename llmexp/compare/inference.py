@@ -267,7 +267,9 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Diff
     until one is not found to be worse.
     """
     count = len(model.variances)
-    best = int(np.argmin(model.weights @ model.figures))
+    means = model.weights @ model.figures
+    # of those that are equal but for rounding the first
+    best = int(np.argmax(np.isclose(means, means.min(), 1e-12, 0.0)))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
     left, going, found = count, True, {}
     for i in sorted(pairs, key=lambda i: -pairs[i].t):

@@ -124,7 +124,7 @@ def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = 
         several = next((o.input_line for o in parsed(overrides) if o.is_sweep_override()), None)
     if several is not None:
         raise ConfigError(f"{several}: several values are a sweep; one is needed here")
-    overrides = [opened(override) for override in overrides]
+    overrides = [opened(override, overrides) for override in overrides]
     with hydra_app(config_dir, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
         refuse_unused(overrides, multirun)

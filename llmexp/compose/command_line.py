@@ -112,7 +112,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
             way = "--config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
             text = "has no meaning here; your own files are options of the groups"
             raise ConfigError(f"{name}: {text}: {way}")
-    args.overrides = [opened(override) for override in args.overrides]
+    args.overrides = [opened(override, args.overrides) for override in args.overrides]
     if getattr(args, "screen", False):
         args.multirun = True
         if not any(key_of(override) == "sweep.screen" for override in args.overrides):
@@ -126,9 +126,13 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.exponents")
 
 
-def opened(override: str) -> str:
-    """Return an override that Hydra takes: that of a section that may be empty may add it."""
+def opened(override: str, beside: Sequence[str]) -> str:
+    """Return an override that Hydra takes: that of a section that may be empty may add it.
+
+    So may one of an argument of a library's optimizer, which the overrides `beside` it choose.
+    """
     starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
+    starts += ("optimizer.",) if "optimizer=library" in beside else ()
     return f"++{override}" if override.startswith(starts) else override
 
 

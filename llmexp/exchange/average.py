@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
 
+ELEMENTS = 2**22  # of a sum in float64
+PART_BYTES = 2**30  # of a file, all of which is in memory while it is written
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 
 
@@ -29,8 +32,7 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
     """
     runs = [one.path.parent.parent for one in checkpoints]
     refuse_others(checkpoints, runs)
-    last, names = checkpoints[-1], checkpoints[0].model
-    pieces = {name: whole(mean(checkpoints, name)) for name in names}
+    last, parts = checkpoints[-1], in_parts(checkpoints[0])
     record = {
         "mean_of": ", ".join(f"{r.name}@{c.step}" for r, c in zip(runs, checkpoints, strict=True)),
         "weights": weights,
@@ -43,9 +45,28 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
     with new_folder(folder) as draft:
         write_whole(draft / rundir.CONFIG, (runs[-1] / rundir.CONFIG).read_bytes())
         write_json(draft / RECORD, record | {"run": rundir.read_run(runs[-1])})
-        held = saving.Pieces(0, 1, {"model.safetensors": pieces}, [])
-        saving.write_pieces(draft / root, last.step, held)
+        held = saving.Pieces(0, len(parts), {}, [])
+        for number, names in enumerate(parts):  # as ranks write theirs: one part is in memory
+            suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            pieces = {name: whole(mean(checkpoints, name)) for name in names}
+            files = {f"model{suffix}.safetensors": pieces}
+            held = saving.Pieces(number, len(parts), files, [])
+            saving.write_pieces(draft / root, last.step, held)
         saving.commit_checkpoint(draft / root, last.step, held, {}, {"average": record}, keep=None)
+
+
+def in_parts(loaded: Loaded) -> list[list[str]]:
+    """Return the names of the tensors of each file: PART_BYTES, or one tensor that has more."""
+    parts: list[list[str]] = []
+    room = 0
+    for name, pieces in loaded.model.items():
+        size = math.prod(pieces[0].shape) * pieces[0].dtype.itemsize
+        if not parts or size > room:
+            parts.append([])
+            room = PART_BYTES
+        parts[-1].append(name)
+        room -= size
+    return parts
 
 
 def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
@@ -53,13 +74,19 @@ def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
 
     A tensor of whole numbers is that of the last checkpoint.
     """
-    last = read_tensor(checkpoints[-1], name)
-    if not last.is_floating_point():
-        return last
-    total = torch.zeros(last.shape, dtype=torch.float64)
-    for one in checkpoints:
-        total += read_tensor(one, name).double()
-    return (total / len(checkpoints)).to(last.dtype)
+    found = read_tensor(checkpoints[-1], name)
+    if not found.is_floating_point():
+        return found
+    rows, first = max(1, ELEMENTS // max(1, math.prod(found.shape[1:]))), 0
+    for part in found.split(rows) if found.ndim else [found]:
+        box = [(0, size) for size in part.shape]
+        box[:1] = [(first, first + size) for _, size in box[:1]]
+        total = torch.zeros(part.shape, dtype=torch.float64)
+        for one in checkpoints:
+            total += read_tensor(one, name, box).double()
+        part.copy_(total / len(checkpoints))
+        first += rows
+    return found
 
 
 def whole(tensor: Tensor) -> Piece:

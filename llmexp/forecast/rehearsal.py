@@ -29,6 +29,7 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step
 from llmexp.update.precision import parameter_dtype, settings_kept
+from llmexp.update.states import tensors_of, traits_of
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
 
@@ -107,6 +108,8 @@ def rehearse(
             _watch(counting, setup.model, method, "activations")
         _watch(counting, setup.loss, "forward", "loss")
         setup.model.train()
+        for optimizer in setup.optimizers:
+            _rehearse_states(optimizer)
         _step(made, setup, cut, 1)
         _name(counting, setup)
         counting.restart()
@@ -135,6 +138,27 @@ def without_memory(
 
     model.to = to  # type: ignore[method-assign,assignment]
     return model
+
+
+def _rehearse_states(optimizer: Any) -> None:
+    """Let the optimizer of a library make its states, also where its step reads what is not there.
+
+    They then have as many bytes for each of a parameter as those of the tiny copy that was tried.
+    """
+    if (traits := traits_of(optimizer)) is None:
+        return
+    step = optimizer.step
+
+    def rehearsed() -> None:
+        try:
+            step()
+        except Exception:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                size = round(traits.state_bytes * p.numel() * p.element_size())
+                optimizer.state[p] = {"states": torch.empty_like(p, dtype=torch.uint8)}
+                optimizer.state[p]["states"].resize_(size)
+
+    optimizer.step = rehearsed
 
 
 def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> None:
@@ -190,14 +214,14 @@ class _WholeLoss(torch.autograd.Function):
 
 def _name(counting: Counting, setup: Setup) -> None:
     """Say what is held between steps."""
-    states = [v for o in setup.optimizers for state in o.state.values() for v in state.values()]
+    states = [v for o in setup.optimizers for state in o.state.values() for v in tensors_of(state)]
     local = mesh.local_part
     for held in list(counting.held.values()):
         counting.rename(held, "buffers")
     gradients = [local(p.grad) for p in setup.parameters if p.grad is not None]
     counting.call("parameters", [local(p) for p in setup.model.parameters()])
     counting.call("gradients", gradients)
-    counting.call("moments", [local(v) for v in states if isinstance(v, Tensor)])
+    counting.call("moments", [local(v) for v in states])
     if setup.ema is not None:
         counting.call("ema", [local(v) for v in setup.ema.average.values()])
 

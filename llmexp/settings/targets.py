@@ -28,7 +28,7 @@ OWN = {
     "model": ("llmexp.models",),
     "data": ("llmexp.data.sources", "llmexp.data.corpus"),
     "tokenizer": ("llmexp.data.tokenizers", "llmexp.data.tokenizer_files"),
-    "optimizer": ("llmexp.update.optim",),
+    "optimizer": ("llmexp.update.optim", "llmexp.update.library", "llmexp.update.options"),
     "schedule": ("llmexp.update.schedule",),
     "hooks": ("llmexp.verify.record",),
 }

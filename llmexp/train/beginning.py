@@ -127,10 +127,10 @@ def restore(
     config = parts.config
     try:
         loading.restore_model(loaded, setup.model)
-        if forked:
-            perturb(setup.model, config.train.seed, config.train.twin, piece_of)
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
+        if forked:  # also the weights to train with, which may be among the states
+            perturb(setup.model, config.train.seed, config.train.twin, piece_of)
         if setup.ema is not None:
             loading.restore_ema(loaded, setup.ema.average)
         there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))

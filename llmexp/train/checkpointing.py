@@ -14,6 +14,7 @@ from llmexp.runs import rundir
 from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving, saved_parts
 from llmexp.train.step import TrainingFailed
+from llmexp.update import faces
 
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
@@ -51,7 +52,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     }
     average = None if setup.ema is None else setup.ema.average
     ranks = loop.mesh.rank, loop.mesh.world_size
-    pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy=not wait, ema=average)
+    with faces.evaluating(setup.optimizers, setup.module) as trained:
+        copy = not wait or bool(trained)  # the live tensors are others again afterwards
+        pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, average, trained)
     step = progress.step
     commit = functools.partial(
         saving.commit_checkpoint, root, step, pieces, state, meta, chosen.keep, tuple(loop.saved),

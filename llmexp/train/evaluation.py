@@ -15,7 +15,7 @@ from llmexp.runs.ending import COMES_AGAIN
 from llmexp.tasks import scoring
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, TrainingFailed
-from llmexp.update import precision
+from llmexp.update import faces, precision
 
 
 def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
@@ -24,13 +24,21 @@ def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, flo
     They are of the main set, of each named one, and of the average of the weights. The training RNG
     is not touched.
     """
-    run, corpus = parts.run, parts.corpus
-    if corpus.val is None or not run.eval_sequences:
+    if parts.corpus.val is None or not parts.run.eval_sequences:
         return {}
-    found = evaluate_stream(parts, setup, corpus.val, run.eval_sequences, text_bytes, "val")
+    with faces.evaluating(setup.optimizers, setup.module):
+        return _of_all_sets(parts, setup, parts.corpus.val, text_bytes)
+
+
+def _of_all_sets(
+    parts: Parts, setup: Setup, main: TokenStream, text_bytes: TextBytes
+) -> dict[str, float]:
+    """Return the losses of the weights that are in place, and of their average."""
+    run, corpus = parts.run, parts.corpus
+    found = evaluate_stream(parts, setup, main, run.eval_sequences, text_bytes, "val")
     most, sets = parts.config.train.eval_tokens, dict[str, float]()
     for name, stream in corpus.val_sets.items():
-        if stream is corpus.val:
+        if stream is main:
             given = {f"val/{name}/{key[4:]}": value for key, value in found.items()}
         else:
             there = stream.n_sequences(run.sequence_length)
@@ -39,7 +47,7 @@ def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, flo
         sets |= given
     if setup.ema is not None:
         with setup.ema.in_place():
-            sets |= evaluate_stream(parts, setup, corpus.val, run.eval_sequences, text_bytes, EMA)
+            sets |= evaluate_stream(parts, setup, main, run.eval_sequences, text_bytes, EMA)
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
@@ -52,12 +60,13 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
     tokens = parts.run.micro_batch_size * parts.run.sequence_length
     was_training = setup.model.training
     setup.model.eval()
-    for task in parts.tasks:
-        try:
-            found, _ = scoring.score_task(task, setup.loss, setup.mesh, parts.precision, tokens)
-        except ValueError as error:
-            raise TrainingFailed(str(error)) from None
-        row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
+    with faces.evaluating(setup.optimizers, setup.module):
+        for task in parts.tasks:
+            try:
+                found, _ = scoring.score_task(task, setup.loss, setup.mesh, parts.precision, tokens)
+            except ValueError as error:
+                raise TrainingFailed(str(error)) from None
+            row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
     setup.model.train(was_training)
     return row
 

@@ -14,7 +14,7 @@ from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer
 from llmexp.models.sampling import generate
 from llmexp.settings.values import ConfigError
 from llmexp.train.state import Loop
-from llmexp.update import precision
+from llmexp.update import faces, precision
 
 SMALL = 20_000_000  # parameters
 
@@ -88,7 +88,8 @@ def sample_text(loop: Loop) -> str:
     with one_thread(small=loop.run.parameters < SMALL):
         # a split model is whole within the loss alone
         model = loop.setup.loss if loop.mesh.sharded else loop.setup.model
-        text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)
+        with faces.evaluating(loop.setup.optimizers, loop.setup.module):
+            text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)
     return " ".join(text.split())
 
 

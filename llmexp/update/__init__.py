@@ -10,6 +10,10 @@ patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 muon       its polynomials, and its work shared among ranks
 optim      the optimizers, and an update that the device can skip
+states     what an optimizer keeps, taken apart into tensors and plain values
+faces      optimizers that train at one point and are evaluated at another
+library    optimizers of torch.optim and of other packages, by name
+options    those of them that conf/ ships, with their knobs
 groups     factors on the rate and the weight decay of single parameters
 twin       other last bits of the initial weights
 """

@@ -42,7 +42,7 @@ def _fused(parameters: list[nn.Parameter], split: bool = True) -> bool:
     return fits and (split or not any(hasattr(p, "device_mesh") for p in parameters))
 
 
-def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
     """Decay on matrices only: gains, biases and other vectors are left alone.
 
     A kernel works on a whole group at once and takes no mix of parameters on different meshes.
@@ -66,7 +66,7 @@ def adamw(
     """AdamW (Loshchilov & Hutter 2019), fused where torch can, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return AdamW(
-        _decay_groups(parameters, weight_decay),
+        decay_groups(parameters, weight_decay),
         lr=lr,
         betas=(beta1, beta2),
         eps=eps,
@@ -84,7 +84,7 @@ def sgd(
     """Stochastic gradient descent with momentum, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return SGD(
-        _decay_groups(parameters, weight_decay),
+        decay_groups(parameters, weight_decay),
         lr=lr,
         momentum=momentum,
         nesterov=nesterov,
@@ -142,7 +142,7 @@ def muon(
             adjust_lr_fn=adjust_lr,
         ),
         AdamW(
-            _decay_groups(rest, weight_decay),
+            decay_groups(rest, weight_decay),
             lr=lr if adamw_lr is None else adamw_lr,
             betas=(beta1, beta2),
             eps=eps,
@@ -192,7 +192,7 @@ def lion(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     knobs = {"lr": lr, "beta1": beta1, "beta2": beta2}
-    return Lion(_decay_groups(parameters, weight_decay), knobs)
+    return Lion(decay_groups(parameters, weight_decay), knobs)
 
 
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -211,7 +211,9 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     A group has a factor of its own where `groups` gave it one.
     """
     for group in (g for o in optimizers for g in o.param_groups):
-        group["lr"] = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
+        rate = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
+        # torchao's is a tensor, which groups may have in common
+        group["lr"] = torch.full_like(old, rate) if isinstance(old := group["lr"], Tensor) else rate
     return optimizers[0].param_groups[0]["initial_lr"] * factor
 
 

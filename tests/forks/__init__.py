@@ -9,7 +9,9 @@ afresh. LLMEXP_TEST_BF16=1 tests as on a CPU with bf16 units, where precision=au
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import importlib
 import os
 import shutil
 import subprocess
@@ -46,11 +48,26 @@ PRELOADED = (
     *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
     "llmexp.compose.app",
     "llmexp.compare.page",  # plotly and jinja2, for the end of each sweep
+    "scipy.stats",
+    "optuna.samplers",
+    "cmaes",
+    "wandb.apis.public",
+    "requests",
     "llmexp.sweep.main",
     "llmexp.sweep.planning",
     "encodings.idna",
 )
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
+
+
+def preload() -> None:
+    """Import what commands, workers and tests import, as far as it is installed."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    from plotly import graph_objects
+
+    graph_objects.Figure(graph_objects.Scatter(x=[0.0], y=[0.0]), {"template": "plotly"})
 
 
 def pretend_bf16() -> None:

@@ -4,7 +4,6 @@ server.py SOCKET`."""
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -24,8 +23,7 @@ from tests import forks
 
 def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
-    for name in forks.PRELOADED:
-        importlib.import_module(name)
+    forks.preload()
     Plugins.instance()  # looks through all of Hydra's plugins
     provenance.versions()  # reads the metadata of packages
     forks.remember_yaml()

@@ -10,6 +10,8 @@ import torch
 
 import llmexp as library
 from llmexp.__main__ import run as command
+from llmexp.checkpoint.loading import read_checkpoint, read_tensor
+from llmexp.exchange import average as averaging
 from llmexp.exchange.reading import open_source
 from llmexp.runs.find import find
 from tests.conftest import Result, llmexp, train
@@ -129,7 +131,7 @@ def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_pa
     assert [one["step"] for one in record["checkpoints"]] == [8, 9, 10, 11, 12]
     model = library.load(folder).model()
     assert torch.equal(model.head_weight, found["token_embedding.weight"])
-    begun = open_source(str(folder)).read("token_embedding.weight")
+    begun = open_source(str(folder)).read("token_embedding.weight", None)
     assert torch.equal(begun, model.head_weight)
     for going_on in (["resume", str(folder)], ["plan", f"fork.run={folder}"]):
         refused = llmexp(*going_on, cwd=tmp_path)
@@ -141,6 +143,24 @@ def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_pa
     assert command(["evaluate", str(folder)]) == 0
     assert f"\nmean of {record['mean_of']}\n" in capsys.readouterr().out
     assert find([tmp_path])[0] == []  # no run for compare and runs
+
+
+def test_a_mean_is_written_in_parts(double, tmp_path, monkeypatch):
+    """Each of a file, and summed some rows at a time: the same bits."""
+    names = [f"{double.folder}@{step}" for step in (8, 12)]
+    library.average(*names, out=str(tmp_path / "whole"))
+    monkeypatch.setattr(averaging, "PART_BYTES", 5000)
+    monkeypatch.setattr(averaging, "ELEMENTS", 100)
+    library.average(*names, out=str(tmp_path / "parts"))
+    whole, parts = (
+        read_checkpoint(tmp_path / name / "checkpoints" / "step_00000012", ("model",))
+        for name in ("whole", "parts")
+    )
+    assert len(whole.manifest["files"]) == 2
+    assert len(parts.manifest["files"]) > 4
+    assert whole.model.keys() == parts.model.keys()
+    for name in whole.model:
+        assert torch.equal(read_tensor(whole, name), read_tensor(parts, name)), name
 
 
 def test_averages_that_cannot_be_are_refused(double, settings, tmp_path, capsys):

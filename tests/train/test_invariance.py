@@ -3,6 +3,9 @@ parameters."""
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,30 +94,37 @@ def compare(
     assert (error / moved) ** 0.5 < moved_by
 
 
+# Parts of the others; tests/mesh/test_parallel.py holds each layout against one rank.
+PARTS = ("fsdp 2", "hsdp 2x2", "tp 2")
+FIRST = [name for name in (*CUTS, *RANKS) if name not in PARTS]
+ALL = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)]
+
+
 @pytest.fixture(scope="module")
-def fp64(tmp_path_factory, tokens) -> dict[str, Result]:
+def fp64(tmp_path_factory, tokens) -> Callable[[str], Result]:
     folder = tmp_path_factory.mktemp("fp64")
-    runs = {
-        name: cut_run(folder, tokens, name, *cut, "precision=fp64") for name, cut in CUTS.items()
-    }
-    for number, (name, (micro, accum, kind, *more)) in enumerate(RANKS.items()):
-        layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
-        runs[name] = cut_run(
-            folder, tokens, f"ranks{number}", micro, accum, "precision=fp64", *layout
-        )
-    return runs
+
+    @functools.cache
+    def run(name: str) -> Result:
+        micro, accum, *ranks = (*CUTS.get(name, ()), *RANKS.get(name, ()))
+        layout = [f"parallelism.{m}" for m in ranks[1:]]
+        layout += [f"parallelism={kind}" for kind in ranks[:1]]
+        folder_name = re.sub(r"\W+", "_", name)
+        return cut_run(folder, tokens, folder_name, micro, accum, "precision=fp64", *layout)
+
+    return run
 
 
-@pytest.mark.parametrize("cut", [*CUTS, *RANKS])
+@pytest.mark.parametrize("cut", ALL)
 def test_float64_equals_one_big_batch(fp64, tokens, cut):
-    compare(fp64[cut], expected(fp64[cut], tokens), loss=1e-12, norm=1e-12, moved_by=1e-11)
+    compare(fp64(cut), expected(fp64(cut), tokens), loss=1e-12, norm=1e-12, moved_by=1e-11)
 
 
-@pytest.mark.parametrize("cut", [*CUTS, *RANKS])
+@pytest.mark.parametrize("cut", ALL)
 def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
     """Norms of each module, and the forward pass of the window's first sequence."""
-    found = read_rows(fp64[cut].folder / "layers.jsonl")
-    want = expected(fp64[cut], tokens).layers
+    found = read_rows(fp64(cut).folder / "layers.jsonl")
+    want = expected(fp64(cut), tokens).layers
     assert [row["step"] for row in found] == list(range(1, len(want) + 1))
     for row, layers in zip(found, want, strict=True):
         assert row.keys() == {"step", "tokens_seen", *layers}
@@ -132,21 +142,21 @@ def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
 
 
 def test_every_cut_sees_the_same_rows(fp64):
-    digests = [[row["data_digest"] for row in run.rows()] for run in fp64.values()]
+    digests = [[row["data_digest"] for row in fp64(name).rows()] for name in FIRST]
     assert all(d == digests[0] for d in digests)
     assert len(set(digests[0])) == len(digests[0])
 
 
 def test_one_state_is_equal_on_every_layout(fp64):
     """The state before the first update, which all layouts share bit for bit."""
-    first, *others = (loading.read_checkpoint(run.checkpoint(0)) for run in fp64.values())
+    first, *others = (loading.read_checkpoint(fp64(name).checkpoint(0)) for name in FIRST)
     for name in first.model:
         value = loading.read_tensor(first, name)
         assert all(torch.equal(loading.read_tensor(other, name), value) for other in others)
 
 
 def test_two_ranks_print_once(fp64):
-    out = fp64["ddp 2"].out
+    out = fp64("ddp 2").out
     # rows that come quickly are shown by the last of them
     assert sum("step" in line and "5/5" in line for line in out.splitlines()) == 1, out
 

@@ -48,11 +48,12 @@ from llmexp.train.assembly.parts import (
     built_whole,
     group_shares,
     initial_notes,
+    named_optimizer,
     prepare_tasks,
     shaped,
     width_words,
 )
-from llmexp.train.assembly.placement import Placement, check_parallel, placed
+from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model
 from llmexp.train.clipping import check_clip
@@ -87,13 +88,15 @@ class Parts:
 
     @functools.cached_property
     def foreign_code(self) -> bool:
-        """Return whether code that is not ours runs in a step: hooks, own parts, transformers."""
+        """Return whether code that is not ours runs in a step.
+
+        Such are hooks, own parts, models of transformers, and optimizers of libraries."""
         config = self.config
         parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
         foreign = config.model.get("_target_") == TRANSFORMERS or not all(
             is_ours(part.get("_target_")) for part in parts
         )
-        return bool(self.hooks) or foreign
+        return bool(self.hooks) or foreign or "name" in config.optimizer
 
     @property
     def mask(self) -> TargetMask:
@@ -138,6 +141,7 @@ def assemble(
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
+    config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     check_batch(config, dp_size := place.layout.dp_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
     # inputs: tokenizer and vocabulary
@@ -149,7 +153,7 @@ def assemble(
     model = once(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
-    loss, notes = _loss_on_meta(model, config.optimizer, section, solved.clip)
+    loss, notes = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
     check_parallel(solved, place.layout, loss)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
@@ -162,7 +166,6 @@ def assemble(
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     trunk = None if parent else find_trunk(solved, model)
-
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
     tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
     corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
@@ -189,17 +192,22 @@ def assemble(
 
 
 def _loss_on_meta(
-    model: nn.Module, optimizer: dict[str, Any], section: tuple[Any, ...], clip: Clip
+    model: nn.Module,
+    optimizer: dict[str, Any],
+    section: tuple[Any, ...],
+    clip: Clip,
+    place: Placement,
 ) -> tuple[WindowLoss, dict[str, Any]]:
     """Return the model with its loss, without memory, and facts about its optimizers.
 
-    Raises ConfigError, also for a rule of clipping that does not go with them.
+    Raises ConfigError, also for a rule of clipping or ranks that do not go with them.
     """
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
         bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
         optimizers = build_optimizers(optimizer, bare)
         check_clip(clip, bare, optimizers)
+        check_ranks(optimizers, place.layout)
         notes = {"groups": group_shares(optimizer, bare, optimizers)}
         return WindowLoss(model), notes | {"parametrization": width_words(bare, optimizers)}
 

@@ -135,7 +135,7 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
             raise refuse(f"model.{key}", now.get(key), f"{text} {way}")
     if config.fork.moments == "drop":
         return
-    kinds = config.optimizer["_target_"], there.optimizer["_target_"]
+    kinds = [o.get("name", o["_target_"]) for o in (config.optimizer, there.optimizer)]
     types = [precision.parameter_dtype(c.precision.kind) for c in (config, there)]
     if kinds[0] != kinds[1]:
         text = f"the parent's are of {kinds[1]}, and this run has {kinds[0]}"

@@ -37,8 +37,10 @@ from llmexp.system.text import gib
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import groups, optim, precision
+from llmexp.update import groups, library, optim, precision
 from llmexp.update.twin import perturb
+
+LIBRARY = "llmexp.update.library.library"
 
 
 def prepare_tasks(
@@ -237,6 +239,17 @@ def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> Non
         text = f"{dotted} knows nothing of documents; give it an attribute `document_end`, {way}"
         raise refuse("batch.document_mask", True, text, False)
     setattr(model, "document_end", end)  # noqa: B010
+
+
+def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
+    if section.get("_target_") != LIBRARY:
+        return section
+    name = fill(section, "optimizer").get("name")
+    if not isinstance(name, str) or not name:
+        text = f"the name of an optimizer is needed, of {', '.join(library.PACKAGES)}"
+        raise refuse("optimizer.name", name, text, "Lion")
+    return section | {"name": library.dotted_name(name)}
 
 
 def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimizer]:

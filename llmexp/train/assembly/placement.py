@@ -6,10 +6,12 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from llmexp import mesh
 from llmexp.data.files import cpu_count
@@ -19,6 +21,7 @@ from llmexp.run.layout import Layout, check_split, solve_layout
 from llmexp.settings.config import Config
 from llmexp.settings.values import is_ours, refuse
 from llmexp.update import precision
+from llmexp.update.states import traits_of
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,18 @@ def threads_per_rank(ranks: int) -> int:
     """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
+
+
+def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
+    """Raise ConfigError for an optimizer of a library that these ranks cannot share."""
+    for traits in filter(None, map(traits_of, optimizers)):
+        if layout.shard_size * layout.tensor_parallel_size > 1 and not traits.parts:
+            why = "each rank would hold parts of tensors, and its update of a part is not known to"
+            text = f"{why} be that part of its update of the whole; take parallelism=ddp or single"
+            raise refuse("optimizer.name", traits.name, text)
+        if layout.dp_size > 1 and traits.draws:
+            text = "draws random numbers, other ones on each rank; take parallelism=single"
+            raise refuse("optimizer.name", traits.name, text)
 
 
 def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:

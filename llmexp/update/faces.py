@@ -1,0 +1,72 @@
+"""Optimizers that train at one point and are evaluated at another, such as schedule-free ones.
+
+Their `train()` and `eval()` exchange the two in the parameters: all but a step is at the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp import mesh
+from llmexp.update.states import put_together
+
+TRAINED = "train_weights"  # the first of the two, beside the states in a checkpoint
+
+
+def has_faces(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer exchanges the weights for evaluation."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def begin(optimizer: Any) -> None:
+    """Put the weights to train with into the parameters, if the optimizer has two faces."""
+    if has_faces(optimizer):
+        optimizer.train()
+
+
+@contextlib.contextmanager
+def evaluating(optimizers: Sequence[Optimizer], module: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Have the weights to evaluate with in the parameters inside.
+
+    Those to train with come back to the bit; they are yielded by the id of their parameter, of
+    optimizers with two faces only.
+    """
+    faced: list[Any] = [o for o in optimizers if has_faces(o)]
+    parameters = [p for o in faced for g in o.param_groups for p in g["params"]]
+    kept = {id(p): p.detach().clone() for p in parameters}
+    if faced:
+        mesh.reshard(module)
+    for optimizer in faced:
+        optimizer.eval()
+    try:
+        yield kept
+    finally:
+        if faced:
+            mesh.reshard(module)
+        for optimizer in faced:
+            optimizer.train()
+        with torch.no_grad():
+            for p in parameters:
+                p.copy_(kept[id(p)])
+
+
+def finish(optimizer: Optimizer) -> None:
+    """Make states of what a checkpoint had of them, and put the weights to train with in place."""
+    trained = [(p, state.pop(TRAINED, None)) for p, state in optimizer.state.items()]
+    for state in optimizer.state.values():
+        held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        plain = {key: v for key, v in state.items() if key not in held}
+        state.clear()
+        state |= {key: put_together(v, held) for key, v in plain.items()}
+        state |= held  # without those that were put into others
+    begin(optimizer)
+    with torch.no_grad():
+        for p, weights in trained:
+            if weights is not None:
+                p.copy_(weights)

@@ -1,0 +1,306 @@
+"""Optimizers of torch.optim, schedulefree, torchao and pytorch_optimizer, by their names.
+
+Each is tried on two tiny tensors before a run begins: what it cannot do is refused, and what it
+does to its groups and to parts of a tensor is known.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp.settings.parts import OptimizerKnobs
+from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
+from llmexp.update import faces
+from llmexp.update.optim import decay_groups
+from llmexp.update.states import Traits, is_packed, put_together, taken_apart, tensors_of
+
+PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
+# Code that may not be used for everything, by the licence in its file or its project.
+RESEARCH_ONLY = {
+    "pytorch_optimizer.Fromage": "CC BY-NC-SA 4.0",
+    "pytorch_optimizer.Nero": "CC BY-NC-SA 4.0",
+}
+# Those that update each entry of a tensor by itself at any step, by their formulas.
+EACH_ENTRY = re.compile(
+    r"torch\.optim\.(ASGD|Ada(delta|grad|m|max|mW)|NAdam|RAdam|RMSprop|Rprop|SGD)"
+    r"|schedulefree\.(AdamW|RAdam|SGD)ScheduleFree"
+    r"|pytorch_optimizer\.(AdEMAMix|AdaBelief|LaProp|Lion|SignSGD|Tiger|Yogi)"
+)
+TRIED_LR = 1e-3
+
+
+def library(
+    model: nn.Module,
+    name: Annotated[
+        str, knob("class of torch.optim, schedulefree, torchao.optim, pytorch_optimizer", "Lion")
+    ],
+    lr: OptimizerKnobs.lr,
+    **knobs: Any,
+) -> Optimizer:
+    """Build any optimizer of `PACKAGES`; further knobs are the arguments of its class."""
+    return built(model, dotted_name(name), lr, knobs)
+
+
+def dotted_name(name: str) -> str:
+    """Return the package and the name of an optimizer, given with its package or without.
+
+    Raises ConfigError where it is not there, or not to be used for everything.
+    """
+    package, _, short = name.rpartition(".")
+    if package and package not in PACKAGES:
+        text = f"one of these packages is needed: {', '.join(PACKAGES)}"
+        raise refuse("optimizer.name", name, text, "pytorch_optimizer.Lion")
+    absent, known = [], set[str]()
+    for one in [package] if package else PACKAGES:
+        if (module := _imported(one)) is None:
+            absent.append(one)
+            continue
+        if _is_optimizer(getattr(module, short, None), one):
+            found = f"{one}.{short}"
+            if (licence := RESEARCH_ONLY.get(found)) is not None:
+                text = f"its licence, {licence}, is for research only; llmexp does not offer it"
+                way = "a function of your own may return it: docs/own.md"
+                raise refuse("optimizer.name", name, f"{text}; {way}")
+            return found
+        known |= {n for n, kind in vars(module).items() if _is_optimizer(kind, one)}
+    if absent:
+        packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
+        text = f"{packages} not installed: pip install 'llmexp[optimizers]'"
+        near = nearest(short, known)
+        raise refuse("optimizer.name", name, f"is not in what is installed;{near} {text}")
+    raise refuse("optimizer.name", name, f"there is no such optimizer.{nearest(short, known)}")
+
+
+def _imported(package: str) -> Any:
+    """Return a package, or None where it is not installed; its warnings of this machine are left.
+
+    Raises ConfigError where it is broken.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == package.partition(".")[0]:
+            return None
+        raise ConfigError(f"optimizer.name: importing {package} failed: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"optimizer.name: importing {package} failed: {error}") from None
+    finally:
+        logging.disable(before)
+
+
+def _kind(dotted: str) -> Any:
+    """Return the class of this name. Raises ConfigError where its package is not installed."""
+    package, _, name = dotted.rpartition(".")
+    if (module := _imported(package)) is None:
+        text = f"{package} is not installed: pip install 'llmexp[optimizers]'"
+        raise refuse("optimizer.name", dotted, text)
+    return getattr(module, name)
+
+
+def _is_optimizer(kind: Any, package: str) -> bool:
+    """Return whether this is an optimizer that the package itself defines."""
+    is_one = isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    return is_one and kind.__module__.startswith(package) and not kind.__name__.startswith("_")
+
+
+def arguments(dotted: str) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a class takes after its parameters, by name."""
+    signature = inspect.signature(_kind(dotted).__init__)
+    found = {n: p for n, p in signature.parameters.items() if n not in ("self", "params")}
+    return {n: p for n, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def knobs_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return value, source and meaning of each argument of an optimizer, by its key.
+
+    The meaning is that of its docstring. Raises ConfigError.
+    """
+    dotted = dotted_name(name)
+    text = inspect.getdoc(_kind(dotted)) or ""
+    found = {}
+    for name, parameter in arguments(dotted).items():
+        # such as "betas (tuple): coefficients", and lines that stand farther in
+        entry = rf"^( *){name} *(?:\([^\n]*\))?:\s*(\S[^\n]*(?:\n\1 +\S[^\n]*)*)"
+        words = re.search(entry, text, re.MULTILINE)
+        default = None if parameter.default is parameter.empty else parameter.default
+        found[f"optimizer.{name}"] = {
+            "key": f"optimizer.{name}",
+            "value": list(default) if isinstance(default, tuple) else default,
+            "from": f"the default of {dotted}",
+            "meaning": " ".join(words[2].split()) if words else f"argument of {dotted}",
+        }
+    return found
+
+
+def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) -> Optimizer:
+    """Build the optimizer of this name with decay on matrices only. Raises ConfigError."""
+    taken = arguments(dotted)
+    for name in knobs:
+        if name not in taken:
+            raise ConfigError(
+                f"optimizer.{name}: {dotted} has no such argument.{hint(name, list(taken))}"
+            )
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in knobs.items()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = _constructed(dotted, parameters, lr, given)
+    optimizer.llmexp_traits = tried(dotted, json.dumps(given, sort_keys=True, default=str))
+    step = optimizer.step
+
+    def stepped() -> None:
+        try:
+            step()
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # such as for shapes that it has no rule for
+            text = f"its step failed: {type(error).__name__}: {error}"
+            raise refuse("optimizer.name", dotted, text) from error
+
+    optimizer.step = stepped
+    return optimizer
+
+
+def _constructed(
+    dotted: str, parameters: list[nn.Parameter], lr: float, knobs: Mapping[str, Any]
+) -> Optimizer:
+    """Return an optimizer of parameters that is ready to train. Raises ConfigError."""
+    decay = arguments(dotted).get("weight_decay")
+    default = 0.0 if decay is None or decay.default is decay.empty else decay.default
+    groups = decay_groups(parameters, knobs.get("weight_decay", default) or 0.0)
+    for group in groups:
+        if decay is None:
+            del group["weight_decay"]
+    try:
+        optimizer: Any = _kind(dotted)(groups, lr=lr, **knobs)
+    except Exception as error:
+        words = " ".join(f"{k}={as_yaml(v)}" for k, v in knobs.items())
+        text = f"cannot be made{f' with {words}' if words else ''}: {error}"
+        raise refuse("optimizer.name", dotted, text) from None
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise refuse("optimizer.name", dotted, "has no learning rate in its groups", "AdamW")
+        group["initial_lr"] = lr  # a number: torchao's rate is a tensor
+    if dotted.startswith("torchao."):
+        optimizer.step = _eager(optimizer.step, parameters)
+    faces.begin(optimizer)
+    return optimizer
+
+
+def _eager(step: Callable[..., Any], parameters: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a step that compiles nothing on a CPU, where that takes longer than it saves."""
+
+    def stepped(*args: Any) -> Any:
+        if parameters[0].is_cuda:
+            return step(*args)
+        with torch.compiler.set_stance("force_eager"):
+            return step(*args)
+
+    return stepped
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Compute on the CPU, with gradients at hand, and leave the random numbers as they were."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
+
+
+@functools.cache
+def tried(dotted: str, knobs: str) -> Traits:
+    """Return the traits of an optimizer, tried on two tiny tensors and on their halves.
+
+    Raises ConfigError for one that needs more than gradients, or that does not go on from a
+    checkpoint bit for bit.
+    """
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(knobs).items()}
+    with _apart():
+        whole = _tiny(1)
+        one = _constructed(dotted, whole, TRIED_LR, given)
+        before = [_plain_group(g) for g in one.param_groups]
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        _take_steps(dotted, one, whole, range(2))
+        if not all(isinstance(p, Tensor) for p in one.state):
+            text = "keeps a state that is of no parameter, which a checkpoint does not hold"
+            raise refuse("optimizer.name", dotted, text)
+        draws = not torch.equal(state, torch.get_rng_state())
+        after = [_plain_group(g) for g in one.param_groups]
+        changed = [k for a, b in zip(after, before, strict=True) for k in a if a[k] != b.get(k)]
+        other = [nn.Parameter(p.detach().clone()) for p in whole]
+        two = _constructed(dotted, other, TRIED_LR, given)
+        _hand_over(one, two)
+        halves = _tiny(2)
+        _take_steps(dotted, _constructed(dotted, halves, TRIED_LR, given), halves, range(4))
+        for optimizer, parameters in ((one, whole), (two, other)):
+            torch.manual_seed(0)
+            _take_steps(dotted, optimizer, parameters, range(2, 4))
+        if not all(torch.equal(p, q) for p, q in zip(whole, other, strict=True)):
+            text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
+            raise refuse("optimizer.name", dotted, f"{text} its state and its groups hold")
+        joined = [torch.cat((halves[i], halves[i + 1])) for i in (0, 2)]
+        same = all(torch.equal(p, q) for p, q in zip(whole, joined, strict=True))
+        packed = any(is_packed(v) for held in one.state.values() for v in held.values())
+        size = sum(v.nbytes for held in one.state.values() for v in tensors_of(held))
+    parts = same and not packed and EACH_ENTRY.fullmatch(dotted) is not None
+    state_bytes = size / sum(p.nbytes for p in whole)
+    return Traits(dotted, tuple(sorted(set(changed))), draws, parts, state_bytes)
+
+
+def _tiny(parts: int) -> list[nn.Parameter]:
+    """Return a matrix and a vector of known values, whole or in `parts`.
+
+    The matrix is large enough that even its half is kept in few bits by torchao.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
+    return [nn.Parameter(one.clone()) for tensor in tensors for one in tensor.chunk(parts)]
+
+
+def _take_steps(
+    dotted: str, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range
+) -> None:
+    """Take steps by known gradients. Raises ConfigError."""
+    for number in steps:
+        numbers = torch.Generator().manual_seed(number + 1)
+        parts = len(parameters) // 2
+        whole = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
+        gradients = [one.clone() for tensor in whole for one in tensor.chunk(parts)]
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        try:
+            optimizer.step()
+        except Exception as error:
+            text = f"its step fails with gradients alone ({error})"
+            raise refuse("optimizer.name", dotted, text, "AdamW") from None
+        if any(p.grad is not g for p, g in zip(parameters, gradients, strict=True)):
+            text = "puts other tensors in the place of the gradients"
+            raise refuse("optimizer.name", dotted, text, "AdamW")
+
+
+def _plain_group(group: Mapping[str, Any]) -> dict[str, str]:
+    return {k: repr(v) for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+
+
+def _hand_over(one: Optimizer, two: Optimizer) -> None:
+    """Give an optimizer the state of another one, by way of what a checkpoint holds."""
+    for here, there in zip(one.param_groups, two.param_groups, strict=True):
+        there |= {k: copy.deepcopy(v) for k, v in here.items() if k != "params"}
+        for p, q in zip(here["params"], there["params"], strict=True):
+            held: dict[str, Tensor] = {}
+            plain = {k: taken_apart(k, v, held) for k, v in one.state.get(p, {}).items()}
+            held = {k: v.detach().clone() for k, v in held.items()}
+            two.state[q] = {k: put_together(v, held) for k, v in plain.items()}

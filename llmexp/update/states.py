@@ -1,0 +1,91 @@
+"""Take an optimizer's state apart into named tensors and plain values, and put it together again.
+
+torch's own optimizers keep a tensor or a number by each key. Others keep lists of tensors, or
+tensors of a kind of their own, such as 8-bit codes with their scales.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+TENSOR, PACKED = "<tensor>", "<packed>"  # keys of a mapping that stands for one
+KINDS = ("torchao.",)  # packages whose kinds of tensors a checkpoint may name
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Hold what a trial of a library's optimizer has shown (`llmexp.update.library`)."""
+
+    name: str
+    counters: tuple[str, ...]  # keys of its groups that its steps change
+    draws: bool  # random numbers
+    parts: bool  # whether parts of a tensor are updated as the whole is
+    state_bytes: float  # for each byte of a parameter, in a tiny copy
+
+
+def traits_of(optimizer: Optimizer) -> Traits | None:
+    """Return what is known of an optimizer of a library; None for one of ours or the user's."""
+    return getattr(optimizer, "llmexp_traits", None)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether a tensor is made of others, and not split over ranks."""
+    return hasattr(value, "__tensor_flatten__") and not hasattr(value, "device_mesh")
+
+
+def taken_apart(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Put the tensors of a value into `tensors`, by names that begin with `key`.
+
+    Return the value with marks in their places, plain.
+    """
+    if is_packed(value):
+        names, about = value.__tensor_flatten__()
+        parts = {n: taken_apart(f"{key}.{n}", getattr(value, n), tensors) for n in names}
+        kind = type(value)
+        return {PACKED: f"{kind.__module__}.{kind.__qualname__}", "about": about, "parts": parts}
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {TENSOR: key}
+    if isinstance(value, Mapping):
+        return {name: taken_apart(f"{key}.{name}", v, tensors) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        whole = [taken_apart(f"{key}.{number}", v, tensors) for number, v in enumerate(value)]
+        return whole if isinstance(value, list) else tuple(whole)
+    return copy.deepcopy(value)
+
+
+def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value that `taken_apart` has made plain, with its tensors, which are taken out.
+
+    Raises ValueError for a kind of tensor that no optimizer of ours has.
+    """
+    if isinstance(value, Mapping) and PACKED in value:
+        module, _, name = str(value[PACKED]).rpartition(".")
+        if not module.startswith(KINDS):
+            raise ValueError(f"{value[PACKED]} is no kind of tensor of an optimizer's state")
+        kind: Any = getattr(importlib.import_module(module), name)
+        parts = put_together(value["parts"], tensors)
+        return kind.__tensor_unflatten__(parts, value["about"], None, None)
+    if isinstance(value, Mapping) and TENSOR in value:
+        return tensors.pop(value[TENSOR])
+    if isinstance(value, Mapping):
+        return {key: put_together(v, tensors) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        whole = [put_together(v, tensors) for v in value]
+        return whole if isinstance(value, list) else tuple(whole)
+    return value
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return all tensors of an optimizer's state of a parameter, those inside of others apart."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        taken_apart(key, value, found)
+    return list(found.values())

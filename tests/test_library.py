@@ -1,0 +1,302 @@
+"""Optimizers of libraries, by name and as shipped options: what a run needs of them, and what it
+refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from llmexp import mesh
+from llmexp.checkpoint import loading, saving
+from llmexp.compose import app
+from llmexp.forecast.rehearsal import cut_of, rehearse
+from llmexp.settings.values import ConfigError
+from llmexp.train.assembly.assemble import assemble
+from llmexp.train.beginning import restore
+from llmexp.train.set_up import set_up
+from llmexp.train.step import seed_step, train_step
+from llmexp.train.windows import read_ahead
+from llmexp.update import faces, library, states
+from llmexp.update.precision import settings_kept
+from tests.conftest import TINY, llmexp, train
+
+for package in ("schedulefree", "torchao", "pytorch_optimizer"):
+    pytest.importorskip(package)
+
+RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "precision=fp32", "train.max_steps=10",
+       "model.d_model=32", "model.d_ff=128"]  # fmt: skip
+OPTIONS = {
+    "adafactor": ["optimizer=adafactor"],
+    "schedule_free": ["optimizer=schedule_free"],
+    "soap": ["optimizer=soap", "optimizer.precondition_frequency=3"],
+    "adamw_8bit": ["optimizer=adamw_8bit"],
+    "Lion": ["optimizer=library", "++optimizer.name=Lion", "++optimizer.betas=[0.8,0.9]"],
+    "AdamW4bit": ["optimizer=library", "++optimizer.name=AdamW4bit"],
+}
+
+
+def parts_of(*overrides: str):
+    with app.hydra_app(None) as hydra:
+        return assemble(app.typed_config(app.compose(hydra, [*RUN, *overrides])[0]))
+
+
+@pytest.fixture
+def joined():
+    with settings_kept():
+        yield mesh.join("cpu", "single", 1, 1, 1)
+
+
+def steps(parts, s, first: int, last: int) -> list[float]:
+    """Losses of the steps, from the state that is there."""
+    windows, found = read_ahead(parts, s.mesh, first), []
+    for number in range(first, last):
+        seed_step(0, number, 0, s.mesh.device)
+        seen = train_step(s, next(windows), lambda n=number: n).read()
+        assert seen.applied
+        found.append(seen.loss)
+    return found
+
+
+def saved(s, folder, step: int) -> loading.Loaded:
+    with faces.evaluating(s.optimizers, s.module) as trained:
+        pieces = saving.snapshot(s.model, s.optimizers, 0, 1, True, None, trained)
+    state = {"progress": {"step": step, "updates": step}, "meter": {"tokens_seen": 0}}
+    saving.write_pieces(folder, step, pieces)
+    path = saving.commit_checkpoint(folder, step, pieces, state, {}, None)
+    return loading.read_checkpoint(path)
+
+
+def snapshot_of(s) -> dict:
+    """All tensors and values of the model and its optimizers, copied."""
+    found = {"model": {n: p.detach().clone() for n, p in s.model.named_parameters()}}
+    for number, optimizer in enumerate(s.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            plain = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            found[f"{number}.{place}"] = {k: plain[k] for k in sorted(plain)}
+            for n, p in enumerate(group["params"]):
+                held: dict = {}
+                rest = {k: states.taken_apart(k, v, held) for k, v in optimizer.state[p].items()}
+                found[f"{number}.{place}.{n}"] = {k: rest[k] for k in sorted(rest)}
+                found[f"{number}.{place}.{n} tensors"] = {k: v.clone() for k, v in held.items()}
+    return found
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_that_stops_goes_on_bit_for_bit(name, tmp_path, joined):
+    """Ten steps, stopped at the fourth, against ten without a stop; saving changes nothing."""
+    parts = parts_of(*OPTIONS[name])
+    whole = set_up(parts, joined)
+    losses = steps(parts, whole, 0, 10)
+    cut = set_up(parts, joined)
+    assert steps(parts, cut, 0, 4) == losses[:4]
+    loaded = saved(cut, tmp_path, 4)
+    assert steps(parts, cut, 4, 6) == losses[4:6]
+    other = set_up(parts, joined, fresh=False)
+    restore(parts, other, loaded, False, {})
+    assert steps(parts, other, 4, 10) == losses[4:]
+    assert equal(snapshot_of(other), snapshot_of(whole))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_plan_counts_the_bytes_of_the_states(name, joined):
+    parts = parts_of(*OPTIONS[name])
+    s = set_up(parts, joined)
+    steps(parts, s, 0, 2)
+    of_parameters = [state for o in s.optimizers for state in o.state.values()]
+    held = [tensor for state in of_parameters for tensor in states.tensors_of(state)]
+    planned = rehearse(parts, cut_of(parts), "fp32", None)["moments"]
+    blocks = 512 * len(held)  # of the allocator, one each
+    assert planned == pytest.approx(sum(t.nbytes for t in held), abs=blocks)
+
+
+def test_a_plan_of_an_optimizer_that_reads_its_numbers_takes_the_tiny_copys():
+    """NAdam divides by a product that it reads, which is none on tensors without memory."""
+    parts = parts_of("optimizer=library", "++optimizer.name=NAdam")
+    held = rehearse(parts, cut_of(parts), "fp32", None)
+    assert held["moments"] == pytest.approx(2 * held["parameters"], rel=0.02)
+
+
+def test_a_skipped_update_leaves_every_bit(joined):
+    """The step that follows is as if it had not been, for any of them."""
+    from llmexp.update import optim
+
+    for name, overrides in OPTIONS.items():
+        parts = parts_of(*overrides)
+        s = set_up(parts, joined)
+        steps(parts, s, 0, 3)
+        before = snapshot_of(s)
+        for p in s.parameters:
+            p.grad.fill_(math.nan)
+        optim.update(s.optimizers, torch.tensor(True))
+        for p in s.parameters:
+            p.grad.zero_()
+        assert equal(snapshot_of(s), before), name
+
+
+def test_schedule_free_is_trained_at_one_point_and_evaluated_at_another(tmp_path, joined):
+    """Against the formulas in float64 (Defazio et al. 2024, arXiv 2405.15682, algorithm 1)."""
+    parts = parts_of("optimizer=schedule_free", "optimizer.weight_decay=0.1", "precision=fp64",
+                     "schedule=constant", "schedule.warmup_steps=3", "clip=none")  # fmt: skip
+    s = set_up(parts, joined)
+    named = dict(s.model.named_parameters())
+    z = {n: p.detach().clone() for n, p in named.items()}
+    x, v = copy.deepcopy(z), {n: torch.zeros_like(p) for n, p in z.items()}
+    sums, gradients = 0.0, {}
+    s.optimizers[0].register_step_pre_hook(
+        lambda *_: gradients.update({n: p.grad.clone() for n, p in named.items()})
+    )
+    for t in range(1, 7):
+        y = {n: p.detach().clone() for n, p in named.items()}
+        steps(parts, s, t - 1, t)
+        rate = 2.5e-3 * min(1, t / 3)
+        sums += rate**2
+        for n, g in gradients.items():
+            v[n] = 0.999 * v[n] + 0.001 * g**2
+            decay = 0.1 if g.ndim > 1 else 0.0
+            step = g / ((v[n] / (1 - 0.999**t)).sqrt() + 1e-8) + decay * y[n]
+            z[n] = z[n] - rate * step
+            x[n] = x[n] + rate**2 / sums * (z[n] - x[n])
+            want = 0.1 * z[n] + 0.9 * x[n]
+            torch.testing.assert_close(named[n].detach(), want, rtol=1e-11, atol=1e-12)
+    at = {n: p.detach().clone() for n, p in named.items()}
+    with faces.evaluating(s.optimizers, s.module) as kept:
+        for n, p in named.items():
+            torch.testing.assert_close(p.detach(), x[n], rtol=1e-11, atol=1e-12)
+            assert torch.equal(kept[id(p)], at[n])
+    assert all(torch.equal(p, at[n]) for n, p in named.items())
+    loaded = saved(s, tmp_path, 6)
+    other = set_up(parts, joined, fresh=False)
+    loading.restore_model(loaded, other.model)
+    for n, p in other.model.named_parameters():  # for evaluate, export and sample
+        torch.testing.assert_close(p.detach(), x[n], rtol=1e-11, atol=1e-12)
+    loading.restore_optimizers(loaded, other.model, other.optimizers)
+    assert all(torch.equal(p, at[n]) for n, p in other.model.named_parameters())
+
+
+def test_a_fork_keeps_the_counters_and_takes_its_own_settings(tmp_path, joined):
+    """The moments of the parent go on at the rates and the decay of the fork."""
+    parts = parts_of("optimizer=schedule_free", "optimizer.beta2=0.9")
+    s = set_up(parts, joined)
+    steps(parts, s, 0, 3)
+    loaded = saved(s, tmp_path, 3)
+    fork = parts_of("optimizer=schedule_free", "optimizer.beta2=0.8", "optimizer.lr=1e-3")
+    other = set_up(fork, joined, fresh=False)
+    restore(fork, other, loaded, True, {})
+    [there], [here] = s.optimizers, other.optimizers
+    for old, new in zip(there.param_groups, here.param_groups, strict=True):
+        assert (new["k"], new["weight_sum"], new["train_mode"]) == (3, old["weight_sum"], True)
+        assert (new["betas"], new["initial_lr"]) == ((0.9, 0.8), 1e-3)
+    for p, q in zip(s.parameters, other.parameters, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(there.state[p]["z"], here.state[q]["z"])
+
+
+SHARDED = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=1"]
+DDP = ["parallelism=ddp", *SHARDED[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("LBFGS", [], "optimizer.name=torch.optim.LBFGS: cannot be made: LBFGS doesn't support"),
+        ("Nope", [], "optimizer.name=Nope: there is no such optimizer."),
+        ("Lyon", [], "optimizer.name=Lyon: there is no such optimizer. Did you mean Lion?"),
+        ("os.system", [], "optimizer.name=os.system: one of these packages is needed: torch.optim"),
+        ("Nero", [], "optimizer.name=Nero: its licence, CC BY-NC-SA 4.0, is for research only"),
+        ("null", [], "optimizer.name=null: the name of an optimizer is needed"),
+        ("Lion", ["++optimizer.beta=1"], "optimizer.beta: pytorch_optimizer.Lion has no such arg"),
+        ("Lion", ["++optimizer.betas=3"], "pytorch_optimizer.Lion: cannot be made with betas=3"),
+        ("AdaHessian", [], "pytorch_optimizer.AdaHessian: its step fails with gradients alone"),
+        ("Magma", [], "optimizer.name=pytorch_optimizer.Magma: does not go on from a checkpoint"),
+        ("SPAM", [], "pytorch_optimizer.SPAM: keeps a state that is of no parameter"),
+        ("A2Grad", [], "optimizer.name=pytorch_optimizer.A2Grad: has no learning rate in its gro"),
+        ("SOAP", SHARDED, "pytorch_optimizer.SOAP: each rank would hold parts of tensors"),
+        ("AdamW8bit", SHARDED, "torchao.optim.AdamW8bit: each rank would hold parts of tensors"),
+        ("Gravity", DDP, "optimizer.name=pytorch_optimizer.Gravity: draws random numbers"),
+        ("SGDW", ["clip=update"], "clip.kind=update: is the limit of StableAdamW, for AdamW's"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_a_run_begins(name, more, text):
+    with pytest.raises(ConfigError) as refused:
+        parts_of("optimizer=library", f"++optimizer.name={name}", *more)
+    assert text in str(refused.value)
+
+
+def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(library, "PACKAGES", ("torch.optim", "no_such_package"))
+    for name in ("Lion", "no_such_package.Lion"):
+        with pytest.raises(ConfigError, match=r"not installed: pip install 'llmexp\[optimizers\]'"):
+            library.dotted_name(name)
+    assert library.dotted_name("AdamW") == "torch.optim.AdamW"
+
+
+def test_a_name_gets_its_package_and_explain_shows_the_defaults(tmp_path):
+    parts = parts_of(*OPTIONS["Lion"])
+    assert parts.config.optimizer["name"] == "pytorch_optimizer.Lion"
+    asked = ["optimizer=library", "optimizer.name=Lion"]
+    shown = llmexp("explain", "optimizer", *asked, "--json", cwd=tmp_path)
+    known = {knob["key"]: knob for knob in json.loads(shown.out)["knobs"]}
+    assert known["optimizer.betas"]["value"] == [0.9, 0.99]
+    assert known["optimizer.weight_decay"]["from"] == "the default of pytorch_optimizer.Lion"
+    one = llmexp("explain", "optimizer.betas", *asked, "optimizer.betas=[0.8,0.9]", cwd=tmp_path)
+    assert one.out.splitlines()[0] == "optimizer.betas = [0.8, 0.9]"
+    assert "Decay rates" in one.out
+
+
+def test_groups_have_rates_of_their_own_where_the_rate_is_a_tensor(joined):
+    """torchao's groups would have one tensor in common."""
+    groups = "++optimizer.groups=[{match: '*.mlp.*', lr: 0.5}, {match: '*.attention.*', lr: 2}]"
+    parts = parts_of("optimizer=adamw_8bit", "schedule=constant", "optimizer.lr=0.25", groups)
+    s = set_up(parts, joined)
+    steps(parts, s, 0, 1)
+    rates = {float(group["lr"]) for group in s.optimizers[0].param_groups}
+    assert rates == {0.25, 0.125, 0.5}
+
+
+def test_a_checkpoint_of_schedule_free_is_what_the_rows_have_evaluated(tmp_path):
+    """And a run that was stopped and goes on writes the same checkpoint, from the command line."""
+    given = ["optimizer=schedule_free", "data=synthetic", "data.n_tokens=4000", "precision=fp32",
+             "train.max_steps=6"]  # fmt: skip
+    whole = train(tmp_path, "whole", *given)
+    found = llmexp("evaluate", "whole@6", "--json", cwd=tmp_path)
+    assert found.code == 0, found.err
+    assert whole.rows()[-1]["val/loss"] == pytest.approx(evaluated(found.out), rel=1e-6)
+
+
+def evaluated(text: str) -> float:
+    [one] = json.loads(text)["sets"]
+    return one["loss"]
+
+
+def test_soap_amplifies_noise_by_its_own_arithmetic():
+    """In float64: a change of the last bits of the gradients gives another eigenbasis where their
+    second moments leave it open: a gradient of 12 x 6 has a rank of 6 and 12 rows. QR is done in
+    float32, too. AdamW stays near."""
+    far = {}
+    for name in ("pytorch_optimizer.SOAP", "torch.optim.AdamW"):
+        ends = []
+        for noise in (0.0, 2**-51):
+            p = torch.nn.Parameter(torch.zeros(12, 6, dtype=torch.float64))
+            holder = torch.nn.ParameterList([p])
+            optimizer = library.built(holder, name, 1e-3, {})
+            numbers = torch.Generator().manual_seed(0)
+            for _ in range(4):
+                g = torch.randn(12, 6, generator=numbers, dtype=torch.float64)
+                p.grad = g * (1 + noise * torch.randn(12, 6, generator=numbers).double().sign())
+                optimizer.step()
+            ends.append(p.detach().clone())
+        far[name] = float((ends[0] - ends[1]).abs().max())
+    assert far["torch.optim.AdamW"] < 1e-15, far
+    assert far["pytorch_optimizer.SOAP"] > 1e-6, far
