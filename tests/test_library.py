@@ -78,8 +78,7 @@ def snapshot_of(s) -> dict:
             plain = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
             found[f"{number}.{place}"] = {k: plain[k] for k in sorted(plain)}
             for n, p in enumerate(group["params"]):
-                held: dict = {}
-                rest = {k: states.taken_apart(k, v, held) for k, v in optimizer.state[p].items()}
+                rest, held = states.apart(optimizer.state[p])
                 found[f"{number}.{place}.{n}"] = {k: rest[k] for k in sorted(rest)}
                 found[f"{number}.{place}.{n} tensors"] = {k: v.clone() for k, v in held.items()}
     return found
@@ -115,7 +114,7 @@ def test_a_plan_counts_the_bytes_of_the_states(name, joined):
     s = set_up(parts, joined)
     steps(parts, s, 0, 2)
     of_parameters = [state for o in s.optimizers for state in o.state.values()]
-    held = [tensor for state in of_parameters for tensor in states.tensors_of(state)]
+    held = [tensor for state in of_parameters for tensor in states.apart(state)[1].values()]
     planned = rehearse(parts, cut_of(parts), "fp32", None)["moments"]
     blocks = 512 * len(held)  # of the allocator, one each
     assert planned == pytest.approx(sum(t.nbytes for t in held), abs=blocks)

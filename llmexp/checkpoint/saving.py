@@ -40,7 +40,7 @@ from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.system.fileio import flush_to_disk, write_json
 from llmexp.update.faces import TRAINED
-from llmexp.update.states import taken_apart
+from llmexp.update.states import apart
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,7 @@ def snapshot(
         plain: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
-            plain[name] = {}
-            held: dict[str, Tensor] = {}
-            for key, value in state.items():
-                rest = taken_apart(key, value, held)
-                if key not in held:
-                    plain[name][key] = rest
+            plain[name], held = apart(state)
             if trained and id(parameter) in trained:
                 held[TRAINED] = trained[id(parameter)]
             states |= {f"{number}/{name}/{key}": value for key, value in held.items()}

@@ -29,7 +29,7 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step
 from llmexp.update.precision import parameter_dtype, settings_kept
-from llmexp.update.states import tensors_of, traits_of
+from llmexp.update.states import apart, traits_of
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
 
@@ -214,7 +214,8 @@ class _WholeLoss(torch.autograd.Function):
 
 def _name(counting: Counting, setup: Setup) -> None:
     """Say what is held between steps."""
-    states = [v for o in setup.optimizers for state in o.state.values() for v in tensors_of(state)]
+    of_parameters = [state for o in setup.optimizers for state in o.state.values()]
+    states = [tensor for state in of_parameters for tensor in apart(state)[1].values()]
     local = mesh.local_part
     for held in list(counting.held.values()):
         counting.rename(held, "buffers")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.update.states import put_together
+from llmexp.update.states import together
 
 TRAINED = "train_weights"  # the first of the two, beside the states in a checkpoint
 
@@ -61,10 +61,9 @@ def finish(optimizer: Optimizer) -> None:
     trained = [(p, state.pop(TRAINED, None)) for p, state in optimizer.state.items()]
     for state in optimizer.state.values():
         held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        plain = {key: v for key, v in state.items() if key not in held}
+        whole = together({key: v for key, v in state.items() if key not in held}, held)
         state.clear()
-        state |= {key: put_together(v, held) for key, v in plain.items()}
-        state |= held  # without those that were put into others
+        state |= whole
     begin(optimizer)
     with torch.no_grad():
         for p, weights in trained:

@@ -25,7 +25,7 @@ from llmexp.settings.parts import OptimizerKnobs
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
 from llmexp.update.optim import decay_groups
-from llmexp.update.states import Traits, is_packed, put_together, taken_apart, tensors_of
+from llmexp.update.states import Traits, apart, is_packed, together
 
 PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
 # Code that may not be used for everything, by the licence in its file or its project.
@@ -35,7 +35,7 @@ RESEARCH_ONLY = {
 }
 # Those that update each entry of a tensor by itself at any step, by their formulas.
 EACH_ENTRY = re.compile(
-    r"torch\.optim\.(ASGD|Ada(delta|grad|m|max|mW)|NAdam|RAdam|RMSprop|Rprop|SGD)"
+    r"torch\.optim\.(ASGD|Ada(delta|grad|m|max|mW)|NAdam|RAdam|RMSprop|SGD)"
     r"|schedulefree\.(AdamW|RAdam|SGD)ScheduleFree"
     r"|pytorch_optimizer\.(AdEMAMix|AdaBelief|LaProp|Lion|SignSGD|Tiger|Yogi)"
 )
@@ -254,7 +254,7 @@ def tried(dotted: str, knobs: str) -> Traits:
         joined = [torch.cat((halves[i], halves[i + 1])) for i in (0, 2)]
         same = all(torch.equal(p, q) for p, q in zip(whole, joined, strict=True))
         packed = any(is_packed(v) for held in one.state.values() for v in held.values())
-        size = sum(v.nbytes for held in one.state.values() for v in tensors_of(held))
+        size = sum(v.nbytes for held in one.state.values() for v in apart(held)[1].values())
     parts = same and not packed and EACH_ENTRY.fullmatch(dotted) is not None
     state_bytes = size / sum(p.nbytes for p in whole)
     return Traits(dotted, tuple(sorted(set(changed))), draws, parts, state_bytes)
@@ -300,7 +300,5 @@ def _hand_over(one: Optimizer, two: Optimizer) -> None:
     for here, there in zip(one.param_groups, two.param_groups, strict=True):
         there |= {k: copy.deepcopy(v) for k, v in here.items() if k != "params"}
         for p, q in zip(here["params"], there["params"], strict=True):
-            held: dict[str, Tensor] = {}
-            plain = {k: taken_apart(k, v, held) for k, v in one.state.get(p, {}).items()}
-            held = {k: v.detach().clone() for k, v in held.items()}
-            two.state[q] = {k: put_together(v, held) for k, v in plain.items()}
+            plain, held = apart(one.state.get(p, {}))
+            two.state[q] = together(plain, {k: v.detach().clone() for k, v in held.items()})

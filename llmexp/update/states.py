@@ -83,9 +83,17 @@ def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return all tensors of an optimizer's state of a parameter, those inside of others apart."""
-    found: dict[str, Tensor] = {}
-    for key, value in state.items():
-        taken_apart(key, value, found)
-    return list(found.values())
+def apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what an optimizer keeps of a parameter: what is plain by key, and tensors by name.
+
+    A tensor that has a key for itself is among the tensors alone.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = {key: taken_apart(key, value, tensors) for key, value in state.items()}
+    return {key: value for key, value in plain.items() if key not in tensors}, tensors
+
+
+def together(plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the state that `apart` has taken apart. Raises ValueError as `put_together` does."""
+    whole = {key: put_together(value, tensors) for key, value in plain.items()}
+    return whole | tensors  # without those that are in others now

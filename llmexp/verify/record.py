@@ -26,6 +26,7 @@ from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.system import fileio
+from llmexp.update.states import apart
 
 FOLDER, HOOK = "LLMEXP_RECORD_FOLDER", "llmexp.verify.record.record"
 STARTS = "starts.jsonl"
@@ -130,8 +131,9 @@ def _tensors(context: Any) -> dict[str, dict[str, str]]:
         "optimizer": {
             f"{number}/{names[id(p)]}/{key}": digest(value)
             for number, optimizer in enumerate(context.optimizers)
-            for p, states in optimizer.state.items()
-            for key, value in states.items()
+            for p, state in optimizer.state.items()
+            for held in apart(state)
+            for key, value in held.items()
         },
     }
 

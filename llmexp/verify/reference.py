@@ -27,6 +27,7 @@ from llmexp.data.sampler import Sampler
 from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.windows import order_of
+from llmexp.update import faces
 from llmexp.update.optim import set_rate
 
 MATMUL = re.compile(
@@ -249,7 +250,8 @@ def train_plainly(
             for p in parameters:
                 in_update.disturb(p.detach(), in_update.sizes.unit)
         update += 1
-    found.end = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    with faces.evaluating(optimizers, model):  # as checkpoints have them
+        found.end = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return found
 
 

@@ -41,6 +41,7 @@ from llmexp.verify.runs import shrunk, trial
 from llmexp.verify.tolerance import FLOOR, Off, checks_of_run, moved_off, off_by
 from tests import reference
 from tests.conftest import TINY, Result, llmexp
+from tests.tools import PACKAGE_OF
 
 DATA = ["data=synthetic", "data.n_tokens=4000", "data.val_ratio=0"]
 FAST = ["batch.real_batch_size=8", "optimizer.lr=0.02"]
@@ -280,11 +281,19 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
         ("lion", "clip.max_norm=0.5"),
         *(
             pytest.param(o, c, marks=SLOW)
-            for o, c in (("sgd", "clip=none"), ("muon", "clip=none"), ("adamw", "clip=none"))
+            for o, c in (
+                ("sgd", "clip=none"),
+                ("muon", "clip=none"),
+                ("adamw", "clip=none"),
+                ("adafactor", "clip=none"),
+                ("schedule_free", "clip=none"),  # which ends at other weights
+            )
         ),
     ],
 )
 def test_it_passes_with_other_optimizers_and_clipping(tmp_path, in_process, optimizer, clip):
+    if optimizer in PACKAGE_OF:
+        pytest.importorskip(PACKAGE_OF[optimizer])
     overrides = [
         "precision=fp64",
         f"optimizer={optimizer}",
