@@ -25,7 +25,6 @@ STATES = {
     "finished": "green", "running": "cyan", "queued": "", "preempted": "yellow", "cut": "red",
     "failed": "red",
 }  # fmt: skip
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 _KEYS = 5000  # of a config at most
 _BLOCK = 1 << 16  # bytes that are read at a time from the end
 
@@ -161,7 +160,7 @@ def clean_name(path: Path) -> str:
 def _yaml(path: Path) -> Any:
     try:
         return yaml.load(
-            path.read_bytes().decode(), Loader=_LOADER
+            path.read_bytes().decode(), Loader=rundir.LOADER
         )  # a safe one: plain values only
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
