@@ -230,7 +230,7 @@ def losses_of(folder: Path) -> dict[str, float]:
 
 def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path):
     """Killed while the seeds of each look train, and once more after a look was recorded."""
-    limits = ["sweep.decide=true", "sweep.max_seeds=3", "hydra.sweep.dir=s"]
+    limits = ["sweep.decide=true", "sweep.max_seeds=4", "hydra.sweep.dir=s"]
     whole = llmexp("train", "-m", *RUN, *GRID, *limits[:2], "hydra.sweep.dir=w", cwd=tmp_path)
     assert whole.code == 0, whole.err + whole.out
     expected = looks_of(tmp_path / "w")
