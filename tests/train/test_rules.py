@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from llmexp.run.rules import solve_rule
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build, renamed, with_knobs
 from llmexp.settings.knobs import deciding_result
-from llmexp.settings.rules import RULES, Reference
+from llmexp.settings.rules import RULE_KEYS, RULES, Reference
 from llmexp.settings.values import ConfigError, flatten
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import TINY, llmexp, train
@@ -241,6 +242,20 @@ def test_the_last_word_on_what_a_rule_sets_counts():
     assert sqrt.optimizer["reference"] == {"lr": 0.1, "B": 512}
 
 
+def as_it_was_written_before(folder: Path) -> None:
+    """A run of before optimizer.rule: its rate is that of its own batch, in sequences."""
+    old = {"lr_rule": "sqrt", "reference_batch": 8}
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    kept = {k: v for k, v in tree["optimizer"].items() if f"optimizer.{k}" not in RULE_KEYS}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree | {"optimizer": kept | old}))
+    for path in folder.glob("checkpoints/*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        flat = {k: v for k, v in manifest["config"].items() if not k.startswith(RULE_KEYS)}
+        assert len(flat) < len(manifest["config"])
+        manifest["config"] = flat | {f"optimizer.{k}": v for k, v in old.items()}
+        path.write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "rule", "rate"),
     [("adamw", "sqrt", 0.02), ("muon", "linear", 0.04)],
@@ -267,8 +282,13 @@ def test_the_rate_of_a_run_is_that_of_its_batch(tmp_path, optimizer, rule, rate)
         stopped = [*SHORT, *scaled, "train.stop_step=2", "hydra.run.dir=cut"]
         cut = llmexp("train", *TINY, *stopped, cwd=tmp_path)
         assert cut.code == 75
-        assert llmexp("resume", str(cut.folder), "batch.micro_batch_size=2", cwd=tmp_path).code == 0
-        assert [row["lr"] for row in cut.rows()] == [rate] * 4
+        shutil.copytree(tmp_path / "cut", tmp_path / "old")
+        as_it_was_written_before(tmp_path / "old")
+        for folder in ("cut", "old"):
+            again = llmexp("resume", folder, "batch.micro_batch_size=2", cwd=tmp_path)
+            assert again.code == 0, again.err
+            rows = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(row)["lr"] for row in rows] == [rate] * 4
         assert cut.json("run.json")["rule"] == words
 
 
