@@ -129,7 +129,9 @@ def test_isoflop_spends_each_budget_on_five_sizes(planned):
             n, words = point["parameters_with_head"], point["rule"]
             reference = yaml.safe_load((CONF / "isoflop.yaml").read_text())["optimizer"]
             at, law = reference["reference"], reference["exponents"]["lr"]
-            assert words.endswith(f" = {at['lr'] * (n / at['N']) ** law['N']:.6g}")
+            by_batch = (point["tokens_per_step"] / at["B"]) ** law["B"]
+            assert words.endswith(f" = {at['lr'] * (n / at['N']) ** law['N'] * by_batch:.6g}")
+            assert point["max_steps"] > 200
     for group in zip(*budgets.values(), strict=True):  # D grows with C at a held size
         grown = [point["max_tokens"] / point["values"]["train.max_flops"] for point in group]
         assert grown == pytest.approx([grown[0]] * 4, rel=2e-3)
