@@ -9,6 +9,7 @@ from pathlib import Path
 from llmexp.compare.comparing import NO_RUN, compare
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
+from llmexp.laws.narrowing import rung
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn
@@ -23,18 +24,30 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a sweep, runs, folders, globs")
     parser.add_argument("--negligible", metavar="NATS", help="as for llmexp compare")
+    parser.add_argument(
+        "--predict",
+        metavar="C",
+        help="of a ladder: FLOPs of the prediction to narrow",
+    )
     parser.add_argument("--json", action="store_true", help="the step as JSON")
     args = parser.parse_args(arguments)
-    step = proposed(args.paths, args.negligible)
+    step = proposed(args.paths, args.negligible, args.predict)
     print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else step)
     return DONE
 
 
-def proposed(paths: Sequence[str | Path], negligible: float | str | None = None) -> Step:
+def proposed(
+    paths: Sequence[str | Path],
+    negligible: float | str | None = None,
+    predict: float | str | None = None,
+) -> Step:
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
     found = compare(paths, negligible=negligible)
     for problem in found.problems:
         warn(problem)
     if not found.settings:
         raise ConfigError(NO_RUN.replace("compare", "next"))
-    return propose(found)
+    step = propose(found)
+    if step.rule in ("rest", "wait"):
+        return step
+    return rung(found, predict) or step

@@ -13,6 +13,7 @@ isoflop        parabolas, one a budget, and their bias
 gain           two ladders: the compute that a change needs
 answer         all of the above in order: paths -> `Answer`
 words          the answer in sentences; figures: numbers with their intervals
+narrowing      the rung, size or seed that would narrow a prediction most
 table          for the terminal, JSON
 page           the HTML page; plots makes its figures
 """

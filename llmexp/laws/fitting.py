@@ -124,6 +124,11 @@ class Surface(Law):
         return self.optimum(self.largest if self.target is None else math.log(self.target))
 
     @property
+    def last(self) -> str:
+        """Return what the last rung is called."""
+        return self.rungs[-1].name
+
+    @property
     def decades(self) -> float:
         """Return by how many decades the prediction lies beyond the largest rung."""
         return (math.log(self.predicted.flops) - self.largest) / math.log(10)

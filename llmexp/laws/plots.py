@@ -21,6 +21,7 @@ from llmexp.laws.surface import log_losses
 
 CURVE = 60  # places of a curve
 FRONT = 25  # places of a frontier, each with an interval
+STAR = {"symbol": "star", "size": 13}
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 
 
@@ -52,13 +53,10 @@ def isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         )
         n, loss = s.sizes[rung.runs], s.losses[rung.runs]
         points = [s.ladder.points[i] for i in rung.runs]
-        traces.append(go.Scatter(
-            x=n, y=loss, mode="markers", name=name, legendgroup=name,
-            marker={"color": colour, "size": 7},
-            text=[_hover(p.name, f"N {big(x)}", f"loss {p.loss:.4f}")
-                  for p, x in zip(points, n, strict=True)],
-            hovertemplate="%{text}<extra></extra>",
-        ))  # fmt: skip
+        words = [_hover(p.name, f"N {big(x)}", f"loss {p.loss:.4f}")
+                 for p, x in zip(points, n, strict=True)]  # fmt: skip
+        dots = {"name": name, "legendgroup": name, "showlegend": True}
+        traces.append(_dots(n, loss, words, {"color": colour}, **dots))
         if rung.what != "budget":
             continue
         x = np.linspace(math.log(n.min()) - 0.2, math.log(n.max()) + 0.2, CURVE)
@@ -67,12 +65,10 @@ def isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         if (p := curves.get(best.flops)) is not None:
             traces.append(_line(np.exp(x), np.polyval(p.curve, x), colour, name, "dot"))
         if not s.edge:
-            traces.append(go.Scatter(
-                x=[best.parameters.value], y=[best.loss.value], mode="markers", legendgroup=name,
-                showlegend=False, marker={"color": colour, "symbol": "star", "size": 13},
-                text=[_hover("best size", sized(best.parameters), f"loss {plain(best.loss)}")],
-                error_x=_bars(best.parameters, colour), hovertemplate="%{text}<extra></extra>",
-            ))  # fmt: skip
+            said = _hover("best size", sized(best.parameters), f"loss {plain(best.loss)}")
+            bars = {"error_x": _bars(best.parameters, colour), "legendgroup": name}
+            at = [best.parameters.value], [best.loss.value]
+            traces.append(_dots(*at, [said], STAR | {"color": colour}, **bars))
     layout = {
         "height": 460, "xaxis": _axis(s.sizes, "parameters"), "yaxis.title.text": "val loss",
         "legend": LEGEND, "margin.t": 60,
@@ -83,6 +79,14 @@ def isoflops(s: Surface, beside: Parabolas | None) -> Plot:
     )
     title = f"{text(s.ladder.name)}: loss over size"
     return plot(f"isoflop-{_id(s)}", title, traces, layout, caption)
+
+
+def _dots(x: Any, y: Any, words: Sequence[str], marker: dict[str, Any], **more: Any) -> Any:
+    """Return marks, each with what the pointer shows."""
+    return go.Scatter({
+        "x": x, "y": y, "text": words, "mode": "markers", "marker": {"size": 7} | marker,
+        "hovertemplate": "%{text}<extra></extra>", "showlegend": False,
+    } | more)  # fmt: skip
 
 
 def _line(x: np.ndarray, y: np.ndarray, colour: str, group: str, dash: str = "solid") -> Any:
@@ -133,19 +137,14 @@ def frontiers(surfaces: Sequence[Surface]) -> Plot:
             traces += _band(np.exp(c), found, colour, s.ladder.name)
         words = [_hover(p.name, f"{flops_text(p.flops)} FLOPs", f"loss {p.loss:.4f}")
                  for p in s.ladder.points]  # fmt: skip
-        traces.append(go.Scatter(
-            x=s.flops, y=s.losses, mode="markers", showlegend=False, text=words,
-            legendgroup=s.ladder.name, marker={"color": colour, "size": 5, "opacity": 0.45},
-            hovertemplate="%{text}<extra></extra>",
-        ))  # fmt: skip
+        pale = {"color": colour, "size": 5, "opacity": 0.45}
+        traces.append(_dots(s.flops, s.losses, words, pale, legendgroup=s.ladder.name))
         if s.target is not None and not s.edge:
             at = s.predicted
-            traces.append(go.Scatter(
-                x=[at.flops], y=[at.loss.value], mode="markers", showlegend=False,
-                legendgroup=s.ladder.name, marker={"color": colour, "symbol": "star", "size": 14},
-                text=[_hover("prediction", plain(at.loss), sized(at.parameters, "parameters"))],
-                error_y=_bars(at.loss, colour), hovertemplate="%{text}<extra></extra>",
-            ))  # fmt: skip
+            said = _hover("prediction", plain(at.loss), sized(at.parameters, "parameters"))
+            bars = {"error_y": _bars(at.loss, colour), "legendgroup": s.ladder.name}
+            star = STAR | {"color": colour}
+            traces.append(_dots([at.flops], [at.loss.value], [said], star, **bars))
     span = np.array([v for s in surfaces for v in (*np.exp(s.span), s.predicted.flops)])
     layout = {
         "height": 400, "xaxis": _axis(span, "FLOPs"), "yaxis": {"type": "log", "title": {
@@ -173,11 +172,8 @@ def contours(s: Surface) -> Plot:
             contours={"coloring": "lines", "showlabels": True, "labelfont": {"size": 10}},
             line={"width": 1}, colorscale=[[0, GREY], [1, GREY]], hoverinfo="skip",
         ),
-        go.Scatter(
-            x=s.tokens, y=s.sizes, mode="markers", text=words, showlegend=False,
-            marker={"size": 7, "color": [of_run.get(i, GREY) for i in range(len(s.sizes))]},
-            hovertemplate="%{text}<extra></extra>",
-        ),
+        _dots(s.tokens, s.sizes, words,
+              {"color": [of_run.get(i, GREY) for i in range(len(s.sizes))]}),
     ]  # fmt: skip
     if not s.edge:
         c = np.linspace(*s.span, FRONT)
@@ -199,11 +195,8 @@ def residuals(law: Surface | Power) -> Plot:
     over, x = ("FLOPs", law.flops) if isinstance(law, Surface) else (law.by, law.x)
     names = [p.name for p in law.ladder.points] if isinstance(law, Surface) else [big(v) for v in x]
     rest = 100 * law.rest
-    traces = [go.Scatter(
-        x=x, y=rest, mode="markers", marker={"color": FEW[0], "size": 7}, showlegend=False,
-        text=[_hover(n, f"{r:+.2f} %") for n, r in zip(names, rest, strict=True)],
-        hovertemplate="%{text}<extra></extra>",
-    )]  # fmt: skip
+    words = [_hover(n, f"{r:+.2f} %") for n, r in zip(names, rest, strict=True)]
+    traces = [_dots(x, rest, words, {"color": FEW[0]})]
     layout = {
         "height": 320, "xaxis": _axis(x, over), "yaxis.title.text": "above the law, %",
         "yaxis.zeroline": True,
@@ -240,10 +233,8 @@ def power_curve(p: Power) -> Plot:
     last = max(float(p.x.max()), p.target or 0.0)
     x = np.geomspace(float(p.x.min()), last, FRONT)
     traces = _band(x, [p.loss_at(v) for v in x], FEW[0], p.ladder.name)
-    traces.append(go.Scatter(
-        x=p.x, y=p.losses, mode="markers", showlegend=False, marker={"color": FEW[0], "size": 7},
-        hovertemplate="%{x:.4g}: %{y:.4f}<extra></extra>",
-    ))  # fmt: skip
+    words = [_hover(big(v), f"loss {y:.4f}") for v, y in zip(p.x, p.losses, strict=True)]
+    traces.append(_dots(p.x, p.losses, words, {"color": FEW[0]}))
     layout = {"height": 400, "xaxis": _axis(x, text(p.by)), "yaxis.title.text": "val loss",
               "showlegend": False}  # fmt: skip
     caption = "Dots: runs. Line and band: the law, with the 95 % interval."

@@ -40,6 +40,16 @@ class Power(Law):
         self.x = x
         super().__init__(ladder, Axes.of(x), losses, seed)
 
+    @property
+    def last(self) -> str:
+        """Return what the last runs are called."""
+        return f"largest {self.by}"
+
+    @property
+    def decades(self) -> float:
+        """Return by how many decades the prediction lies beyond the runs."""
+        return math.log10((self.target or 1.0) / self.x.max())
+
     def loss_at(self, x: float) -> Estimate:
         """Return the loss of the law at x."""
         there = self.axes.at(np.array([[math.log(x)]]))
@@ -52,7 +62,7 @@ class Power(Law):
         last = self.x == self.x.max()
         if (~last).sum() < LEAST or len(set(self.x[~last])) < VALUES:
             return None
-        return self.without(np.flatnonzero(last), f"largest {self.by}")
+        return self.without(np.flatnonzero(last), self.last)
 
     def rows(self) -> list[tuple[float, int, float, Estimate]]:
         """Return x, runs, geometric mean of their losses, and the law there."""

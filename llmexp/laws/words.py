@@ -34,8 +34,7 @@ def notes(a: Answer) -> tuple[str, ...]:
     if a.gains:
         found += [_named(a, s, _law(s, a)) for s in a.surfaces]
     for law in a.laws:
-        of_law = _power_notes(law) if isinstance(law, Power) else _surface_notes(law)
-        found += [_named(a, law, text) for text in of_law]
+        found += [_named(a, law, text) for text in _notes(law)]
     return tuple(dict.fromkeys(found))
 
 
@@ -70,7 +69,7 @@ def _law(s: Surface, a: Answer) -> str:
     at = s.predicted
     place = f"At {flops_text(at.flops)} FLOPs"
     if s.target is None:
-        place += f", the {s.rungs[-1].name}"
+        place += f", the {s.last}"
     if found:
         return (
             f"{place}, by parabolas: {sized(found.parameters, 'parameters')}. "
@@ -83,16 +82,17 @@ def _law(s: Surface, a: Answer) -> str:
     )
 
 
-def _surface_notes(s: Surface) -> Iterator[str]:
-    if s.target is not None and s.decades > FAR and not s.edge:
+def _notes(law: Surface | Power) -> Iterator[str]:
+    """Say how far the prediction lies out, what was held out and left out."""
+    if law.target is not None and law.decades > FAR and not (isinstance(law, Surface) and law.edge):
         yield (
-            f"That is {s.decades:.1f} decades beyond the {s.rungs[-1].name}: so far out a "
-            "prediction rests on the form of the law, of which no interval knows."
+            f"That is {law.decades:.1f} decades beyond the {law.last}: so far out a prediction "
+            "rests on the form of the law, of which no interval knows."
         )
-    yield _held_out(s.held_out)
-    if not s.knows_e:
+    yield _held_out(law.held_out)
+    if not law.knows_e:
         yield "E is not known from these runs: a law without it fits about as well."
-    yield from _left_out(s)
+    yield from _left_out(law)
 
 
 def _held_out(held: HoldOut | None) -> str:
@@ -120,11 +120,7 @@ def _surface_why(s: Surface) -> Iterator[str]:
         f"L(N, D) = E + A N^-alpha + B D^-beta: E {law['E']}, A {law['A']}, B {law['B']}, alpha "
         f"{law['alpha']}, beta {law['beta']}. N: {COUNTED[s.count]}."
     )
-    yield (
-        f"{plural(len(s.losses), 'run')} at {plural(len(s.rungs), s.rungs[0].what)}; they lie "
-        f"{s.ensemble.noise:.2%} from the law (standard deviation). Intervals hold 95 % of "
-        f"{len(s.ensemble.laws):,} draws of the runs' noise, each fitted again."
-    )
+    yield f"{plural(len(s.rungs), s.rungs[0].what)}, {_noise(s)}"
     rules = {str(p.values.get("optimizer.rule") or "none") for p in s.ladder.points} - {"none"}
     if rules:
         yield f"optimizer.rule has set what it decides: {listed(sorted(rules))}."
@@ -188,23 +184,15 @@ def _power(p: Power) -> str:
     return f"At {place}: val loss {plain(p.loss_at(p.target))}; {text}."
 
 
-def _power_notes(p: Power) -> Iterator[str]:
-    if p.target is not None and (far := math.log10(p.target / p.x.max())) > FAR:
-        yield (
-            f"That is {far:.1f} decades beyond the largest {p.by}: so far out a prediction rests "
-            "on the form of the law, of which no interval knows."
-        )
-    yield _held_out(p.held_out)
-    if not p.knows_e:
-        yield "E is not known from these runs: a law without it fits about as well."
-    yield from _left_out(p)
-
-
 def _power_why(p: Power) -> Iterator[str]:
-    yield (
-        f"{plural(len(p.x), 'run')}; they lie {p.ensemble.noise:.2%} from the law (standard "
-        f"deviation). Intervals hold 95 % of {len(p.ensemble.laws):,} draws of the runs' noise, "
-        "each fitted again."
-    )
+    yield _noise(p)
     if p.by == "flops":
         yield "Of each budget the run with the lowest loss counts, which is low by luck too."
+
+
+def _noise(law: Law) -> str:
+    return (
+        f"{plural(len(law.losses), 'run')}; they lie {law.ensemble.noise:.2%} from the law "
+        f"(standard deviation). Intervals hold 95 % of {len(law.ensemble.laws):,} draws of the "
+        "runs' noise, each fitted again."
+    )

@@ -247,7 +247,7 @@ def test_the_command_prints_what_python_returns(tmp_path, capsys):
     schema = json.loads((ROOT / "llmexp/schema-1.json").read_text())["$defs"]["next"]
     own = {"confirm_search": "confirm", "confirm_screen": "screen"}
     rules = (rule.__name__ for rule in RULES if rule is not compared)
-    names = {own.get(name, name) for name in rules} | {"nothing", "wait"}
+    names = {own.get(name, name) for name in rules} | {"nothing", "wait", "rung"}
     assert set(schema["properties"]["rule"]["enum"]) == names
     page = (ROOT / "docs/compare.md").read_text()
     assert all(f"| `{name}` |" in page for name in names)

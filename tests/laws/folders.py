@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,27 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
 
 
 def isoflop(
-    folder: Path, law: Law = SMALL, noise: float = 0.002, seed: int = 0, **changes: Any
-) -> Path:
-    """A sweep of budgets x sizes; the law counts N without embeddings, with the head."""
+    folder: Path, law: Law = SMALL, noise: float = 0.002, seed: int = 0,
+    blocks: Sequence[int] = BLOCKS, budgets: Sequence[float] = BUDGETS, **changes: Any,
+) -> Path:  # fmt: skip
+    """Budgets x sizes; the law counts N without embeddings, with the head."""
     rng = np.random.default_rng(seed)
-    for i, c in enumerate(BUDGETS):
-        for j, n in enumerate(BLOCKS):
+    for i, c in enumerate(budgets):
+        for j, n in enumerate(blocks):
             size = n + round(64 * math.sqrt(n))
             tokens = round(c / (6 * size))
             loss = law.loss(size, tokens) * math.exp(noise * rng.standard_normal())
-            run(folder / f"{i}-{j}", loss, n, tokens, **changes)
+            run(folder / f"{i}-{j}", loss, n, tokens, **{"train__max_flops": c, **changes})
+    return folder
+
+
+def as_sweep(folder: Path, *swept: str) -> Path:
+    """The folder with a ledger, as of a sweep that has come to its end."""
+    points = [
+        {"number": i, "label": path.name, "folder": path.name, "identity": None, "overrides": []}
+        for i, path in enumerate(sorted(folder.iterdir()))
+    ]
+    ledger = {"format": 1, "name": "x", "group": "x", "launcher": "local", "arguments": [],
+              "created": 1.8e9, "state": "finished", "swept": swept, "points": points}  # fmt: skip
+    (folder / "sweep.json").write_text(json.dumps(ledger))
     return folder

@@ -1,0 +1,57 @@
+"""What `llmexp next` proposes for a ladder, and how much it narrows the prediction in truth."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+import llmexp
+from llmexp.__main__ import run as command
+from tests.laws.folders import BLOCKS, BUDGETS, as_sweep, isoflop
+from tests.tools import printed
+
+EARLY = (1e11, 5e11, 2.5e12)  # whose best sizes are below BLOCKS[2]
+SWEPT = ("train.max_flops", "model.d_model")
+WIDTH = r"(\S+)=(\S+) to about ±(\S+) for (\S+) FLOPs"
+
+
+def test_the_next_rung_of_a_ladder(tmp_path, capsys):
+    folder = as_sweep(isoflop(tmp_path / "a"), *SWEPT)
+    assert command(["next", str(folder), "--predict", "1e15", "--json"]) == 0
+    step = printed("next", capsys.readouterr().out)
+    assert step["rule"] == "rung"
+    assert step["words"] == ["resume", str(folder), "train.max_flops=1.25e14"]
+    assert step["cost"]["runs"] == len(BLOCKS)
+    told = {key: (float(value), float(width), float(flops))
+            for key, value, width, flops in re.findall(WIDTH, step["why"])}  # fmt: skip
+    assert told["train.max_flops"][2] == pytest.approx(1.25e14 * len(BLOCKS), rel=0.01)
+    assert told["train.seed"][2] == pytest.approx(sum(BUDGETS) * len(BLOCKS), rel=0.01)
+
+    def half(more):
+        low, high = (more.data["ladders"][0]["prediction"]["loss"][end] for end in ("low", "high"))
+        return (high - low) / 2
+
+    # Trained in truth: within a third, as the noise is measured anew and the law is not straight.
+    rung = isoflop(tmp_path / "b", seed=7, budgets=[1.25e14])
+    seed = isoflop(tmp_path / "c", seed=8, train__seed=2)
+    for key, added in (("train.max_flops", rung), ("train.seed", seed)):
+        truth = half(llmexp.fit(*sorted(folder.glob("*-*")), *added.iterdir(), predict=1e15))
+        assert abs(math.log(told[key][1] / truth)) < math.log(1.5), key
+    assert told["train.max_flops"][1] < told["train.seed"][1]
+
+
+def test_at_the_edge_it_is_the_next_size(tmp_path):
+    folder = as_sweep(isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY), *SWEPT)
+    step = llmexp.next_step(folder)
+    assert step.rule == "rung"
+    assert "widen to smaller" in step.why
+    key, _, value = step.words[-1].partition("=")
+    assert key == "model.d_model"
+    assert 0 < int(value) < int(math.sqrt(BLOCKS[2]) / 4)
+
+
+def test_what_is_no_ladder_keeps_the_rules_of_settings(tmp_path):
+    folder = as_sweep(isoflop(tmp_path / "a"), "train.max_flops", "optimizer.lr")
+    assert llmexp.next_step(folder).rule != "rung"
