@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.stats import f as f_distribution
+from scipy.special import fdtri
 
 from llmexp.laws.surface import DELTA, Axes, fit, log_losses, refine, slopes
 
@@ -47,7 +47,7 @@ class Ensemble:
     def e_tells(self) -> bool:
         """Tell whether the best law with E = 0 fits worse, as F of one degree of freedom tells."""
         more = fit(self.axes, self.logs, with_e=False)[1] / max(self.sum, 1e-300) - 1
-        return bool(more * self.free > f_distribution.ppf(LEVEL / 100, 1, self.free))
+        return bool(more * self.free > fdtri(1, self.free, LEVEL / 100))
 
 
 def _unpulled(rest: np.ndarray, slope: np.ndarray, noise: float) -> np.ndarray:
