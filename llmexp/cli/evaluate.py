@@ -27,12 +27,14 @@ def main(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
     words = ["evaluate", *arguments]
     args = parsed_words(command_line.take_allowed(arguments))
-    if (ranks := ranks_of(args)) > 1 and "RANK" not in os.environ:
+    _tasks(args)  # refuses words that do not go together, before ranks start
+    ranks = ranks_of(args.run, args.overrides, args.config_dir)
+    if ranks > 1 and "RANK" not in os.environ:
         from llmexp.mesh.ranks import run_alike
 
         return run_alike(words, ranks)
     found = evaluated(args)
-    if os.environ.get("RANK", "0") != "0":
+    if ranks > 1 and os.environ.get("RANK", "0") != "0":
         return 0
     print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(tables_of(found)))
     return 0
@@ -51,7 +53,8 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     else:
         path, step = named_checkpoint(args.run)
         config = with_data(path, args.overrides, args.config_dir)
-        if (ranks := ranks_of(args)) > 1 and "RANK" not in os.environ:
+        ranks = ranks_of(args.run, args.overrides, args.config_dir)
+        if ranks > 1 and "RANK" not in os.environ:
             text = "the command llmexp evaluate starts them, a function does not"
             raise ConfigError(f"parallelism: needs {ranks} ranks; {text}")
         found = {"run": str(path), "weights": args.weights}
@@ -91,18 +94,16 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def ranks_of(args: argparse.Namespace) -> int:
+def ranks_of(run: str, overrides: Sequence[str], config_dir: str | None = None) -> int:
     """Return how many ranks share the model: those of overrides of parallelism, else 1.
 
     Raises ConfigError for what does not share it."""
-    if not any(key_of(o).partition(".")[0] == "parallelism" for o in args.overrides):
+    if not any(key_of(o).partition(".")[0] == "parallelism" for o in overrides):
         return 1
-    folder = Path(args.run).expanduser()
+    folder = Path(run).expanduser()
     if (folder / "config.json").is_file() and not rundir.is_run(folder):
         return 1  # refused there
-    chosen = with_data(named_checkpoint(args.run)[0], args.overrides, args.config_dir).parallelism
-    if args.tasks or args.lm_eval:
-        raise ConfigError("parallelism: ranks share the model for losses, not for tasks")
+    chosen = with_data(named_checkpoint(run)[0], overrides, config_dir).parallelism
     if chosen.kind not in SHARING:
         text = "ranks that share a model hold parts of it"
         raise refuse("parallelism.kind", chosen.kind, text, "fsdp")

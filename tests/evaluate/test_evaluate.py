@@ -66,11 +66,25 @@ def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
     assert alone == shared
 
 
+def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
+    words = ["run", "--prompt", "ab", "--tokens", "12", "--temperature", "0"]
+    assert command(["sample", *words]) == 0
+    alone = capsys.readouterr().out
+    two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
+    done = llmexp("sample", *words, *two, cwd=there)
+    assert (done.code, done.out) == (0, alone), done.err
+    assert command(["sample", *words, "train.seed=1"]) == 2
+    assert "sample takes the ranks" in capsys.readouterr().err
+
+
 def test_ranks_that_cannot_share_are_refused(there, capsys):
     two = "parallelism.nproc_per_node=2"
     for words, said in (
         (["parallelism=ddp", two], "parallelism.kind=ddp: ranks that share a model hold parts"),
-        (["parallelism=fsdp", two, "--tasks", "tiny_facts"], "for losses, not for tasks"),
+        (
+            ["parallelism=fsdp", two, "--tasks", "tiny_facts"],
+            "--tasks tiny_facts: takes no data=...",
+        ),
         (["parallelism=fsdp", "train.seed=1"], "evaluate changes only the data and the ranks"),
     ):
         assert command(["evaluate", "run", *words]) == 2
