@@ -48,7 +48,7 @@ def test_the_largest_slope_of_either_sign_counts():
             assert found == pytest.approx(abs(worst), rel=1e-9)
             assert layer == f"blocks.{slopes.index(worst)}"
             check = transfer.check_slopes("", planted(*slopes), widths, which)
-            assert check.passed == (abs(worst) < 0.1)
+            assert check.passed == (abs(worst) < 0.25)
     assert transfer.largest(planted(0.0, logits=-0.5), widths, 0)[0] == pytest.approx(0, abs=1e-9)
     assert transfer.largest(planted(0.0, logits=-0.5), widths, 1)[1] == "logits"
 
@@ -65,10 +65,10 @@ def test_activations_are_those_of_the_model_and_change_by_its_steps():
     config = transfer.prepared(config_of(*BASE, *MUP, "optimizer.lr=1e-3"))
     assert config.batch.sequence_length == 12
     knobs = {"d_model": 32, "d_ff": 48}
-    found = transfer.moved(with_knobs(trial(config, 1), model=knobs), 1)
-    model = assemble(with_knobs(trial(config, 1), model=knobs)).build_model()
     parts = assemble(with_knobs(trial(config, 1), model=knobs))
-    tokens = windows_in_order(parts, [transfer.SEQUENCES])[0][:, :-1]
+    windows, model = windows_in_order(parts, [transfer.SEQUENCES]), parts.build_model()
+    found = transfer.moved(parts.config, windows)
+    tokens = windows[0][:, :-1]
     seen = model.token_embedding.weight.detach()[tokens]
     size, change = found["token_embedding"]
     assert size == pytest.approx(float(seen.abs().mean()), rel=0.02)
