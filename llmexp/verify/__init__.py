@@ -8,6 +8,7 @@ record       the hook that digests what every rank computes
 pair         two recorded runs, compared bit by bit
 geometry     all cuts compute the same
 reference    the independent float64 loop that geometry compares with
+clipping     its rules of clipping, from their formulas
 tolerance    how far from it rounding may take a run
 resume       killed and resumed: bit-equal
 kills        how a run is killed at random moments

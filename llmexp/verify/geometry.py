@@ -21,6 +21,7 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.run.batch import shared_sequences
 from llmexp.runs import rundir
+from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
@@ -68,8 +69,12 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
-    if (kind := config.clip.kind) not in ("norm", "value", "none"):
-        raise refuse("clip.kind", kind, "the reference of verify has no such rule", "norm")
+    if (limit := config.clip.qk_limit) is not None:
+        text = "the reference of verify computes no attention logits, which it follows"
+        raise refuse("clip.qk_limit", limit, text, "null")
+    if config.clip.kind in MOVING:  # a moving limit begins within the few steps
+        begin = min(config.clip.warmup_steps, steps // 2)
+        config = with_knobs(config, clip={"warmup_steps": begin})
     own = assemble(config)
     shared = shared_sequences(own.config.batch)
     real = real_batch(shared)  # of all stages, where there is a ramp

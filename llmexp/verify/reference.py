@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.data.order import sequence_index
 from llmexp.data.sampler import Sampler
-from llmexp.settings.config import Clip
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.windows import order_of
 from llmexp.update import faces
 from llmexp.update.optim import set_rate
+from llmexp.verify.clipping import Clipping
 
 MATMUL = re.compile(
     r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"
@@ -216,7 +216,7 @@ def train_plainly(
     found, update = Followed(), 0
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizers = parts.build_optimizers(model)
+    optimizers, clipping = parts.build_optimizers(model), Clipping(parts.config.clip, model)
     in_update = None
     if off is not None:
         in_update = Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
@@ -240,12 +240,13 @@ def train_plainly(
             p.detach().copy_(value)
         gradients = [p.grad for p in parameters if p.grad is not None]
         error = 0.0 if off is None else off.of_norm(gradients)
-        before, after = _clip(gradients, parts.config.clip, error)
+        before, after = clipping.clip(error)
         found.norms.append(before)
         found.norms_post_clip.append(after)
         with in_update or contextlib.nullcontext():
             for optimizer in optimizers:
                 optimizer.step()
+        clipping.limit_updates(optimizers, exact)
         if in_update is not None:
             for p in parameters:
                 in_update.disturb(p.detach(), in_update.sizes.unit)
@@ -276,21 +277,3 @@ def _backward(
             loss.backward()
             losses.append(loss.item())
     return math.fsum(losses)
-
-
-def _norm(gradients: Sequence[Tensor]) -> float:
-    return math.sqrt(math.fsum(float(g.square().sum()) for g in gradients))
-
-
-def _clip(gradients: Sequence[Tensor], clip: Clip, error: float) -> tuple[float, float]:
-    """Clip in place, and return the 2-norm before and after.
-
-    `error`: relative, of the norm that is clipped by.
-    """
-    before = _norm(gradients) * (1 + error)
-    for g in gradients:
-        if clip.kind == "norm" and clip.max_norm is not None:
-            g.mul_(min(1.0, clip.max_norm / (before + 1e-6)))
-        elif clip.kind == "value" and clip.max_value is not None:
-            g.clamp_(-clip.max_value, clip.max_value)
-    return before, _norm(gradients)

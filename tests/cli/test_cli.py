@@ -358,7 +358,7 @@ def test_failing_points_touch_no_other(tmp_path):
     rows = [row.split() for row in result.out[places[-1] :].splitlines()]
     assert [row[0] for row in rows if row[1:2] == ["failed"]] == ["1", "2", "3"]
     loss = record_of(folder / names[3], "status.json")["summary"]["final val/loss"]
-    assert ["4", f"{loss:.5g}"] in [row[:2] for row in rows]
+    assert ["4", f"{loss:#.5g}"] in [row[:2] for row in rows]
 
 
 def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):

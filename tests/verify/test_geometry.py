@@ -306,6 +306,38 @@ def test_it_passes_with_other_optimizers_and_clipping(tmp_path, in_process, opti
     assert failed(checks) == set()
 
 
+RISING = ["optimizer.lr=0.05", "schedule.warmup_steps=0"]  # norms of the first steps
+RULES = {
+    "norm": ["clip.max_norm=0.5"],
+    "zscore": ["clip.z=0.1", "clip.warmup_steps=1", *RISING],
+    "quantile": ["clip.quantile=0.3", "clip.warmup_steps=1", *RISING],
+    "adaptive": ["clip.ratio=0.003"],
+    "per_group": ["clip.limits=[{match: '*.mlp.*', max_norm: 0.05}, {match: '*', max_norm: 0.3}]"],
+    "update": ["clip.threshold=0.3"],
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule if rule == "zscore" else pytest.param(rule, marks=SLOW) for rule in RULES]
+)
+def test_it_knows_every_rule_of_clipping(tmp_path, in_process, rule):
+    """And each acts in some window. One that the reference knows otherwise is seen."""
+    given = ["precision=fp64", "train.device=cpu", f"clip={rule}", *RULES[rule]]
+
+    checks = geometry.verify(composed(*given), tmp_path / "right", steps=4, shrink=False)
+    assert failed(checks) == set()
+    rows = (tmp_path / "right").glob("*/metrics.jsonl")
+    shares = [json.loads(line).get("clipped_share") for p in rows for line in p.open()]
+    assert any(shares)
+
+
+def test_attention_logits_are_not_known(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"clip.qk_limit=5.0: the reference of verify computes no"
+    ):
+        geometry.verify(composed("clip.qk_limit=5"), tmp_path, steps=None, shrink=False)
+
+
 @pytest.mark.parametrize(
     "precision", ["fp16", pytest.param("bf16", marks=SLOW), pytest.param("fp32", marks=SLOW)]
 )
