@@ -45,7 +45,7 @@ SIZES = {
     "tracker": 9_700,
     "compare": 51_350,
     "train": 39_650,
-    "laws": 19_400,
+    "laws": 19_450,
     "evaluate": 2_550,
     "forecast": 10_800,
     "compose": 10_250,

@@ -17,7 +17,7 @@ from llmexp.laws.law import FAR, HoldOut, Law
 from llmexp.laws.points import COUNTED
 from llmexp.laws.power import Power
 from llmexp.settings.labels import plural
-from llmexp.system.text import loss_text
+from llmexp.system.text import loss_text, number
 
 
 def headline(a: Answer) -> str:
@@ -191,8 +191,12 @@ def _power_why(p: Power) -> Iterator[str]:
 
 
 def _noise(law: Law) -> str:
+    passes = max(number(p.values.get("max_epochs")) or 0.0 for p in law.ladder.points)
+    again = (
+        f" Up to {passes:.1f} passes over the data count as new tokens each." if passes > 1 else ""
+    )
     return (
         f"{plural(len(law.losses), 'run')}; they lie {law.ensemble.noise:.2%} from the law "
         f"(standard deviation). Intervals hold 95 % of {len(law.ensemble.laws):,} draws of the "
-        "runs' noise, each fitted again."
+        f"runs' noise, each fitted again.{again}"
     )

@@ -9,4 +9,4 @@ from llmexp.laws.bootstrap import Ensemble
 
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ensemble.__init__, "__defaults__", (0, 100))
+    monkeypatch.setattr(Ensemble.__init__, "__defaults__", (0, 200))

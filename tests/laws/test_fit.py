@@ -135,8 +135,9 @@ def test_a_power_law_over_a_knob(tmp_path):
 def test_of_each_size_and_length_the_best_setting_counts(tmp_path):
     folder = isoflop(tmp_path / "a")
     tokens = round(BUDGETS[0] / (6 * (BLOCKS[0] + round(64 * math.sqrt(BLOCKS[0])))))
-    run(folder / "worse", 9.0, BLOCKS[0], tokens, optimizer__lr=3e-3)
-    run(folder / "seed", 4.0, BLOCKS[0], tokens, train__seed=2)
+    budget = {"train__max_flops": BUDGETS[0]}
+    run(folder / "worse", 9.0, BLOCKS[0], tokens, optimizer__lr=3e-3, **budget)
+    run(folder / "seed", 4.0, BLOCKS[0], tokens, train__seed=2, **budget)
     (found,), _ = ladders([folder])
     assert "worse" not in [p.name for p in found.points]
     assert "seed" in [p.name for p in found.points]

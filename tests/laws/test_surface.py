@@ -122,6 +122,7 @@ def test_a_thousand_runs_take_seconds():
     assert time.process_time() - began < 20  # some 3
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("shape", [(4, 5)])
 def test_intervals_hold_the_truth(shape):
     """The slow test in short: 33 of 40 or more has a chance of 0.998 at 95 %."""
@@ -130,6 +131,7 @@ def test_intervals_hold_the_truth(shape):
     assert max(map(abs, bias.values())) < 0.6, bias  # 4 standard errors of a mean of 40
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_the_held_out_budget_is_predicted():
     for seed in range(3):
         held = surface(LAWS["hoffmann"], 4, 6, 0.003, seed).held_out
@@ -199,6 +201,7 @@ def test_the_gain_of_a_change_that_saves_compute():
     assert back.value == pytest.approx(1 / found.common.ratio.value, rel=0.05)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_equal_ladders_seldom_show_a_gain():
     law, called = LAWS["hoffmann"], 0
     for seed in range(12):
