@@ -40,7 +40,7 @@ OF_ONES_OWN = [name for name, rule in RULES.items() if rule.at is None]
 
 
 def composed(*given_values: str) -> Config:
-    overrides = [opened(override) for override in given_values]
+    overrides = [opened(override, given_values) for override in given_values]
     with hydra_app(None, overrides) as hydra:
         return typed_config(compose(hydra, overrides)[0])
 
