@@ -17,6 +17,7 @@ from llmexp.runs import rundir
 from llmexp.runs.naming import add_checkpoint, named_checkpoint
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
@@ -33,6 +34,8 @@ def main(arguments: list[str]) -> int:
         from llmexp.mesh.ranks import run_alike
 
         return run_alike(words, ranks)
+    if ranks > 1:
+        release_signals()
     found = evaluated(args)
     if ranks > 1 and os.environ.get("RANK", "0") != "0":
         return 0

@@ -181,15 +181,18 @@ def run_alike(words: list[str], ranks: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="llmexp-ranks-") as folder:
         place = {MEETING: f"{folder}/meeting", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", (os.cpu_count() or 1) // ranks)
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
         children: list[subprocess.Popen[bytes]] = []
         logs = [None, *(Path(folder) / f"{rank}.log" for rank in range(1, ranks))]
         try:
-            with signals_passed_on(children):
+            with signals_passed_on(children) as stopped:
                 for rank, log in enumerate(logs):
                     own = place | {"RANK": rank, "LOCAL_RANK": rank}
                     env = os.environ | {name: str(value) for name, value in own.items()}
                     children.append(start("llmexp", *words, log=log, env=env))
+                for child in children if stopped else ():  # it may have come before they were there
+                    pass_on(child, stopped[0])
                 deadline = math.inf
                 while any(child.poll() is None for child in children) and deadline > 0:
                     if any(child.poll() for child in children):
@@ -199,6 +202,8 @@ def run_alike(words: list[str], ranks: int) -> int:
             for child in children:
                 child.kill()
                 child.wait()
+        if stopped:
+            return 128 + stopped[0]
         codes = [child.returncode for child in children]
         # one that was killed here had waited for another
         bad = [i for i, code in enumerate(codes) if code > 0] or [

@@ -48,7 +48,7 @@ class Stop:
     def install(self) -> Stop:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they wait since `signals_held`
+        release_signals()
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -86,6 +86,11 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_signals() -> None:
+    """Let stop signals in that `signals_held` has held back since this process was started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def start(module: str, *arguments: str, log: Path | None = None, **more: Any) -> Popen[Any]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +17,11 @@ import pytest
 import torch
 
 from llmexp.__main__ import run as command
+from llmexp.cli import evaluate
+from llmexp.mesh import ranks
 from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
+from llmexp.system.child import PASSED_ON, STOP_SIGNALS, signals_held
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp, train
 
@@ -89,6 +96,39 @@ def test_ranks_that_cannot_share_are_refused(there, capsys):
     ):
         assert command(["evaluate", "run", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_ranks_stop_with_the_command(monkeypatch):
+    """The exit code is that of the signal; each rank has a thread where there are more ranks than
+    processors."""
+    threads = []
+
+    def start(*words: str, env: dict[str, str], **more: object) -> subprocess.Popen:
+        threads.append(env["OMP_NUM_THREADS"])
+        code = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGTERM)}); time.sleep(60)"
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(ranks, "start", start)
+    try:
+        assert ranks.run_alike(["evaluate"], 2) == 128 + signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert threads == ["1", "1"]
+
+
+def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypatch):
+    held: set[int] = set(STOP_SIGNALS)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(
+        evaluate, "evaluated", lambda args: held.intersection_update(signal.pthread_sigmask(0, ()))
+    )
+    with signals_held():
+        assert command(["evaluate", "run", "parallelism=fsdp", "parallelism.nproc_per_node=2"]) == 0
+    assert not held
 
 
 def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, float, float, float]:
