@@ -71,12 +71,12 @@ def fit(
         form = "power"
     laws: list[Surface | Power] = []
     refused: list[ConfigError] = []
-    for ladder in found:
+    for seed, ladder in enumerate(found):  # or ladders of equally many runs share their draws
         try:
             if form == "power":
-                laws.append(Power(ladder, counted, by or _axis(ladder, counted), target))
+                laws.append(Power(ladder, counted, by or _axis(ladder, counted), target, seed))
             else:
-                laws.append(Surface(ladder, counted, target))
+                laws.append(Surface(ladder, counted, target, seed))
         except ConfigError as error:
             refused.append(error)
     if not laws:

@@ -15,11 +15,13 @@ from llmexp.run.budget import BUDGETS
 from llmexp.runs.find import SweepFolder, find, looks_like_run
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_label, short_value
+from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.values import ConfigError
 
 CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
 # A ladder varies these: they set no two ladders apart.
-_SCALE = ("batch.", "fork.", "model.depth", "model.size", "model.shape_rule", *BUDGETS, SEED)
+_SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SIZES))
+_SCALE = ("batch.", "fork.", *_SIZES, *BUDGETS, SEED)
 
 
 def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[Ladder], list[str]]:

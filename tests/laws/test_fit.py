@@ -145,6 +145,22 @@ def test_of_each_size_and_length_the_best_setting_counts(tmp_path):
     assert "1 other setting is none" in found.notes[0]
 
 
+def test_a_path_for_each_size_is_one_ladder(sweep, tmp_path):
+    paths = []
+    for number in range(len(BLOCKS)):
+        paths.append(tmp_path / f"size-{number}")
+        for budget in range(len(BUDGETS)):
+            shutil.copytree(sweep / f"{budget}-{number}", paths[-1] / str(budget))
+    assert llmexp.fit(*paths).headline == llmexp.fit(sweep).headline
+
+
+def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
+    """Else what one ladder has against another of equally many runs would vary too little."""
+    other = isoflop(tmp_path / "m", optimizer___target_="llmexp.update.optim.muon")
+    one, two = (s.ensemble.laws for s in fit([sweep, other]).surfaces)
+    assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.5  # five standard deviations
+
+
 @pytest.mark.parametrize("one_folder", [True, False])
 def test_two_ladders_and_what_one_gains(tmp_path, capsys, one_folder):
     muon = Law(SMALL.e, SMALL.a, SMALL.b * 0.8, SMALL.alpha, SMALL.beta)
