@@ -16,7 +16,7 @@ from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
-from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SIZES
+from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SET, SIZES, rule_sets_batch
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
@@ -114,7 +114,9 @@ def _settled(flat: Mapping[str, Any]) -> set[str]:
     found = {"batch.tokens_per_step"} if flat.get("batch.real_batch_size") is not None else set()
     if None not in (flat.get(f"model.{name}", 0) for name in SIZES):
         found |= {key for key in flat if key.startswith((*ONE_NUMBER, "model.shape_rule"))}
-    if flat.get("optimizer.lr", 0) is not None:  # the stages of a ramp go by the rule
+    open_keys = [SET["lr"], SET["weight_decay"], "optimizer.beta2"]
+    open_keys += [SET["B"]] if rule_sets_batch(flat) else []
+    if None not in (flat.get(key, 0) for key in open_keys):  # the stages of a ramp go by the rule
         settled = RULE_KEYS[1:2] if flat.get("batch.ramp") else RULE_KEYS
         found |= {key for key in flat if key.startswith(settled)}
     return found

@@ -348,6 +348,31 @@ def test_an_old_spelling_is_refused_with_todays():
             composed("data=synthetic", old)
 
 
+@pytest.mark.parametrize(
+    ("rule", "section", "at"),
+    [
+        ("power_lines", "reference", {"D": 1e8}),
+        ("reference", "exponents", {"B": {"D": 0.3}}),
+        ("reference", "exponents", {"weight_decay": {"D": 0.3}}),
+    ],
+)
+def test_a_rule_decides_where_anything_that_it_sets_is_open(usual, rule, section, at):
+    """Points of a sweep over its numbers are none of equal results, though the rate is given."""
+    own = {"lr": 1e-3, "weight_decay": None if rule == "power_lines" or "B" not in at else 0.1}
+    usual = ruled(usual, rule, train={"max_tokens": 10**6}, **own)
+    one = with_knobs(usual, optimizer={section: at})
+    found = [deciding_result(flatten(plain(config))) for config in (one, usual)]
+    assert found[0] != found[1]
+    settled = {"lr": 1e-3, "weight_decay": 0.1, "beta2": 0.95}
+    found = [
+        deciding_result(
+            flatten(plain(with_knobs(c, optimizer=settled, batch={"real_batch_size": 8})))
+        )
+        for c in (one, usual)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("swept", [["batch.real_batch_size"], ["optimizer.rule", "model.depth"]])
 def test_what_a_rule_sets_is_no_setting_of_its_own(usual, swept):
     """The rule is, where it was swept."""
