@@ -30,11 +30,11 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 12_900,
+    "settings": 12_950,
     "run": 9_600,
     "system": 6_450,
     "models": 14_320,
-    "mesh": 5_300,
+    "mesh": 5_350,
     "update": 13_350,
     "metrics": 7_700,
     "data": 32_300,
@@ -45,7 +45,7 @@ SIZES = {
     "tracker": 9_700,
     "compare": 51_350,
     "train": 39_650,
-    "laws": 19_450,
+    "laws": 19_500,
     "evaluate": 2_550,
     "forecast": 10_800,
     "compose": 10_250,
