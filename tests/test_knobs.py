@@ -114,7 +114,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.ns_coefficients": {"optimizer.ns_coefficients": "polar_express"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.4},
     "optimizer.eps": {"optimizer.eps": 0.1},
-    "optimizer.max_update": {"optimizer.max_update": 0.01},
+    "optimizer.max_update": {"optimizer.max_update": 2.0},
     "optimizer.max_precondition_dim": {"optimizer.max_precondition_dim": 8},
     "optimizer.name": {"optimizer.name": "RMSprop"},
     "train.tasks": {"train.tasks": ["tiny_facts"]},
