@@ -119,6 +119,9 @@ def _point(r: Record) -> Point | None:
 
 
 def _decayed(r: Record) -> bool:
+    kind = f"{r.config.get('optimizer._target_')} {r.config.get('optimizer.name')}"
+    if "schedulefree" in kind.replace("_", "").lower():  # its average takes the decay's place
+        return True
     rates = [c["lr"][np.isfinite(c["lr"])] for c in (r.before, r.columns) if "lr" in c]
     known = np.concatenate(rates) if rates else np.zeros(0)
     return len(known) == 0 or bool(known[-1] < DECAYED * known.max())

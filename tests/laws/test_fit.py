@@ -154,6 +154,20 @@ def test_a_path_for_each_size_is_one_ladder(sweep, tmp_path):
     assert llmexp.fit(*paths).headline == llmexp.fit(sweep).headline
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"_target_": "llmexp.update.options.schedule_free"},
+        {"_target_": "llmexp.update.library.library", "name": "pytorch_optimizer.ScheduleFreeSGD"},
+    ],
+)
+def test_a_schedule_free_run_at_a_constant_rate_is_at_its_end(sweep, tmp_path, optimizer):
+    knobs = {f"optimizer__{key}": value for key, value in optimizer.items()}
+    free = isoflop(tmp_path / "free", rates=(1e-3, 1e-3), **knobs)
+    found = fit([sweep, free])
+    assert [len(law.losses) for law in found.laws] == [len(BLOCKS) * len(BUDGETS)] * 2
+
+
 def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
     """Else what one ladder has against another of equally many runs would vary too little."""
     other = isoflop(tmp_path / "m", optimizer___target_="llmexp.update.optim.muon")
