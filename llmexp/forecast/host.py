@@ -15,26 +15,33 @@ from llmexp.train.assembly.parts import draws_by_blocks
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes of a rank on its host: what each has whatever the layout, and its share, by stage."""
+    """Bytes of a rank on its host by stage: what each has whatever the layout, and its share."""
 
-    fixed: float
+    fixed: dict[str, float]
     shares: dict[str, float]
     ranks: int  # of a host
 
     @property
+    def stages(self) -> dict[str, float]:
+        """Return the bytes of a rank by stage."""
+        return {stage: self.fixed[stage] + share for stage, share in self.shares.items()}
+
+    @property
     def total(self) -> float:
         """Return what the ranks of a host take when they take most."""
-        return self.ranks * (self.fixed + max(self.shares.values()))
+        return self.ranks * max(self.stages.values())
 
     def figures(self) -> dict[str, int]:
         """Return bytes of a rank by stage, and of all ranks of a host."""
-        found = {stage: round(self.fixed + share) for stage, share in self.shares.items()}
+        found = {stage: round(size) for stage, size in self.stages.items()}
         return found | {"ranks_of_a_host": self.ranks, "of_a_host": round(self.total)}
 
     def hosts(self, usable: float) -> int | None:
         """Return over how many times as many hosts the shares would fit, None where they cannot."""
-        left = usable - self.ranks * self.fixed
-        return math.ceil(self.ranks * max(self.shares.values()) / left) if left > 0 else None
+        left = {stage: usable / self.ranks - size for stage, size in self.fixed.items()}
+        if min(left.values()) <= 0:
+            return None
+        return max(math.ceil(share / left[stage]) for stage, share in self.shares.items())
 
 
 def host_need(
@@ -53,15 +60,16 @@ def host_need(
     whole = 0
     if not draws_by_blocks(section) and (sharded > 1 or not on_cpu):
         whole = held["parameters"] * sharded
+    rooms = {"start": 0 if on_cpu else 4 * BLOCK, "save": 0 if on_cpu or copied else CHUNK}
+    fixed = {stage: process + whole + room for stage, room in (rooms | {"load": CHUNK}).items()}
+    shares = {"start": 0.0, "save": float(copied), "load": 0.0}
     if on_cpu:
         shares = {
             "start": float(weights + gradients),
             "save": float(state + gradients + copied),
-            "load": float(state + gradients + CHUNK),
+            "load": float(state + gradients),
         }
-    else:
-        shares = {"start": 4.0 * BLOCK, "save": float(copied or CHUNK), "load": float(CHUNK)}
-    return HostNeed(process + whole, shares, cut.layout.nproc_per_node)
+    return HostNeed(fixed, shares, cut.layout.nproc_per_node)
 
 
 def host_rows(need: HostNeed, room: float | None, name: str, shared: bool) -> list[tuple[str, str]]:
@@ -69,9 +77,7 @@ def host_rows(need: HostNeed, room: float | None, name: str, shared: bool) -> li
 
     `room`: bytes that all may use, of the host called `name`; `shared`: more ranks hold less each.
     """
-    stages = [
-        f"{gib(need.fixed + share)} at {_WORDS[stage]}" for stage, share in need.shares.items()
-    ]
+    stages = [f"{gib(size)} at {_WORDS[stage]}" for stage, size in need.stages.items()]
     text = f"GiB of a rank: {', '.join(stages)}; {need.ranks} on a host: {gib(need.total)}"
     if room is None:
         return [("host", text)]

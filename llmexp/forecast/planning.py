@@ -151,7 +151,7 @@ class Planner:
             found = hardware.memory_bytes(torch.device("cpu"))
             there, name = None if found is None else found / memory.GIB, "this host"
         room = None if there is None else memory.USABLE * there * memory.GIB
-        shared = cut.parallelism.kind not in ("single", "ddp")
+        shared = cut.parallelism.kind not in ("single", "ddp", "hsdp")  # more hosts: more copies
         too_much = plan.host_gib is not None and room is not None and need.total > room
         return need, not too_much, host_rows(need, room, name, shared)
 

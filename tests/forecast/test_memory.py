@@ -16,6 +16,7 @@ from llmexp.checkpoint.stored import CHUNK
 from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
+from llmexp.forecast.host import HostNeed
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
@@ -251,7 +252,10 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     assert (host["start"], host["load"]) == (4 * BLOCK, CHUNK)
     assert host["save"] == near(4 * size / 2)
     assert not found["fits"]
-    assert "times as many hosts" in found["would_fit"]
+    # the room to read with is each rank's, whatever the hosts
+    assert "hosts" not in found.get("would_fit", "")
+    needed = HostNeed({"save": 1.0, "load": 3.0}, {"save": 12.0, "load": 0.0}, 2)
+    assert (needed.total, needed.hosts(6), needed.hosts(10), needed.hosts(26)) == (26, None, 3, 1)
     assert of_host("plan.device=l4", "plan.host_gib=1")["fits"]
 
 
