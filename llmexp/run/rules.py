@@ -20,7 +20,9 @@ from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
 
 SIZED = (*SIZE, "batch.ramp")  # one of them is enough
-NOT_OF_ADAM = ("llmexp.update.optim.sgd", "llmexp.update.optim.lion")
+NOT_OF_ADAM = (
+    "llmexp.update.optim.sgd", "llmexp.update.optim.lion", "llmexp.update.options.adafactor",
+)  # fmt: skip
 BUDGET = "a budget in tokens: train.max_tokens, train.max_flops or train.tokens_per_parameter"
 KNOWN = {  # what makes a number known
     "D": BUDGET,

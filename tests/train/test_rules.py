@@ -208,6 +208,7 @@ SAYS = [
     ({"rule": "reference", "exponents": {"lr": {"X": 1}}}, "optimizer.exponents.lr.X: there is no"),
     ({"rule": "reference", "reference": {"lr": -1}}, "optimizer.reference.lr=-1: must be above 0"),
     ({"rule": "porian", "_target_": "llmexp.update.optim.sgd"}, "choose optimizer=adamw"),
+    ({"rule": "porian", "_target_": "llmexp.update.options.adafactor"}, "choose optimizer=adamw"),
     ({"rule": "sqr"}, "Did you mean sqrt?"),
 ]  # fmt: skip
 
