@@ -31,7 +31,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
     "settings": 12_950,
-    "run": 9_600,
+    "run": 9_650,
     "system": 6_450,
     "models": 14_320,
     "mesh": 5_350,
@@ -47,7 +47,7 @@ SIZES = {
     "train": 39_650,
     "laws": 19_500,
     "evaluate": 2_550,
-    "forecast": 10_800,
+    "forecast": 10_900,
     "compose": 10_250,
     "sweep": 28_200,
     "verify": 19_000,
