@@ -184,6 +184,17 @@ def test_schedule_free_is_trained_at_one_point_and_evaluated_at_another(tmp_path
     assert all(torch.equal(p, at[n]) for n, p in other.model.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["Prodigy", "RAdamScheduleFree"])
+def test_a_fork_with_the_settings_of_its_parent_goes_on_as_it(name, tmp_path, joined):
+    """Also where the first steps leave a number in its groups alone, which later ones change."""
+    parts = parts_of("optimizer=library", f"++optimizer.name={name}", "optimizer.lr=1")
+    s, other = set_up(parts, joined), set_up(parts, joined, fresh=False)
+    steps(parts, s, 0, 8)
+    restore(parts, other, saved(s, tmp_path, 8), True, {})
+    assert steps(parts, s, 8, 10) == steps(parts, other, 8, 10)
+    assert all(torch.equal(p, q) for p, q in zip(s.parameters, other.parameters, strict=True))
+
+
 def test_a_fork_keeps_the_counters_and_takes_its_own_settings(tmp_path, joined):
     """The moments of the parent go on at the rates and the decay of the fork."""
     parts = parts_of("optimizer=schedule_free", "optimizer.beta2=0.9")

@@ -239,7 +239,9 @@ def tried(dotted: str, knobs: str) -> Traits:
             raise refuse("optimizer.name", dotted, text)
         draws = not torch.equal(state, torch.get_rng_state())
         after = [_plain_group(g) for g in one.param_groups]
-        changed = [k for a, b in zip(after, before, strict=True) for k in a if a[k] != b.get(k)]
+        # the first steps need not change all, such as Prodigy's estimate d
+        own, pairs = arguments(dotted), zip(after, before, strict=True)
+        counters = {k for a, b in pairs for k in a if k not in own or a[k] != b.get(k)}
         other = [nn.Parameter(p.detach().clone()) for p in whole]
         two = _constructed(dotted, other, TRIED_LR, given)
         _hand_over(one, two)
@@ -257,7 +259,7 @@ def tried(dotted: str, knobs: str) -> Traits:
         size = sum(v.nbytes for held in one.state.values() for v in apart(held)[1].values())
     parts = same and not packed and EACH_ENTRY.fullmatch(dotted) is not None
     state_bytes = size / sum(p.nbytes for p in whole)
-    return Traits(dotted, tuple(sorted(set(changed))), draws, parts, state_bytes)
+    return Traits(dotted, tuple(sorted(counters)), draws, parts, state_bytes)
 
 
 def _tiny(parts: int) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ class Traits:
     """Hold what a trial of a library's optimizer has shown (`llmexp.update.library`)."""
 
     name: str
-    counters: tuple[str, ...]  # keys of its groups that its steps change
+    counters: tuple[str, ...]  # keys of its groups that steps change, or nobody can set
     draws: bool  # random numbers
     parts: bool  # whether parts of a tensor are updated as the whole is
     state_bytes: float  # for each byte of a parameter, in a tiny copy
