@@ -37,7 +37,7 @@ def test_equal_ladders_are_called_unequal_in_5_of_100(shape, noise):
     called = further = moved = 0
     for seed in range(DRAWS):
         pair = [
-            Surface(ladder(LAWS["hoffmann"], *shape, noise, 2 * seed + i), "given", 10 * LAST)
+            Surface(ladder(LAWS["hoffmann"], *shape, noise, 2 * seed + i), "given", 10 * LAST, i)
             for i in (0, 1)
         ]
         found = gain(*pair, points=1)
