@@ -41,6 +41,7 @@ def whole(spiked, tmp_path_factory) -> Result:
         "run",
         *spiked,
         "metrics.outlier_window=12",
+        "metrics.outlier_sigma=4",  # the first one is in the window of the second
         "batch.gradient_accumulation_steps=2",
         "checkpoint.every=5",
     )

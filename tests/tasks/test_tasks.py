@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(5)
     (path / "text.txt").write_text(
-        "".join(" ".join(rng.choice(WORDS, 9)) + ".\n" for _ in range(400))
+        "".join(" ".join(rng.choice(WORDS, 90)) + ".\n" for _ in range(40))
     )
     made = llmexp(
         "tokenizer", "--vocab-size", "330", "--out", "tok", "data=text",

@@ -231,6 +231,7 @@ def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.M
     assert deliver(sweep, broken, lambda: False).startswith(f"{there} (ConfigError")
 
 
+@pytest.mark.fresh  # forks have imported plotly
 def test_a_comparison_that_fails_does_not_fail_the_upload(tmp_path: Path) -> None:
     make_sweep(tmp_path / "s")
     (tmp_path / "plotly.py").write_text("raise RuntimeError('broken')")

@@ -68,7 +68,7 @@ def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: b
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
-    setup = SimpleNamespace(loss=model, model=model)
+    setup = SimpleNamespace(loss=model, model=model, module=model, optimizers=[])
     return SimpleNamespace(
         setup=setup, parts=parts, run=parts.run, config=parts.config,
         mesh=SimpleNamespace(sharded=sharded),
@@ -215,6 +215,6 @@ class Scaled(GPT2):
 def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
     monkeypatch.setenv("LLMEXP_ALLOW", "tests")
     sizes = {"max_position_embeddings": 12, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24}
-    model = _build({"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes)
+    model = _build({"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes, late=False)
     assert model.scale.tolist() == [0.5] * 16
     assert model.again.weight is model.token_embedding.weight
