@@ -13,6 +13,7 @@ import torch
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.compose import app
+from llmexp.compose.command_line import opened
 from llmexp.forecast.rehearsal import cut_of, rehearse
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
@@ -211,6 +212,12 @@ def test_a_fork_keeps_the_counters_and_takes_its_own_settings(tmp_path, joined):
     for p, q in zip(s.parameters, other.parameters, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(there.state[p]["z"], here.state[q]["z"])
+
+
+def test_a_fork_may_give_an_argument_that_its_parent_left_out():
+    betas = "optimizer.betas=[0.8,0.9]"
+    assert opened(betas, ["fork.run=parent", betas]) == f"++{betas}"
+    assert opened(betas, [betas]) == betas
 
 
 SHARDED = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=1"]

@@ -129,10 +129,12 @@ MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.ex
 def opened(override: str, beside: Sequence[str]) -> str:
     """Return an override that Hydra takes: that of a section that may be empty may add it.
 
-    So may one of an argument of a library's optimizer, which the overrides `beside` it choose.
+    So may one of an argument of a library's optimizer, which the overrides `beside` it choose, or
+    the parent of a fork.
     """
     starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
-    starts += ("optimizer.",) if "optimizer=library" in beside else ()
+    if "optimizer=library" in beside or any(one.startswith("fork.run=") for one in beside):
+        starts += ("optimizer.",)
     return f"++{override}" if override.startswith(starts) else override
 
 

@@ -201,10 +201,17 @@ def _check_optimizer(found: Chosen, optimizer: dict[str, Any]) -> None:
     text = ""
     if found.law("lr") is not None and "lr" not in optimizer:
         text = "there is no rate `lr` in this section that it could set; leave it out"
-    elif found.rule.at is not None and optimizer.get("_target_") in NOT_OF_ADAM:
+    elif found.rule.at is not None and not _is_adam(optimizer):
         text = "its constants are of AdamW's rate; choose optimizer=adamw or optimizer=muon"
     if text:
         raise refuse("optimizer.rule", found.name, text)
+
+
+def _is_adam(optimizer: dict[str, Any]) -> bool:
+    """Return whether a rate of AdamW's suits an optimizer; a library's is known by its name."""
+    of_library = optimizer.get("_target_") == "llmexp.update.library.library"
+    named = not of_library or "adam" in str(optimizer.get("name")).lower()
+    return named and optimizer.get("_target_") not in NOT_OF_ADAM
 
 
 def _sizes(config: Config, price: Price, tokens_per_step: float | None = None) -> dict[str, float]:

@@ -209,6 +209,10 @@ SAYS = [
     ({"rule": "reference", "reference": {"lr": -1}}, "optimizer.reference.lr=-1: must be above 0"),
     ({"rule": "porian", "_target_": "llmexp.update.optim.sgd"}, "choose optimizer=adamw"),
     ({"rule": "porian", "_target_": "llmexp.update.options.adafactor"}, "choose optimizer=adamw"),
+    (
+        {"rule": "porian", "_target_": "llmexp.update.library.library", "name": "Lion"},
+        "choose optimizer=adamw",
+    ),
     ({"rule": "sqr"}, "Did you mean sqrt?"),
 ]  # fmt: skip
 
