@@ -31,7 +31,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
     "settings": 12_950,
-    "run": 9_650,
+    "run": 9_700,
     "system": 6_450,
     "models": 14_320,
     "mesh": 5_350,

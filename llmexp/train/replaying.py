@@ -53,7 +53,7 @@ def replay(loop: Loop) -> str:
     weights that are there; `lr` and `max_norm`, other values for the step; to `skip` its window;
     how many steps to take `after` it.
     """
-    asked = json.loads(os.environ[REPLAY_ASKED])
+    asked = json.loads(os.environ[REPLAY_ASKED]) | fileio.read_json(loop.out.path / REPLAY)
     found: dict[str, Any] = {"from": loop.progress.step, "equal": [], "differs": None}
     found |= {"norms": {}, "losses": {}, "start": around(loop, asked["step"])}
     if not asked["only_look"]:

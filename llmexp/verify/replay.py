@@ -17,7 +17,7 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, read_rows
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
-from llmexp.system.fileio import read_json
+from llmexp.system.fileio import read_json, write_json
 from llmexp.verify import runs
 
 UNUSUAL = 2  # times the usual gradient norm
@@ -208,7 +208,6 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
         "step": wanted.step,
         "checkpoints": str((wanted.run / rundir.CHECKPOINTS).absolute()),
         "begin": begin,
-        "rows": {row["step"]: row for row in rows if begin < row["step"] <= wanted.step},
         "only_look": only_look,
         "lr": wanted.lr,
         "max_norm": wanted.max_norm,
@@ -222,6 +221,8 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
             if (wanted.run / name).exists():
                 shutil.copy(wanted.run / name, path / name)
         rundir.write_status(path, "preempted")
+        repeated = {row["step"]: row for row in rows if begin < row["step"] <= wanted.step}
+        write_json(path / rundir.REPLAY, {"rows": repeated})  # too long for the environment
         try:
             runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked)})
         except ConfigError:

@@ -334,3 +334,11 @@ def test_what_is_not_finite_is_the_state_where_its_window_is_ordinary():
         return found["cause"]
 
     assert [cause(there) for there in (1.2, 5.0, None)] == ["state", "data", "data"]
+
+
+def test_many_rows_reach_the_steps_that_are_repeated(tmp_path):
+    """More of them than an environment variable may hold."""
+    more = ["train.max_steps=320", "train.log_every=1", "checkpoint.every=1000"]
+    result = planted(tmp_path, "garbage", 1, *more)
+    assert sum(len(json.dumps(row)) for row in result.rows()) > 2**17
+    assert replayed(result, 310)["equal"] == list(range(1, 311))
