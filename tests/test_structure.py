@@ -47,7 +47,7 @@ SIZES = {
     "train": 39_650,
     "laws": 19_500,
     "evaluate": 2_550,
-    "forecast": 10_900,
+    "forecast": 11_000,
     "compose": 10_250,
     "sweep": 28_200,
     "verify": 19_000,

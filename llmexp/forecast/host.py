@@ -72,22 +72,31 @@ def host_need(
     return HostNeed(fixed, shares, cut.layout.nproc_per_node)
 
 
-def host_rows(need: HostNeed, room: float | None, name: str, shared: bool) -> list[tuple[str, str]]:
+def host_rows(
+    need: HostNeed, room: float | None, name: str, ways: list[str]
+) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank takes of its host, whether all fit, what would.
 
-    `room`: bytes that all may use, of the host called `name`; `shared`: more ranks hold less each.
+    `room`: bytes that all may use, of the host called `name`; None: not known.
     """
     stages = [f"{gib(size)} at {_WORDS[stage]}" for stage, size in need.stages.items()]
     text = f"GiB of a rank: {', '.join(stages)}; {need.ranks} on a host: {gib(need.total)}"
     if room is None:
-        return [("host", text)]
+        return [("host", f"{text}; give plan.host_gib=2000 to see whether that fits")]
     if need.total <= room:
         return [("host", f"{text}, and {name} has {gib(room)} that may be used")]
     rows = [("host", f"{text}, {gib(need.total - room)} more than may be used of {name}")]
+    return rows + ([("would fit", ", or ".join(ways))] if ways else [])
+
+
+def host_ways(need: HostNeed, waiting: HostNeed, room: float, shared: bool) -> list[str]:
+    """Return what would fit in place of `need`, `waiting`: where steps wait for their checkpoints.
+
+    `shared`: more ranks hold less each.
+    """
+    ways = ["checkpoint.async=false"] if waiting.total <= room < need.total else []
     hosts = need.hosts(room) if shared else None
-    if hosts is not None:
-        rows.append(("would fit", f"{hosts} times as many hosts (parallelism.nnodes)"))
-    return rows
+    return ways + ([f"{hosts} times as many hosts (parallelism.nnodes)"] if hosts else [])
 
 
 _WORDS = {"start": "the start", "save": "a save", "load": "a load"}

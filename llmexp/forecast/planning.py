@@ -11,7 +11,7 @@ import torch
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
-from llmexp.forecast.host import HostNeed, host_need, host_rows
+from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.section import PlanKnobs
@@ -140,20 +140,28 @@ class Planner:
     ) -> tuple[HostNeed, bool, list[tuple[str, str]]]:
         """Return what ranks take of their host, whether that fits as far as is known, and rows.
 
-        Where nobody has given the host's memory, that of this one is only a warning."""
+        Where nobody has given the host's memory, a run on the CPU is compared with this host, only
+        as a warning; the host of another device is not this one.
+        """
         plan, cut, on_cpu = self._plan, forecast.cut, self._device is None
         held, process = forecast.footprint(cut), memory.process_bytes(torch.get_num_threads())
         wanted = config.checkpoint.async_
         behind = not on_cpu if wanted == AUTO else wanted is True
-        need = host_need(forecast.parts, cut, held, process, on_cpu, behind)
+        need, waiting = (
+            host_need(forecast.parts, cut, held, process, on_cpu, copied)
+            for copied in (behind, False)
+        )
         there, name = plan.host_gib, "plan.host_gib"
-        if there is None:
+        if there is None and on_cpu:
             found = hardware.memory_bytes(torch.device("cpu"))
             there, name = None if found is None else found / memory.GIB, "this host"
-        room = None if there is None else memory.USABLE * there * memory.GIB
+        if there is None:
+            return need, True, host_rows(need, None, name, [])
+        room = memory.USABLE * there * memory.GIB
         shared = cut.parallelism.kind not in ("single", "ddp", "hsdp")  # more hosts: more copies
-        too_much = plan.host_gib is not None and room is not None and need.total > room
-        return need, not too_much, host_rows(need, room, name, shared)
+        ways = host_ways(need, waiting, room, shared)
+        fits = plan.host_gib is None or need.total <= room
+        return need, fits, host_rows(need, room, name, ways)
 
     def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from.

@@ -31,7 +31,8 @@ class PlanKnobs:
         default=None,
     )
     host_gib: float | None = knob(
-        "GiB of memory of each host, beside plan.device; null: that of this host",
+        "GiB of memory of each host, beside plan.device; null: that of this host where the device "
+        "is cpu, else hosts are not judged",
         512.0,
         above=0,
         default=None,

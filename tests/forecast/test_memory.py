@@ -16,7 +16,7 @@ from llmexp.checkpoint.stored import CHUNK
 from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
-from llmexp.forecast.host import HostNeed
+from llmexp.forecast.host import HostNeed, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
@@ -257,6 +257,23 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     needed = HostNeed({"save": 1.0, "load": 3.0}, {"save": 12.0, "load": 0.0}, 2)
     assert (needed.total, needed.hosts(6), needed.hosts(10), needed.hosts(26)) == (26, None, 3, 1)
     assert of_host("plan.device=l4", "plan.host_gib=1")["fits"]
+    out = " ".join(planned(capsys, *sharded, "plan.device=l4").split())
+    assert "; give plan.host_gib=2000 to see whether that fits" in out
+    assert "this host" not in out
+
+
+def test_what_would_fit_names_checkpoints_that_steps_wait_for():
+    behind, waiting = (
+        HostNeed({"save": 1.0}, {"save": 12.0}, 2),
+        HostNeed({"save": 2}, {"save": 0}, 2),
+    )
+    hosts = "2 times as many hosts (parallelism.nnodes)"
+    assert host_ways(behind, waiting, 20.0, True) == ["checkpoint.async=false", hosts]
+    assert host_ways(behind, waiting, 20.0, False) == ["checkpoint.async=false"]
+    assert host_ways(behind, waiting, 3.0, False) == []
+    assert host_ways(behind, behind, 20.0, True) == [hosts]
+    rows = dict(host_rows(behind, 20.0, "plan.host_gib", ["checkpoint.async=false", hosts]))
+    assert rows["would fit"] == f"checkpoint.async=false, or {hosts}"
 
 
 def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, capsys, monkeypatch):
