@@ -9,6 +9,7 @@ from pathlib import Path
 from llmexp.compare.comparing import NO_RUN, compare
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
+from llmexp.laws.answer import positive
 from llmexp.laws.narrowing import rung
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
@@ -42,6 +43,7 @@ def proposed(
     predict: float | str | None = None,
 ) -> Step:
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
+    predict = None if predict is None else positive(predict)
     found = compare(paths, negligible=negligible)
     for problem in found.problems:
         warn(problem)

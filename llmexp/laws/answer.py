@@ -56,7 +56,7 @@ def fit(
     parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`.
     Raises ConfigError for what cannot be fitted.
     """
-    target = None if predict is None else _positive(predict)
+    target = None if predict is None else positive(predict)
     for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
         if value is not None and value not in known:
             raise ConfigError(
@@ -87,7 +87,8 @@ def fit(
     return answer
 
 
-def _positive(given: float | str) -> float:
+def positive(given: float | str) -> float:
+    """Return the FLOPs to predict at. Raises ConfigError for what is none."""
     try:
         value = float(given)
     except (TypeError, ValueError):

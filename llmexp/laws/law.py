@@ -70,7 +70,7 @@ class Law:
         Worse is a sum higher by what F with one degree of freedom has in 5 of 100.
         """
         low = float(np.exp(interval(self.ensemble.laws[:, 0])[0]))
-        return low > 0.02 * self.losses.min() and self.ensemble.e_tells()
+        return low > 0.02 * float(self.losses.min()) and self.ensemble.e_tells()
 
     @property
     def rest(self) -> np.ndarray:

@@ -63,9 +63,7 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
     best = min(range(len(found)), key=widths.__getitem__)
     why = f"{found[best].given} narrows the val loss at {flops_text(s.predicted.flops)} FLOPs most"
     if s.edge:
-        side = [i for i, one in enumerate(found) if one.key == size[0]]
-        best = side[-1] if "larger" in s.edge else side[0]
-        why = f"the best size may lie beyond those that were tried: widen to {s.edge} N"
+        best, why = _widened(s, found, size[0], _values(c, size[0]), budget[0])
     words = [f"{one.given} {_text(s, one, w)}" for one, w in zip(found, widths, strict=True)]
     half = (s.predicted.loss.high - s.predicted.loss.low) / 2
     chosen = found[best]
@@ -76,6 +74,24 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
     path = str(known.sweep.path)
     return Step("rung", why, ("resume", path, chosen.given), len(chosen.sizes), tokens,
                 known.hours(tokens))  # fmt: skip
+
+
+def _widened(
+    s: Surface, found: Sequence[Candidate], size: str, tried: Sequence[float], budget: str
+) -> tuple[int, str]:
+    """Return the place of the next size where the best one may lie, and why.
+
+    Below the smallest size that there is lies none: the best one of the next budget is larger.
+    """
+    sides = {one.value > tried[0]: i for i, one in enumerate(found) if one.key == size}
+    beyond = "the best size may lie beyond those that were tried"
+    if (larger := "larger" in s.edge) in sides:
+        return sides[larger], f"{beyond}: widen to {s.edge} N"
+    next_budget = next(i for i, one in enumerate(found) if one.key == budget)
+    return next_budget, (
+        f"{beyond}, but {size} can go no smaller than {tried[0]:g}; a larger budget has a larger "
+        "best size"
+    )
 
 
 def _text(s: Surface, one: Candidate, width: float) -> str:
@@ -110,7 +126,8 @@ def _next(values: Sequence[float], whole: bool) -> float:
     first, before, last = values[-3:] if len(values) > 2 else (0.0, *values[-2:])
     even = whole and first and before - first == last - before
     found = 2 * last - before if even else last * last / before
-    return max(0.0, round(found) if whole else float(f"{found:.3g}"))
+    found = round(found) if whole else float(f"{found:.3g}")
+    return found if found > 0 else last // 2  # 0 below 1
 
 
 def _tokens(s: Surface, budget: str, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:

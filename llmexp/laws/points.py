@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.comparing import tokenizer_of
+from llmexp.compare.evidence import decays_at_last
 from llmexp.compare.figures import figures, has_a_say, task
 from llmexp.compare.records import TWIN, Record
 from llmexp.settings.values import ConfigError
@@ -83,10 +84,6 @@ def points_of(records: Sequence[Record]) -> tuple[list[Point], dict[str, list[st
         apart = [p for p in found if of(_record(p)) != usual[0][0]]
         found = [p for p in found if p not in apart]
         out[reason] += [p.name for p in apart]
-    held = [p for p in found if not _decayed(_record(p))]
-    if len(held) < len(found):  # a loss before the decay is no loss of such a budget
-        found = [p for p in found if p not in held]
-        out["learning rate not decayed, as that of the others is"] += [p.name for p in held]
     return found, {reason: names for reason, names in out.items() if names}
 
 
@@ -118,13 +115,21 @@ def _point(r: Record) -> Point | None:
     return Point(r.name, sizes, tokens, per_token * tokens, loss, values, r)
 
 
+def undecayed(points: Sequence[Point]) -> list[Point]:
+    """Return the runs of a ladder whose rate has not decayed; none where none has decayed."""
+    held = [p for p in points if not _decayed(_record(p))]
+    return held if len(held) < len(points) else []
+
+
 def _decayed(r: Record) -> bool:
     kind = f"{r.config.get('optimizer._target_')} {r.config.get('optimizer.name')}"
     if "schedulefree" in kind.replace("_", "").lower():  # its average takes the decay's place
         return True
     rates = [c["lr"][np.isfinite(c["lr"])] for c in (r.before, r.columns) if "lr" in c]
     known = np.concatenate(rates) if rates else np.zeros(0)
-    return len(known) == 0 or bool(known[-1] < DECAYED * known.max())
+    if len(known) < 2 or known[-1] > known[:-1].max():  # no row is of the peak, or later
+        return decays_at_last(r.config)
+    return bool(known[-1] < DECAYED * known.max())
 
 
 def read_csv(path: Path) -> Ladder:

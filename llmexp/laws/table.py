@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -114,6 +115,8 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

@@ -13,7 +13,7 @@ import llmexp
 from llmexp.__main__ import run as command
 from llmexp.laws.answer import fit
 from llmexp.laws.ladders import ladders
-from llmexp.laws.table import to_json
+from llmexp.laws.table import _plain, to_json
 from llmexp.settings.values import ConfigError
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, ladder
@@ -63,6 +63,50 @@ def test_the_text_and_python_have_the_same_figures(sweep, capsys):
     assert json.loads(capsys.readouterr().out) == laws.data
     for words in ("Held out: the largest budget (5 runs)", "With N as all parameters: N* ~ C^"):
         assert words in " ".join(text.split())
+
+
+def test_two_ladders_of_one_name_as_json(tmp_path, capsys):
+    paths = []
+    for i, name in enumerate(("d1", "d2")):
+        (tmp_path / name).mkdir()
+        path = csv_of(tmp_path / name / "ladder.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=i)
+        paths.append(str(path))
+    assert command(["fit", *paths, "--json"]) == 0
+    found = printed("fit", capsys.readouterr().out)
+    assert [one["name"] for one in found["ladders"]] == ["d1/ladder", "d2/ladder"]
+    assert all(isinstance(one["knows_e"], bool) for one in found["ladders"])
+    names = [one.name for one in ladders([tmp_path / "*" / "ladder.csv"])[0]]
+    assert names == ["d1/ladder", "d2/ladder"]
+    assert [one.name for one in ladders(paths[:1] * 2)[0]] == ["ladder (1)", "ladder (2)"]
+
+
+def test_each_number_of_an_answer_is_plain():
+    found = _plain({"a": [np.bool_(True), np.float64(1.5), np.int64(2), np.float32("nan")]})
+    assert json.dumps(found) == '{"a": [true, 1.5, 2, null]}'
+
+
+@pytest.mark.parametrize("rates", [[1e-4], [1e-5, 1e-4]])
+def test_where_no_row_is_of_the_peak_the_schedule_tells_of_the_decay(tmp_path, rates):
+    folder = isoflop(tmp_path / "a", budgets=BUDGETS[:1])
+    rows = folder / "0-0" / "metrics.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for line in lines:
+        del line["lr"]
+    for line, rate in zip(lines[::-1], rates[::-1], strict=False):
+        line["lr"] = rate
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,), _ = ladders([folder])
+    assert found.out == {}
+    assert len(found.points) == len(BLOCKS)
+
+
+def test_a_ladder_wholly_at_a_constant_rate_beside_one_that_decays(tmp_path):
+    isoflop(tmp_path / "x")
+    constant = {"schedule___target_": "llmexp.update.schedule.constant"}
+    isoflop(tmp_path / "y", rates=(1e-3, 1e-3), **constant)
+    found, _ = ladders([tmp_path])
+    assert [one.name for one in found] == ["cosine", "constant"]
+    assert [len(one.points) for one in found] == [len(BLOCKS) * len(BUDGETS)] * 2
 
 
 def test_neither_the_order_of_training_nor_a_resume_moves_a_byte(sweep, tmp_path):

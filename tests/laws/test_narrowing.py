@@ -9,6 +9,7 @@ import pytest
 
 import llmexp
 from llmexp.__main__ import run as command
+from llmexp.laws.narrowing import _next
 from tests.laws.folders import BLOCKS, BUDGETS, as_sweep, isoflop
 from tests.tools import printed
 
@@ -54,6 +55,30 @@ def test_at_the_edge_it_is_the_next_size(tmp_path):
     key, _, value = step.words[-1].partition("=")
     assert key == "model.d_model"
     assert 0 < int(value) < int(math.sqrt(BLOCKS[2]) / 4)
+
+
+def test_below_the_smallest_size_there_is_it_is_the_next_budget(tmp_path):
+    folder = isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY)
+    for path in folder.iterdir():
+        config = (path / "config.yaml").read_text()
+        depth = int(path.name[-1]) + 1
+        (path / "config.yaml").write_text(re.sub(r"d_model: .*", f"depth: {depth}", config))
+    step = llmexp.next_step(as_sweep(folder, "train.max_flops", "model.depth"))
+    assert step.words[-1].startswith("train.max_flops=")
+    assert "model.depth can go no smaller than 1" in step.why
+
+
+@pytest.mark.parametrize(
+    ("sizes", "below"), [((2, 4, 6), 1), ((4, 6, 8), 2), ((2, 4, 8), 1), ((1, 2, 3), 0)]
+)
+def test_the_next_smaller_size_is_one_that_there_is(sizes, below):
+    assert _next(sizes[::-1], whole=True) == below
+
+
+def test_what_to_predict_is_a_number(tmp_path, capsys):
+    folder = as_sweep(isoflop(tmp_path / "a"), *SWEPT)
+    assert command(["next", str(folder), "--predict", "abc"]) == 2
+    assert "--predict abc: a number above 0 is needed" in capsys.readouterr().err
 
 
 def test_what_is_no_ladder_keeps_the_rules_of_settings(tmp_path):
