@@ -113,4 +113,10 @@ def test_what_a_group_cannot_do_is_refused():
     assert texts[1].startswith("optimizer=LBFGS: takes one rate for all parameters")
     assert texts[2].startswith("optimizer.groups.1.weight_decay=0.5: Rprop has no weight decay")
     assert texts[3].startswith("optimizer.groups.0.match=*.token_embedding.*: matches no")
+    given(optim.sgd(model, lr=0.1), Group("*.mlp.*", 0.3, 2.0))
+    given(optim.adamw(model, lr=0.1), Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0))  # vectors
+    text = "the weight decay of all its parameters is 0 without it; leave it out"
+    assert texts[4] == f"optimizer.groups.0.weight_decay=2.0: {text}"
+    assert texts[5] == f"optimizer.groups.0.weight_decay=0.0: {text}"
+    groups.by_name(model, [optim.adamw(model, lr=0.1)], [Group("*", 1.0, 2.0)])
     groups.by_name(model, [torch.optim.Rprop(model.parameters())], [Group("*", 0.5)])

@@ -234,7 +234,13 @@ DDP = ["parallelism=ddp", *SHARDED[1:]]
         ("Nero", [], "optimizer.name=Nero: its licence, CC BY-NC-SA 4.0, is for research only"),
         ("null", [], "optimizer.name=null: the name of an optimizer is needed"),
         ("Lion", ["++optimizer.beta=1"], "optimizer.beta: pytorch_optimizer.Lion has no such arg"),
-        ("Lion", ["++optimizer.betas=3"], "pytorch_optimizer.Lion: cannot be made with betas=3"),
+        ("Lion", ["++optimizer.betas=3"], "optimizer.betas=3: a list of 2 numbers is needed for "
+         "pytorch_optimizer.Lion; for example 'optimizer.betas=[0.9, 0.99]'"),
+        ("Lion", ["++optimizer.betas=[0.9]"], "a list of 2 numbers is needed"),
+        ("Lion", ["++optimizer.weight_decay=-1"], "pytorch_optimizer.Lion: cannot be made with"),
+        ("nadam", [], "optimizer.name=nadam: there is no such optimizer. Did you mean NAdam?"),
+        ("Muon", [], "optimizer.name=Muon: is for matrices alone, and a model has vectors; choose "
+         "optimizer=muon"),
         ("AdaHessian", [], "pytorch_optimizer.AdaHessian: its step fails with gradients alone"),
         ("Magma", [], "optimizer.name=pytorch_optimizer.Magma: does not go on from a checkpoint"),
         ("SPAM", [], "pytorch_optimizer.SPAM: keeps a state that is of no parameter"),
@@ -249,6 +255,14 @@ def test_what_cannot_be_is_refused_before_a_run_begins(name, more, text):
     with pytest.raises(ConfigError) as refused:
         parts_of("optimizer=library", f"++optimizer.name={name}", *more)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [["schedule_free"], ["library", "AdamWScheduleFree"]])
+def test_a_rate_that_falls_beside_a_schedule_free_optimizer_is_warned_of(given):
+    optimizer = [f"optimizer={given[0]}", *(f"++optimizer.name={name}" for name in given[1:])]
+    for schedule, told in (("cosine", True), ("constant", False)):
+        warnings = parts_of(*optimizer, f"schedule={schedule}").run.warnings
+        assert any("schedule=constant with a warm-up is advised" in w for w in warnings) == told
 
 
 def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch):

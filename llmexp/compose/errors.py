@@ -80,7 +80,8 @@ def _other_kind(key: str, overrides: Sequence[str]) -> str:
     """Return the refusal of a list in place of a section of keys, or the other way round."""
     given = next(o.value() for o in parsed(overrides) if o.key_or_group == key)
     if not isinstance(given, list):
-        return str(refuse(key, given, "a list is needed here, not keys", []))
+        one = [{"match": "*.mlp.*", "lr": 0.3}] if key == "optimizer.groups" else []
+        return str(refuse(key, given, "a list is needed here, not keys", one))
     below = [f"{k}=..." for k in flat_keys(known_tree(overrides)) if k.startswith(f"{key}.")]
     if key in ("data.sources", "data.val"):
         below = [f"{key}.web.files=corpus/*.jsonl"]

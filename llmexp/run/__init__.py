@@ -97,7 +97,7 @@ class Facts:
     rule: str | None = follows(  # None without one
         "what optimizer.rule has set, and from what",
         "optimizer.rule optimizer.reference optimizer.exponents model "
-        f"{' '.join(BUDGETS)} real_batch_size",
+        f"{' '.join(BUDGETS)} batch.real_batch_size batch.tokens_per_step",
         default=None,
     )
     parametrization: str | None = follows(

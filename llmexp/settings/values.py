@@ -59,7 +59,9 @@ def refusal(described: Mapping[str, Any]) -> ConfigError:
 
 def nearest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
     """' Did you mean ...?' for the closest known words, or the empty string where none is close."""
-    close = difflib.get_close_matches(word, list(known), n=n, cutoff=cutoff)
+    known = list(known)
+    same = [one for one in known if one.casefold() == word.casefold()]
+    close = same[:n] or difflib.get_close_matches(word, known, n=n, cutoff=cutoff)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 

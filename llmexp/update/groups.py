@@ -35,8 +35,8 @@ def groups_by_name(
 def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Group]) -> None:
     """Give parameters the factors of the first group that matches their names.
 
-    Raises ConfigError for a pattern that takes nothing, and for an optimizer that has no use for a
-    factor.
+    Raises ConfigError for a pattern that takes nothing, for an optimizer that has no use for a
+    factor, and for a factor on decays that are all 0.
     """
     if not groups:
         return
@@ -54,6 +54,18 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
                 if decay != 1 and "weight_decay" not in group:
                     text = f"{name} has no weight decay that this could multiply; leave it out"
                     raise refuse(f"{KEY}.{number}.weight_decay", decay, text)
+
+    decayed = {
+        places.get(id(p))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if group.get("weight_decay")
+        for p in group["params"]
+    }
+    for number, found_group in enumerate(groups):
+        if found_group.weight_decay != 1 and number not in decayed:
+            text = "the weight decay of all its parameters is 0 without it; leave it out"
+            raise refuse(f"{KEY}.{number}.weight_decay", found_group.weight_decay, text)
 
     def factors(p: nn.Parameter) -> tuple[float, float]:
         place = places.get(id(p))

@@ -70,6 +70,9 @@ def dotted_name(name: str) -> str:
             continue
         if _is_optimizer(getattr(module, short, None), one):
             found = f"{one}.{short}"
+            if found == "torch.optim.Muon":
+                text = "is for matrices alone, and a model has vectors; choose optimizer=muon"
+                raise refuse("optimizer.name", name, f"{text}, which gives them to AdamW")
             if (licence := RESEARCH_ONLY.get(found)) is not None:
                 text = f"its licence, {licence}, is for research only; llmexp does not offer it"
                 way = "a function of your own may return it: docs/own.md"
@@ -155,6 +158,7 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
             raise ConfigError(
                 f"optimizer.{name}: {dotted} has no such argument.{hint(name, list(taken))}"
             )
+        _check_list(dotted, name, knobs[name], taken[name].default)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in knobs.items()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = _constructed(dotted, parameters, lr, given)
@@ -172,6 +176,16 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
 
     optimizer.step = stepped
     return optimizer
+
+
+def _check_list(dotted: str, name: str, value: Any, default: Any) -> None:
+    """Refuse what is no list of as many numbers as the default of its class has."""
+    if not isinstance(default, tuple):
+        return
+    whole = isinstance(value, (list, tuple)) and len(value) == len(default)
+    if not whole or any(isinstance(one, (str, list, dict)) for one in value):
+        text = f"a list of {len(default)} numbers is needed for {dotted}"
+        raise refuse(f"optimizer.{name}", value, text, list(default))
 
 
 def _constructed(

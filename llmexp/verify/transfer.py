@@ -65,8 +65,9 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         check_slopes("mean |change of activation|: largest slope", found, widths, 1),
     ]
     if control is None:
-        way = "model.parametrization=mup model.base_width=256"
-        checks.append(Check("control", None, note=f"this is the standard parametrization; {way}"))
+        way = "give model.parametrization=mup model.base_width=256 to check that against it"
+        what = "no control: the standard parametrization is the control itself"
+        checks.append(Check(what, None, note=way))
         return checks
     worst, layer = largest(control, widths, 1)
     what = "control: the standard parametrization fails, largest slope of the change"

@@ -88,6 +88,7 @@ def test_a_rate_under_a_rule_and_a_budget_that_was_replaced():
         *("optimizer.lr", "optimizer.rule", "train.max_steps", "optimizer"),
     )
     assert (rate["value"], rate["derived"]) == (None, 0.02)
+    assert "batch.real_batch_size" in rate["from"]
     assert rate["formula"].endswith("B 96: lr = 0.01 x (B / 48) = 0.02")
     assert rule["rules"]["step_law"].startswith("B = 0.58 x D^0.571; lr = 1.79 x N^-0.713 x D^0.3")
     assert [h["value"] for h in rate["history"]][-1] == 0.1

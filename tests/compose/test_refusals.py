@@ -104,6 +104,8 @@ BAD = [
     ("train=[]", "train=[]: a section of keys is needed here, not a list", "train."),
     ("data=corpus data.val=[a]", "data.val=['a']: a section of keys", "data.val.web.files="),
     ("hooks={a:1}", "hooks={'a': 1}: a list is needed here, not keys", "hooks=[]"),
+    ("optimizer.groups={match:'*'}", "optimizer.groups={'match': '*'}: a list is needed",
+     "optimizer.groups=[{match: '*.mlp.*', lr: 0.3}]"),
     ("batch={max_steps:3}", "batch.max_steps: there is no such key", "Did you mean"),
     ("clip=[a]", "clip=a: there is no such option", "adaptive, none"),
     ("=3", "=3: is not an override", "train.max_steps=100"),

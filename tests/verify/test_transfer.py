@@ -120,6 +120,7 @@ def test_mup_passes_and_the_standard_parametrization_fails(tmp_path):
     assert plain.code == 1, plain.out + plain.err
     verdict = json.loads((tmp_path / "plain/verify.json").read_text())
     assert [check["passed"] for check in verdict["checks"]] == [False, False, None]
+    assert verdict["checks"][2]["what"].startswith("no control: the standard parametrization is")
 
 
 RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3]

@@ -150,12 +150,21 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
 
 
 def _too_late(config: Config, run: Run) -> Iterator[str]:
-    """Yield what is set and does not come before the end of the run."""
+    """Yield what is set and does not come before the end of the run, or works against it."""
     if run.warmup_updates > run.max_steps:
         yield (
             f"the warm-up of {run.warmup_updates} updates is longer than the run of "
             f"{run.max_steps}: the base rate is never reached"
         )
+    kind = str(config.optimizer.get("name") or config.optimizer["_target_"]).replace("_", "")
+    if "schedulefree" in kind.lower():  # its average takes the decay's place
+        factor = rate_factor(config.schedule, run.max_steps)
+        last = run.max_steps - 1
+        if factor(last) < factor(min(run.warmup_updates, last)):
+            yield (
+                "the rate of a schedule-free optimizer falls: its average takes the decay's place "
+                "(docs/optimizers.md); schedule=constant with a warm-up is advised"
+            )
     start = fill(config.schedule.get("decay_start"), "schedule.decay_start")
     if isinstance(start, int) and start >= run.max_steps:
         yield (
