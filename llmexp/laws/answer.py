@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from llmexp.compare.records import listed
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain, gain
 from llmexp.laws.isoflop import Parabolas, parabolas
 from llmexp.laws.ladders import ladders
-from llmexp.laws.points import COUNTS, Ladder, counts_of
-from llmexp.laws.power import Power
-from llmexp.settings.values import ConfigError
+from llmexp.laws.points import COUNTS, Ladder, Point, counts_of
+from llmexp.laws.power import AXES, Power
+from llmexp.settings.values import ConfigError, nearest
+from llmexp.system.text import number
 
 FORMS = ("surface", "isoflop", "power")
-AXES = ("tokens", "flops", "parameters")
 TOP = 1e40  # FLOPs; no prediction lies further
 
 
@@ -66,7 +67,10 @@ def fit(
     if by is not None and form not in (None, "power"):
         raise ConfigError(f"--by {by}: is of a power law; for example --form power --by {by}")
     found, problems = ladders(paths, None if by in AXES else by)
-    counted = _count([p for ladder in found for p in ladder.points], count)
+    points = [p for ladder in found for p in ladder.points]
+    counted = _count(points, count)
+    if by is not None and by not in AXES:
+        _check_axis(by, points)
     if by is not None or (form is None and all(_one_axis(ladder, counted) for ladder in found)):
         form = "power"
     laws: list[Surface | Power] = []
@@ -108,11 +112,29 @@ def _count(points: Sequence, count: str | None) -> str:
             "the paths count parameters in no common way (CSV files and runs together); fit them "
             "one by one, for example llmexp fit outputs/default"
         )
-    if count is None or known == ["given"]:
+    if count is None:
         return known[0]
+    if known == ["given"]:
+        raise ConfigError(
+            f"--count {count}: a CSV file has one N, counted as it was there; leave --count out"
+        )
     if count not in known:
         raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
     return count
+
+
+def _check_axis(by: str, points: Sequence[Point]) -> None:
+    """Raise ConfigError for a key of which no run has a number above 0."""
+    if any((number(p.values.get(by)) or 0) > 0 for p in points):
+        return
+    given = [p.record.config if p.record else p.values for p in points]
+    keys = {k for values in given for k, v in values.items() if (number(v) or 0) > 0}
+    vary = [k for k in sorted(keys) if len({number(g.get(k)) for g in given}) > 1]
+    there = f" (runs differ in {listed(vary, 8)})" if vary else ""
+    raise ConfigError(
+        f"--by {by}: no run has a number above 0 of that name{there}; for example --by tokens."
+        f"{nearest(by, [*AXES, *keys])}"
+    )
 
 
 def _one_axis(ladder: Ladder, count: str) -> bool:

@@ -13,6 +13,7 @@ from llmexp.laws.law import Estimate, HoldOut, Law
 from llmexp.laws.optimum import Frontier, Price
 from llmexp.laws.points import Ladder, counts_of
 from llmexp.laws.surface import Axes
+from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 
 GAP = 0.1  # relative; budgets lie further apart
@@ -129,6 +130,16 @@ class Surface(Law):
         return self.rungs[-1].name
 
     @property
+    def first(self) -> str:
+        """Return what the least compute is of."""
+        return "smallest run"
+
+    @property
+    def below(self) -> float:
+        """Return by how many decades the prediction lies below the smallest run."""
+        return math.log10(self.flops.min() / self.predicted.flops)
+
+    @property
     def decades(self) -> float:
         """Return by how many decades the prediction lies beyond the largest rung."""
         return (math.log(self.predicted.flops) - self.largest) / math.log(10)
@@ -187,7 +198,7 @@ def _groups(logs: np.ndarray, gap: float) -> list[np.ndarray]:
 def _lacking(sizes: np.ndarray, tokens: np.ndarray) -> str:
     """Return what the points lack for a surface, in words; empty where they have all."""
     if len(sizes) < LEAST:
-        return f"{len(sizes)} runs, and a surface needs {LEAST} or more"
+        return f"{plural(len(sizes), 'run')}, and a surface needs {LEAST} or more"
     if len(set(sizes)) < 3 or len(set(tokens)) < 3:
         return "fewer than 3 sizes, or 3 lengths"
     x, y = np.log(sizes), np.log(tokens)

@@ -11,6 +11,7 @@ import numpy as np
 from llmexp.laws.bootstrap import Ensemble, interval
 from llmexp.laws.points import Ladder
 from llmexp.laws.surface import Axes, log_losses
+from llmexp.settings.values import ConfigError
 
 FAR = 2.05  # decades beyond the runs, past which a prediction is called far
 
@@ -49,6 +50,11 @@ class Law:
     names: tuple[str, ...]  # of its exponents
 
     def __init__(self, ladder: Ladder, axes: Axes, losses: np.ndarray, seed: int) -> None:
+        if len(losses) and np.ptp(losses) == 0:
+            raise ConfigError(
+                f"{ladder.name}: all losses are {losses[0]:g}, so they depend on nothing; give "
+                "runs, or a column loss, of which the losses differ"
+            )
         self.ladder, self.axes, self.losses, self.seed = ladder, axes, losses, seed
         self.ensemble = Ensemble(axes, np.log(losses), seed)
 

@@ -9,11 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from llmexp.laws.fitting import rungs
+from llmexp.laws.ladders import CELL
 from llmexp.laws.law import Estimate, HoldOut, Law
 from llmexp.laws.points import Ladder
 from llmexp.laws.surface import Axes, log_losses
+from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 
+AXES = ("tokens", "flops", "parameters")
 LEAST, VALUES = 5, 4  # points, at so many places, that three numbers are fitted to
 
 
@@ -25,16 +28,17 @@ class Power(Law):
     def __init__(
         self, ladder: Ladder, count: str, by: str, target: float | None = None, seed: int = 0
     ) -> None:
-        self.by, self.target = by, target
+        self.by, self.count, self.target = by, count, target
         found = [(p.along(by, count), p.loss) for p in ladder.points]
         kept = [(x, loss) for x, loss in found if x is not None and x > 0]
         if by == "flops":
             kept = _lowest(ladder, count)
         if len(kept) < LEAST or len({x for x, _ in kept}) < VALUES:
             raise ConfigError(
-                f"{ladder.name}: has {len(kept)} runs with {by} above 0, at "
-                f"{len({x for x, _ in kept})} values, and a power law needs {LEAST} at {VALUES}; "
-                "for example --by tokens"
+                f"{ladder.name}: has {plural(len(kept), 'run')} with {by} above 0, at "
+                f"{plural(len({x for x, _ in kept}), 'value')}, and a power law needs {LEAST} runs "
+                f"at {VALUES} values; train {'more budgets' if by in AXES else f'more of {by}'}, "
+                "or give the paths of more runs"
             )
         x, losses = (np.array(v) for v in zip(*sorted(kept), strict=True))
         self.x = x
@@ -44,6 +48,30 @@ class Power(Law):
     def last(self) -> str:
         """Return what the last runs are called."""
         return f"largest {self.by}"
+
+    @property
+    def first(self) -> str:
+        """Return what the first runs are called."""
+        return f"smallest {self.by}"
+
+    @property
+    def below(self) -> float:
+        """Return by how many decades the prediction lies below the runs."""
+        return math.log10(self.x.min() / (self.target or 1.0))
+
+    def others(self) -> list[str]:
+        """Return the axes of a surface, other than its own, in which the runs differ."""
+        if self.by == "flops":  # of each budget one run
+            return []
+        sizes, tokens, _, _ = self.ladder.figures(self.count)
+        at = defaultdict(list)  # of a knob only runs of one value: sizes may follow from it
+        for i, p in enumerate(self.ladder.points):
+            at[None if self.by in AXES else p.along(self.by, self.count)].append(i)
+        axes = {"parameters": sizes, "tokens": tokens}
+        return [
+            k for k, v in axes.items()
+            if k != self.by and any(v[i].max() > CELL * v[i].min() for i in at.values())
+        ]  # fmt: skip
 
     @property
     def decades(self) -> float:

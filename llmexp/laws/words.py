@@ -73,7 +73,8 @@ def _law(s: Surface, a: Answer) -> str:
     if found:
         return (
             f"{place}, by parabolas: {sized(found.parameters, 'parameters')}. "
-            f"N* ~ C^{plain(found.exponent)}. Biased: {_bias(found)}; the surface has "
+            f"N* ~ C^{plain(found.exponent)}. Biased: {_bias(found)}; the surface, "
+            f"as in the table, has "
             f"{sized(at.parameters, 'parameters')} and C^{plain(s.exponent)}."
         )
     return (
@@ -84,10 +85,16 @@ def _law(s: Surface, a: Answer) -> str:
 
 def _notes(law: Surface | Power) -> Iterator[str]:
     """Say how far the prediction lies out, what was held out and left out."""
-    if law.target is not None and law.decades > FAR and not (isinstance(law, Surface) and law.edge):
+    off, rung = max((law.decades, f"beyond the {law.last}"), (law.below, f"below the {law.first}"))
+    if law.target is not None and off > FAR and not (isinstance(law, Surface) and law.edge):
         yield (
-            f"That is {law.decades:.1f} decades beyond the {law.last}: so far out a prediction "
-            "rests on the form of the law, of which no interval knows."
+            f"That is {off:.1f} decades {rung}: so far out a prediction rests on the form of the "
+            "law, of which no interval knows."
+        )
+    if isinstance(law, Power) and (others := law.others()):
+        yield (
+            f"The runs differ in {' and '.join(others)} too, of which this law takes no account; a "
+            "surface, without --form and --by, is over both parameters and tokens."
         )
     yield _held_out(law.held_out)
     if not law.knows_e:

@@ -171,7 +171,9 @@ def test_a_power_law_over_a_knob(tmp_path):
     for i, batch in enumerate((8, 16, 32, 64, 128, 256)):
         run(tmp_path / str(i), 1.5 + batch**-0.5, BLOCKS[2], 10**7,
             batch__real_batch_size=batch)  # fmt: skip
-    found = llmexp.fit(tmp_path, form="power", by="batch.real_batch_size").data["ladders"][0]
+    whole = llmexp.fit(tmp_path, form="power", by="batch.real_batch_size").data
+    assert "no account" not in " ".join(whole["notes"])
+    found = whole["ladders"][0]
     assert found["law"]["p"]["value"] == pytest.approx(0.5, rel=1e-6)
     assert found["law"]["E"]["value"] == pytest.approx(1.5, rel=1e-6)
 
@@ -269,7 +271,20 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{csv}", "--form", "line"], "--form line: must be one of surface, isoflop, power"),
         (["{csv}", "--predict", "-1"], "--predict -1: a number above 0 is needed"),
         (["{csv}", "--by", "tokens", "--form", "isoflop"], "--by tokens: is of a power law"),
-        (["{csv}", "--by", "nothing"], "0 runs with nothing above 0"),
+        (
+            ["{csv}", "--by", "nothing"],
+            "--by nothing: no run has a number above 0 of that name (runs "
+            "differ in D, N and loss); for example --by tokens.",
+        ),
+        (["{csv}", "--by", "token"], "Did you mean tokens?"),
+        (
+            ["{one}"],
+            "one: has 1 run with tokens above 0, at 1 value, and a power law needs 5 runs "
+            "at 4 values; train more budgets, or give the paths of more runs",
+        ),
+        (["{csv}", "--count", "all"], "--count all: a CSV file has one N"),
+        (["{flat}"], "flat: all losses are 3, so they depend on nothing"),
+        (["{flat}", "--by", "tokens"], "flat: all losses are 3, so they depend on nothing"),
         (["{csv}", "--count", "some"], "--count some: must be one of all, head, blocks"),
         (["{folder}"], "there is no run to fit"),
         (["{bad}"], "line 2: D=x: must be a number"),
@@ -282,9 +297,12 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     (tmp_path / "bad.csv").write_text("N,D,loss\n1e6,x,3\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
     (tmp_path / "few.csv").write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
+    (tmp_path / "one.csv").write_text("N,D,loss\n1e6,1e7,3\n")
+    flat = [f"{n},{d},3" for n in (1e6, 2e6, 4e6) for d in (1e7, 2e7, 4e7, 8e7)]
+    (tmp_path / "flat.csv").write_text("\n".join(["N,D,loss", *flat]))
     (tmp_path / "empty").mkdir()
     names = {"csv": "good.csv", "folder": "empty", "bad": "bad.csv", "thin": "thin.csv",
-             "few": "few.csv"}  # fmt: skip
+             "few": "few.csv", "one": "one.csv", "flat": "flat.csv"}  # fmt: skip
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err
@@ -294,6 +312,27 @@ def test_python_names_arguments_as_python_does(tmp_path):
     path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=1)
     with pytest.raises(ConfigError, match="form='line': must be one of surface"):
         llmexp.fit(path, form="line")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--predict", "1e3"], "That is 15.0 decades below the smallest run: so far out"),
+        (["--by", "tokens", "--predict", "1e3"], "decades below the smallest tokens: so far out"),
+        (["--by", "parameters"], "The runs differ in tokens too, of which this law takes no"),
+        (["--by", "tokens"], "The runs differ in parameters too, of which this law takes no"),
+        (["--form", "isoflop"], "the surface, as in the table, has"),
+    ],
+)
+def test_what_is_said_beside_the_answer(tmp_path, capsys, words, said):
+    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    assert command(["fit", str(path), *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text
+    assert command(["fit", str(path), "--predict", "1e17"]) == 0  # as far as is near enough
+    text = " ".join(capsys.readouterr().out.split())
+    assert "decades" not in text
+    assert "no account" not in text
 
 
 @pytest.mark.parametrize("columns", [60, 100])
