@@ -165,6 +165,9 @@ def test_branches_of_a_trunk_are_points_of_the_token_axis(tmp_path):
     assert one["law"]["p"]["value"] == pytest.approx(0.4, rel=1e-6)
     assert one["prediction"]["loss"]["value"] == pytest.approx(2 + 300 * 1e9**-0.4, rel=1e-6)
     assert list(one["left_out"].values()) == [["trunk"]]
+    (tmp_path / "h" / "trunk").rename(tmp_path / "trunk")  # also from another path
+    (apart,), _ = ladders([tmp_path / "trunk", tmp_path / "h"])
+    assert apart.out == one["left_out"]
 
 
 def test_a_power_law_over_a_knob(tmp_path):
@@ -246,6 +249,12 @@ def test_paths_with_another_number_are_two_ladders_and_parts_of_one_are_one(tmp_
     isoflop(tmp_path / "clip1", seed=1)
     isoflop(tmp_path / "clip3", seed=2, clip__max_norm=3.0)
     found, _ = ladders([tmp_path / "clip1", tmp_path / "clip3"])
+    assert [one.name for one in found] == ["clip=1.0", "clip=3.0"]
+    for name in ("clip1", "clip3"):  # also where the folders have one name
+        (tmp_path / name).rename(tmp_path / f"{name}-")
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}-").rename(tmp_path / name / "runs")
+    found, _ = ladders([tmp_path / "clip1" / "runs", tmp_path / "clip3" / "runs"])
     assert [one.name for one in found] == ["clip=1.0", "clip=3.0"]
     found, _ = ladders(sorted((tmp_path / "clip1").iterdir()))  # as a shell expands clip1/*
     assert [len(one.points) for one in found] == [15]
