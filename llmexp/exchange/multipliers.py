@@ -1,4 +1,4 @@
-"""What the multipliers of model.parametrization make of weights of the standard one."""
+"""Factors that turn weights under model.parametrization=mup into those of the standard one."""
 
 from __future__ import annotations
 

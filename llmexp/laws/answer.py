@@ -23,7 +23,7 @@ TOP = 1e40  # FLOPs; no prediction lies further
 
 @dataclass
 class Answer:
-    """What fits found."""
+    """Hold what fits found."""
 
     form: str
     count: str

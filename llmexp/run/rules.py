@@ -15,7 +15,7 @@ from llmexp.run.batch import CUT, SIZE, solve_batch
 from llmexp.run.budget import DEFAULT_MAX_STEPS, Price, tokens_of
 from llmexp.settings.config import Batch, Config
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import RULES, SET, Exponents, Powers, Reference, Rule
+from llmexp.settings.rules import LIBRARY, RULES, SET, Exponents, Powers, Reference, Rule
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
 
@@ -209,7 +209,7 @@ def _check_optimizer(found: Chosen, optimizer: dict[str, Any]) -> None:
 
 def _is_adam(optimizer: dict[str, Any]) -> bool:
     """Return whether a rate of AdamW's suits an optimizer; a library's is known by its name."""
-    of_library = optimizer.get("_target_") == "llmexp.update.library.library"
+    of_library = optimizer.get("_target_") == LIBRARY
     named = not of_library or "adam" in str(optimizer.get("name")).lower()
     return named and optimizer.get("_target_") not in NOT_OF_ADAM
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from llmexp.settings.values import Where, choice, count, knob
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
+LIBRARY = "llmexp.update.library.library"  # target of optimizer=library, which has a name
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 

@@ -29,7 +29,7 @@ from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import Group
+from llmexp.settings.rules import LIBRARY, Group
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
@@ -39,8 +39,6 @@ from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
 from llmexp.update import groups, library, optim, precision
 from llmexp.update.twin import perturb
-
-LIBRARY = "llmexp.update.library.library"
 
 
 def prepare_tasks(
