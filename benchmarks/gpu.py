@@ -2,14 +2,16 @@
 with a loop written by hand.
 
     python benchmarks/gpu.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
-    [--small] [OVERRIDE ...]
+    [--small] [--costs] [OVERRIDE ...]
 
 Both make steps of the same model, batch and arithmetic in this process, the one by hand compiled as
 a whole, in turns of 5 steps, so that both see the same clocks. The goals come first; `--all` adds
 runs without torch.compile and with recomputation. Before each case the rate of the device in plain
 bf16 matrix products is measured. A case that no longer fits before the deadline is left out.
 DIR/cuda.json is written after each case, kernel tables beside it; nothing is saved at the end of
-training. `--small` is a rehearsal with tiny sizes. Goals on one H200: 55 % of the measured matrix
+training. `--costs` measures instead what options add to a step of gpt2_small without accumulation,
+each in turns with the plain step: figures layer by layer, rules of clipping, optimizers. `--small`
+is a rehearsal with tiny sizes. Goals on one H200: 55 % of the measured matrix
 rate, 0.98 of the loop by hand. Where there is no CUDA device it says so and measures nothing.
 
 A machine whose Python has torch only needs the wheels of hydra-core, omegaconf and
@@ -27,6 +29,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,26 @@ import torch
 
 MODELS = {"gpt2_small": (32, 4), "llama_1b": (8, 4)}  # micro-batch, accumulation
 SECONDS = 150  # that a case may need, two compilations included
+LIMITS = "[{match: '*.attention.*', max_norm: 1.0}, {match: '*', max_norm: 1.0}]"
+COSTS = {
+    "plain, once more": [],
+    "layers, each step": ["metrics.layers_every=1"],
+    "noise scale, each step": ["metrics.noise_scale_every=1"],
+    "average of the weights": ["train.ema=0.999"],
+    "clip=value": ["clip=value"],
+    "clip=adaptive": ["clip=adaptive"],
+    "clip=zscore": ["clip=zscore", "clip.warmup_steps=2"],
+    "clip=quantile": ["clip=quantile", "clip.warmup_steps=2"],
+    "clip=per_group": ["clip=per_group", f"clip.limits={LIMITS}"],
+    "clip=update": ["clip=update"],
+    "clip.qk_limit=100": ["clip.qk_limit=100"],
+    "optimizer=lion": ["optimizer=lion"],
+    "optimizer=muon": ["optimizer=muon"],
+    "optimizer=adafactor": ["optimizer=adafactor"],
+    "optimizer=schedule_free": ["optimizer=schedule_free", "schedule=constant"],
+    "optimizer=adamw_8bit": ["optimizer=adamw_8bit"],
+    "optimizer=soap": ["optimizer=soap"],
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,49 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     }
 
 
+def costs(small: bool, rounds: int, deadline: float) -> dict[str, Any]:
+    """Milliseconds that each option adds to a plain step, and the memory beside the plain one's."""
+    # each case compiles the same code for a model of its own
+    torch._dynamo.config.recompile_limit = 64
+    micro, length, count = (2, 128, 2) if small else (32, 1024, 5)
+    one_layer = ["model.n_layers=1"] if small else []
+
+    def step_of(more: list[str]) -> Callable[[], None]:
+        made = steps.made("gpt2_small", micro, 1, length, "train.compile=true", *one_layer, *more)
+        step = steps.ours(*made)
+        for _ in range(4):
+            step()
+        return step
+
+    plain, found = step_of([]), dict[str, Any]()
+    for name, more in COSTS.items():
+        if time.monotonic() > deadline - 30:
+            found[name] = "left out: no time is left"
+            continue
+        try:
+            step, turns = step_of(more), []
+            for _ in range(rounds):
+                turns.append([steps.rate(s, micro * length, count) for s in (plain, step)])
+            added = [b["ms"] - a["ms"] for a, b in turns]
+            found[name] = {
+                "added_ms": statistics.median(added),
+                "spread_ms": max(added) - min(added),
+                "plain_ms": statistics.median(a["ms"] for a, _ in turns),
+                "host_ms": min(b["host_ms_least"] for _, b in turns),
+            }
+            f = found[name]
+            share = f["added_ms"] / f["plain_ms"]
+            print(f"| {name} | {f['plain_ms']:.2f} | {f['added_ms']:+.2f} | {share:+.1%} | "
+                  f"{f['spread_ms']:.2f} |", flush=True)  # fmt: skip
+        except Exception:  # the others still run
+            found[name] = traceback.format_exc()[-3000:]
+            print(f"| {name} | failed: {found[name].strip().splitlines()[-1][:150]} |", flush=True)
+        step = None
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
 def line(case: Case, f: dict[str, Any]) -> str:
     """Return a row of the table."""
     if "tokens_per_sec" not in f:
@@ -122,6 +188,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--all", action="store_true", help="also eager and recomputed")
+    parser.add_argument("--costs", action="store_true", help="what options add to a step")
     parser.add_argument("--small", action="store_true", help="a rehearsal")
     parser.add_argument("override", nargs="*", help="for all cases: model.vocab_size=50304")
     args = parser.parse_args()
@@ -136,6 +203,13 @@ def main() -> None:
         "python": sys.version.split()[0], "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if args.costs:
+        print("\n| option | plain step, ms | added ms | share | spread of the added |")
+        print("|---|---|---|---|---|")
+        found = costs(args.small, args.rounds, deadline)
+        text = json.dumps({**about, "costs": found}, indent=1)
+        (args.out / "costs.json").write_text(text + "\n")
+        return
     print(
         "\n| case | micro-batch x accumulation x length | tokens/s | by hand | ratio | of the "
         "matrix rate | first step, ours / by hand |\n|---|---|---|---|---|---|---|"

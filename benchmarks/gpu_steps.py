@@ -52,9 +52,9 @@ def windows(parts: Parts, s: Setup, count: int = 3) -> list[Window]:
         return (pair[0].pin_memory(), pair[1].pin_memory()) if s.mesh.device.type != "cpu" else pair
 
     targets = run.micro_batch_size * run.sequence_length * run.gradient_accumulation_steps
-    return [
-        Window(9, [ids() for _ in range(run.gradient_accumulation_steps)], targets, 0)
-        for _ in range(count)
+    return [  # of steps in which nothing is measured that comes every tenth
+        Window(step, [ids() for _ in range(run.gradient_accumulation_steps)], targets, 0)
+        for step in range(count)
     ]
 
 

@@ -7,6 +7,7 @@ tested.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llmexp.models.loss import WindowLoss
-from tests.conftest import Result, train
+from tests.conftest import Result, llmexp, train
 from tests.tools import exact
 
 pytestmark = [
@@ -33,6 +34,17 @@ SETTINGS = [
 ]  # fmt: skip
 LLAMA = ["model=llama_100m", "model.n_kv_heads=1", "model.n_layers=2"]
 CHUNKED = ["model.vocab_size=4099"]  # odd: rows of logits that are not aligned
+LIMITS = "[{match: '*.attention.*', max_norm: 0.3}, {match: '*', max_norm: 1.0}]"
+RULES = {
+    "value": ["clip=value", "clip.max_value=0.05"],
+    "adaptive": ["clip=adaptive", "clip.ratio=0.02"],
+    "zscore": ["clip=zscore", "clip.z=0.5", "clip.decay=0.8", "clip.warmup_steps=2"],
+    "quantile": ["clip=quantile", "clip.quantile=0.4", "clip.warmup_steps=2"],
+    "update": ["clip=update", "clip.threshold=0.7"],
+    "per_group": ["clip=per_group", f"clip.limits={LIMITS}"],
+    "heads": ["clip.qk_limit=0.05"],
+}
+OPTIMIZERS = ["sgd", "lion", "muon", "adafactor", "schedule_free", "soap", "adamw_8bit"]
 
 
 def run(folder: Path, name: str, *more: str, **env: str) -> Result:
@@ -53,6 +65,39 @@ def test_float64_on_the_gpu_equals_the_cpu(tmp_path, more):
     for a, b, rel in [(*first, 1e-12), *((*pair, 1e-8) for pair in later)]:
         for key in ("train/loss", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=rel), key
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_clipping_equal_those_on_the_cpu(tmp_path, rule):
+    """And what is measured layer by layer, in float64 (bounds as above)."""
+    steps = [
+        "precision=fp64", "train.max_steps=5", "train.log_every=1", "metrics.layers_every=1",
+        "optimizer.lr=1e-4",  # norms stay apart, and no limit is a tie
+    ]  # fmt: skip
+    runs = [run(tmp_path, d, *RULES[rule], *steps, f"train.device={d}") for d in ("cpu", "cuda")]
+    for a, b in zip(*(result.rows() for result in runs), strict=True):
+        assert a["clipped_share"] == b["clipped_share"]
+        keys = {"train/loss", "grad_norm", "grad_norm_post_clip"}
+        keys |= {key for key in a if key.startswith(("clip_limit", "attention_logit_max"))}
+        for key in keys:
+            assert a[key] == pytest.approx(b[key], rel=1e-8), key
+    layers = [(r.folder / "layers.jsonl").read_text().splitlines() for r in runs]
+    assert len(layers[0]) == 5
+    for one, other in zip(*layers, strict=True):
+        of_cpu, of_cuda = json.loads(one), json.loads(other)
+        for name, figures in of_cpu.items():
+            assert of_cuda[name] == pytest.approx(figures, rel=1e-7), name
+
+
+@pytest.mark.parametrize("optimizer", [o for o in OPTIMIZERS if o not in ("soap", "adamw_8bit")])
+def test_optimizers_equal_those_on_the_cpu(tmp_path, optimizer):
+    """In float64; SOAP's basis and 8-bit moments turn on the last bit."""
+    steps = ["precision=fp64", "train.max_steps=4", "train.log_every=1", "schedule=constant"]
+    more = [f"optimizer={optimizer}", *steps]
+    runs = [run(tmp_path, d, *more, f"train.device={d}") for d in ("cpu", "cuda")]
+    for a, b in zip(*(result.rows() for result in runs), strict=True):
+        for key in ("train/loss", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-7), key
 
 
 class Head(nn.Module):
@@ -101,6 +146,11 @@ def test_the_chunked_loss_against_float64(dtype, loss_off, gradient_off):
         ["precision=bf16", *CHUNKED, "metrics.noise_scale_every=1"],
         ["precision=bf16", "metrics.skip_outliers=true"],
         ["precision=bf16", "checkpoint.every=5", "checkpoint.async=true"],
+        ["precision=bf16", "metrics.spikes=true", "metrics.layers_every=2", "train.ema=0.9"],
+        ["precision=bf16", "batch.ramp={0: 4, 2000: 8}"],
+        *(["precision=bf16", f"optimizer={name}"] for name in ("lion", "sgd")),
+        *(["precision=bf16", "optimizer.lr=1e-4", *rule] for rule in RULES.values()),
+        ["precision=fp16", *RULES["zscore"]],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -160,12 +210,19 @@ def test_fp16_overflows_are_skipped(tmp_path):
     assert scales[skipped.count(True)] == 1e12 / 2 ** skipped.count(True)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_deterministic_runs_resume_bit_for_bit(tmp_path, precision):
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["precision=bf16"], ["precision=fp16"], ["precision=bf16", *RULES["zscore"]],
+        ["precision=bf16", *RULES["quantile"], "clip.qk_limit=0.05"],
+        *(["precision=bf16", "schedule=constant", f"optimizer={name}"] for name in OPTIMIZERS),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_deterministic_runs_resume_bit_for_bit(tmp_path, more):
     """Saved in the background, as is the default here."""
     settings = [
-        "model.dropout=0.1", "checkpoint.every=5", f"precision={precision}",
-        "train.deterministic=true", *CHUNKED,
+        "model.dropout=0.1", "checkpoint.every=5", "train.deterministic=true", *CHUNKED, *more
     ]  # fmt: skip
     whole = run(tmp_path, "whole", *settings)
     assert exact(run(tmp_path, "again", *settings)) == exact(whole)
@@ -176,3 +233,12 @@ def test_deterministic_runs_resume_bit_for_bit(tmp_path, precision):
     run(tmp_path, "cut", *settings, "checkpoint.resume=must")
     first, second = (load_file(r.checkpoint(10) / "model.safetensors") for r in (whole, cut))
     assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_step_is_replayed_bit_for_bit(tmp_path):
+    """The row that was recorded is the proof: a difference would be an error."""
+    settings = ["precision=bf16", "checkpoint.every=4", "train.log_every=1", *CHUNKED]
+    run(tmp_path, "run", *settings, "train.deterministic=true", "checkpoint.keep=null")
+    replayed = llmexp("replay", "run@7", "--json", cwd=tmp_path)
+    assert replayed.code == 0, replayed.err + replayed.out
+    assert json.loads(replayed.out)["step"] == 7
