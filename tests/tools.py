@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import torch
 import yaml
 from safetensors import safe_open
@@ -25,6 +24,8 @@ def printed(command: str, text: str) -> Any:
     """What `llmexp COMMAND --json` printed, held against its schema."""
     found, schema = json.loads(text), json.loads((ROOT / "llmexp/schema-1.json").read_text())
     of_command = schema | {"$ref": f"#/$defs/{command}"}
+    import jsonschema  # here: machines with a GPU may lack it
+
     jsonschema.Draft202012Validator.check_schema(of_command)
     jsonschema.Draft202012Validator(of_command).validate(found)
     return found
