@@ -43,7 +43,7 @@ SIZES = {
     "runs": 12_100,
     "exchange": 10_800,
     "tracker": 9_700,
-    "compare": 51_350,
+    "compare": 52_200,
     "train": 39_750,
     "laws": 20_600,
     "evaluate": 2_550,

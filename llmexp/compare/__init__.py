@@ -17,6 +17,7 @@ screening      which of many knobs matter, by a fraction of all combinations (in
 spikes         which settings spiked, and what rose first
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Result`
+clipping       what the rules of clipping did
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing
 page           the HTML page of a comparison; plotting, plot_verdict, plot_training,

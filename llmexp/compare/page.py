@@ -8,6 +8,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from llmexp.compare.clipping import looked_at
 from llmexp.compare.document import LIBRARY, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
 from llmexp.compare.plot_screen import screen_plots
@@ -19,7 +20,7 @@ from llmexp.compare.plotting import looks
 from llmexp.compare.records import TWIN, Record, Result, as_dict
 from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
-from llmexp.settings.labels import plural, short_value
+from llmexp.settings.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 
@@ -115,15 +116,13 @@ def clip_rows(c: Result) -> list[Row]:
     """Return how often each run was clipped, and how often other limits would have clipped it."""
     rows = []
     for colour, name, record in runs(c):
-        if clip := as_dict(record.status.get("clip")):
-            by_norm = record.config.get("clip.kind", "norm") == "norm"
-            quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
-            limit = short_value(record.config.get("clip.max_norm") if by_norm else None)
-            cells = [Cell(limit), share(clip.get("share"))]
+        for i, (what, limit, found) in enumerate(looked_at(record)):
+            quantiles, limits = as_dict(found.get("quantiles")), found.get("table")
+            cells = [Cell(what), Cell(limit), share(found.get("share"))]
             cells += number_cells(*(quantiles.get(q) for q in ("50", "90", "99")))
             for at in map(as_dict, limits if isinstance(limits, list) else []):
-                cells.append(share(at.get("share"), f"{short_value(at.get('limit'))}: "))
-            rows.append(Row(colour, name, cells))
+                cells.append(share(at.get("share"), f"{number_cells(at.get('limit'))[0].text}: "))
+            rows.append(Row("transparent" if i else colour, "" if i else name, cells))
     return rows
 
 

@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from llmexp.compare.clipping import CLIP_COLUMNS, clip_columns
 from llmexp.compare.figures import difference, figure_text
 from llmexp.compare.records import REACHED, TWIN, Result, Setting
 from llmexp.compare.screened import as_data
@@ -67,11 +68,15 @@ def shown_columns(c: Result) -> dict[str, Shown]:
         "difference": Shown("difference", [difference(e) for e in settings], sizes),
         "basis": Shown("basis", [e.basis for e in settings]),
     }
+    rules = clip_columns(settings)
     for key in c.differing:
+        if CLIP_COLUMNS[1] in rules and key.startswith("clip.") and key not in c.factors:
+            continue  # the limit of another rule
         found[key] = Shown(short[key], [_setting(e, key) for e in settings])
     for k in c.columns:
         values = [e.figures.get(k.key) for e in settings]
         found[k.key] = Shown(k.title, [figure_text(e, k) for e in settings], values)
+    found |= {key: Shown(*parts) for key, parts in rules.items()}
     found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in settings])
     found["state"] = Shown("state", [e.state for e in settings])
     return found
@@ -129,7 +134,8 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
     names = _names(c)
     kept = [*names, mark, *metric]
     keys = [column.key for column in c.columns]
-    rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
+    rules = CLIP_COLUMNS if "clip.kind" in c.factors else ()
+    rest = dict.fromkeys([*_FIRST, *rules, *filter(is_of_named_set, keys), *_NEXT, *keys])
     if not c.metric.key.endswith("bits_per_byte"):
         rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)

@@ -18,7 +18,8 @@ from rich.cells import cell_len
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
-from llmexp.compare.table import show, to_json, to_markdown
+from llmexp.compare.page import clip_rows
+from llmexp.compare.table import show, shown_columns, to_json, to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown
@@ -55,6 +56,70 @@ def test_the_table_fits_and_keeps_settings_marks_and_metric(sweep, width):
     if width >= 80:
         assert "difference" in out.getvalue()
         assert len(lines) <= 12
+
+
+# What rules leave in status.json: of the norm, and of what else they look at.
+SEEN = {
+    "norm": {"clip__max_norm": 0.5},
+    "zscore": {},
+    "value": {"clip__max_value": 0.1, "measures": {"grad_entry_max": (0.1, 0.25)}},
+    "adaptive": {"clip__ratio": 0.01, "measures": {"units": (0.01, 0.052)}},
+    "per_group": {"measures": {"grad_norm/*.mlp.*": (None, 0.0), "grad_norm/*": (2.0, 0.5)}},
+    "update": {"clip__threshold": 1.0, "measures": {"tensors": (1.0, 0.4), "heads": (9.0, 0.3)}},
+}
+TABLE = [{"limit": 0.123456, "share": 0.75}]
+
+
+def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path):
+    points = {}
+    for i, (kind, given) in enumerate(SEEN.items()):
+        knobs = {k: v for k, v in given.items() if k != "measures"}
+        measures = {
+            key: {"limit": limit, "share": share, "table": TABLE}
+            for key, (limit, share) in given.get("measures", {}).items()
+        }
+        if "heads" in measures:
+            knobs["clip__qk_limit"] = 9.0
+        if kind == "zscore":
+            measures["clip_limit"] = {"limit": None, "share": 0.0, "quantiles": {"50": 1.5}}
+        clip = {"share": 0.25, "quantiles": {"50": 1.25}, "table": TABLE, "measures": measures}
+        more = dict(offset=i, clip__kind=kind, status={"clip": clip})
+        points[kind] = dict(max_norm=None) | knobs | more
+    made = compare([make_sweep(tmp_path / "s", points, ["clip.kind"])])
+    for width in (120, 80, 60):
+        out = io.StringIO()
+        show(made, out, width)
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        assert max(map(cell_len, lines)) <= width
+        told = dict(line.split(maxsplit=1) for line in lines if line.split()[:1][0] in SEEN)
+        assert all("25% steps" in told[kind] for kind in ("norm", "zscore", "value", "per_group"))
+        assert "5.2% units" in told["adaptive"]
+        assert "40% tensors" in told["update"]
+        if width >= 80:
+            limits = dict(
+                zip(SEEN, ("0.5", "moving", "0.1", "0.01", "by group", "1.0"), strict=True)
+            )
+            assert all(f"  {limit}" in told[kind] for kind, limit in limits.items())
+        if width == 120:
+            assert "30%" in told["update"].split()
+    rows = [[row.name, *(cell.text for cell in row.cells)] for row in clip_rows(made)]
+    beside = ["1.25", "", "", "0.123: 75.0%"]
+    assert rows == [
+        ["clip=norm", "norm", "0.5", "25.0%", *beside],
+        ["clip=zscore", "norm", "moving", "25.0%", *beside],
+        ["", "moving limit", "", "", "1.50", "", ""],
+        ["clip=value", "norm", "", "", *beside],
+        ["", "largest entry", "0.1", "25.0%", *["", *beside[1:]]],
+        ["clip=adaptive", "norm", "", "", *beside],
+        ["", "units", "0.01", "5.2%", *["", *beside[1:]]],
+        ["clip=per_group", "norm", "by group", "25.0%", *beside],
+        ["", "norm of *.mlp.*", "null", "0.0%", *["", *beside[1:]]],
+        ["", "norm of *", "2.0", "50.0%", *["", *beside[1:]]],
+        ["clip=update", "norm", "", "", *beside],
+        ["", "tensors", "1.0", "40.0%", *["", *beside[1:]]],
+        ["", "heads", "9.0", "30.0%", *["", *beside[1:]]],
+    ]
+    assert "clip.ratio" not in shown_columns(made)
 
 
 def test_titles_of_keys_give_way_before_the_metric_does(tmp_path):
