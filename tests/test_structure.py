@@ -45,7 +45,7 @@ SIZES = {
     "tracker": 9_700,
     "compare": 52_200,
     "train": 39_750,
-    "laws": 20_600,
+    "laws": 18_500,
     "evaluate": 2_550,
     "forecast": 11_000,
     "compose": 10_250,

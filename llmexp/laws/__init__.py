@@ -4,15 +4,15 @@ In reading order:
 points         runs at their own ends, lines of a CSV file: sizes, tokens, FLOPs, losses
 ladders        which of them are one ladder
 surface        E + A N^-alpha + B D^-beta, or over one axis: the fit, of many samples at a time
-bootstrap      what could have been measured as well, fitted again: intervals
+law            what every law has: draws of what could have been measured as well, intervals from
+               them, what it makes of runs that it has not seen
 optimum        the best size at some compute, the compute for some loss
-law            what every law has: its numbers, what it makes of runs that it has not seen
 fitting        the surface of a ladder: rungs, frontier, prediction, what is held out
 power          a power law over one axis
 isoflop        parabolas, one a budget, and their bias
 gain           two ladders: the compute that a change needs
 answer         all of the above in order: paths -> `Answer`
-words          the answer in sentences; figures: numbers with their intervals
+words          the answer in sentences; numbers with their intervals
 narrowing      the rung, size or seed that would narrow a prediction most
 table          for the terminal, JSON
 page           the HTML page; plots makes its figures

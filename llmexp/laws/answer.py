@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 from llmexp.compare.records import listed
-from llmexp.laws.fitting import Surface
+from llmexp.laws.fitting import LEAST, Surface
 from llmexp.laws.gain import Gain, gain
 from llmexp.laws.isoflop import Parabolas, parabolas
 from llmexp.laws.ladders import ladders
-from llmexp.laws.points import COUNTS, Ladder, Point, counts_of
+from llmexp.laws.points import COUNTS, GIVEN, Ladder, Point, counts_of
 from llmexp.laws.power import AXES, Power
+from llmexp.laws.power import LEAST as LEAST_OF_POWER
 from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import number
 
@@ -37,9 +38,9 @@ class Answer:
         return [law for law in self.laws if isinstance(law, Surface)]
 
     @cached_property
-    def parabolas(self) -> list[Parabolas | None]:
+    def parabolas(self) -> dict[Surface | Power, Parabolas | None]:
         """Return the parabolas beside each surface."""
-        return [parabolas(s) for s in self.surfaces]
+        return {s: parabolas(s) for s in self.surfaces}
 
 
 def fit(
@@ -57,7 +58,6 @@ def fit(
     parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`.
     Raises ConfigError for what cannot be fitted.
     """
-    target = None if predict is None else positive(predict)
     for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
         if value is not None and value not in known:
             raise ConfigError(
@@ -71,40 +71,62 @@ def fit(
     counted = _count(points, count)
     if by is not None and by not in AXES:
         _check_axis(by, points)
-    if by is not None or (form is None and all(_one_axis(ladder, counted) for ladder in found)):
+    axes = [by or _axis(ladder, counted) for ladder in found]
+    if by is not None or (form is None and "" not in axes):
         form = "power"
-    laws: list[Surface | Power] = []
-    refused: list[ConfigError] = []
-    for seed, ladder in enumerate(found):  # or ladders of equally many runs share their draws
+    target = None
+    if predict is not None:
+        target = positive(predict, (axes[0] or "flops") if form == "power" else "FLOPs")
+    answer = Answer(form or "surface", counted, [])
+    refused: list[tuple[Ladder, ConfigError]] = []
+    for ladder, axis in zip(found, axes, strict=True):
+        seed = len(answer.laws)  # or ladders of equally many runs would share their draws
         try:
             if form == "power":
-                laws.append(Power(ladder, counted, by or _axis(ladder, counted), target, seed))
+                answer.laws.append(Power(ladder, counted, axis or "flops", target, seed))
             else:
-                laws.append(Surface(ladder, counted, target, seed))
+                answer.laws.append(Surface(ladder, counted, target, seed))
         except ConfigError as error:
-            refused.append(error)
-    if not laws:
-        raise refused[0]
-    answer = Answer(form or "surface", counted, laws, (*problems, *map(str, refused)))
+            refused.append((ladder, error))
+    if not answer.laws:
+        raise refused[0][1]
+    answer.problems = (*problems, *(str(e) for ladder, e in refused if not _stray(ladder, answer)))
     if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
         answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer
 
 
-def positive(given: float | str) -> float:
-    """Return the FLOPs to predict at. Raises ConfigError for what is none."""
+def _stray(ladder: Ladder, answer: Answer) -> bool:
+    """Tell whether a ladder has too few runs for a law, which are then named with what is left out.
+
+    Nobody has meant one as a ladder.
+    """
+    if len(ladder.points) >= (LEAST if answer.surfaces else LEAST_OF_POWER):
+        return False
+    out = answer.laws[0].ladder.out
+    reason = f"set apart by {ladder.name}, and too few for a law of their own"
+    out[reason] = [*out.get(reason, ()), *(p.name for p in ladder.points)]
+    for reason, names in ladder.out.items():
+        out[reason] = [*out.get(reason, ()), *names]
+    return True
+
+
+def positive(given: float | str, what: str = "FLOPs") -> float:
+    """Return the value to predict at. Raises ConfigError for what is none."""
     try:
         value = float(given)
     except (TypeError, ValueError):
         value = -1.0
     if not 0 < value < TOP:
+        example = "1e16" if what.lower() == "flops" else "1e9"
         raise ConfigError(
-            f"--predict {given}: a number above 0 is needed, FLOPs; for example --predict 1e16"
+            f"--predict {given}: a number above 0 is needed, {what}; for example --predict "
+            f"{example}"
         )
     return value
 
 
-def _count(points: Sequence, count: str | None) -> str:
+def _count(points: Sequence[Point], count: str | None) -> str:
     """Return how N counts parameters: as asked for, else the first way that all runs know."""
     known = counts_of(points)
     if not known:
@@ -112,15 +134,13 @@ def _count(points: Sequence, count: str | None) -> str:
             "the paths count parameters in no common way (CSV files and runs together); fit them "
             "one by one, for example llmexp fit outputs/default"
         )
-    if count is None:
-        return known[0]
-    if known == ["given"]:
+    if count is None or count in known:
+        return count or known[0]
+    if known == [GIVEN]:
         raise ConfigError(
             f"--count {count}: a CSV file has one N, counted as it was there; leave --count out"
         )
-    if count not in known:
-        raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
-    return count
+    raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
 
 
 def _check_axis(by: str, points: Sequence[Point]) -> None:
@@ -137,15 +157,9 @@ def _check_axis(by: str, points: Sequence[Point]) -> None:
     )
 
 
-def _one_axis(ladder: Ladder, count: str) -> bool:
-    """Tell whether the runs are of one size, or of one length."""
-    sizes, tokens, _, _ = ladder.figures(count)
-    return len(set(sizes)) == 1 or len(set(tokens)) == 1
-
-
 def _axis(ladder: Ladder, count: str) -> str:
-    """Return the axis of a power law that nobody named."""
+    """Return the one axis that runs of one size, or of one length, have; empty where both vary."""
     sizes, tokens, _, _ = ladder.figures(count)
     if len(set(sizes)) == 1:
         return "tokens"
-    return "parameters" if len(set(tokens)) == 1 else "flops"
+    return "parameters" if len(set(tokens)) == 1 else ""

@@ -19,12 +19,6 @@ class Need:
     ratio: Estimate
     shown: bool  # the interval leaves out 1
 
-    @classmethod
-    def of(cls, compute: float, best: np.ndarray, draws: np.ndarray) -> Need:
-        """Return the need of the fits and their draws at log compute."""
-        e = Estimate.of(best, draws)
-        return cls(math.exp(compute), e, not e.low <= 1 <= e.high)
-
 
 @dataclass(frozen=True)
 class Gain:
@@ -43,38 +37,26 @@ def gain(baseline: Surface, change: Surface, points: int = 9) -> Gain:
 
     Both frontiers are drawn anew, each with its own noise.
     """
-    common = min(baseline.largest, change.largest)
-    first = max(baseline.span[0], change.span[0])
+
+    def needs(compute: float) -> np.ndarray:
+        """Return the log ratios of compute at equal loss: of the fits, then of their draws."""
+        losses = baseline.frontier.losses(compute)
+        return change.frontier.compute(losses, compute) - compute
+
+    def need(compute: float) -> Need:
+        ratio = Estimate.of(needs(compute))
+        return Need(math.exp(compute), ratio, not ratio.low <= 1 <= ratio.high)
+
+    first, common = max(baseline.span[0], change.span[0]), min(baseline.span[1], change.span[1])
     target = baseline.target or change.target
     last = common if target is None else math.log(target)
-    best, draws = _needs(baseline, change, common)
-    at = Need.of(common, best, draws)
     further = trend = None
-    if target is not None and abs(last - common) > 1e-6:
-        best_there, draws_there = _needs(baseline, change, last)
-        further = Need.of(last, best_there, draws_there)
-        trend = _trend(best, draws, best_there, draws_there, last > common)
+    if abs(last - common) > 1e-6:
+        further = need(last)
+        with np.errstate(invalid="ignore"):
+            moved = Estimate.of(np.nan_to_num(needs(last) - needs(common)), log=False)
+        if not moved.low <= 0 <= moved.high:  # all but 5 % of the draws agree
+            trend = "shrinks" if (moved.low > 0) == (last > common) else "grows"
     steps = np.linspace(min(first, common), max(common, last), points)
-    curve = [Need.of(c, *_needs(baseline, change, c)) for c in map(float, steps)]
-    return Gain(change.ladder.name, baseline.ladder.name, at, further, trend, curve)
-
-
-def _needs(baseline: Surface, change: Surface, compute: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log ratios of compute at equal loss: of the fits, and of their draws."""
-    c = np.array(compute)
-    best = change.best.compute(baseline.best.losses(c), compute) - compute
-    draws = change.draws.compute(baseline.draws.losses(c), compute) - compute
-    return best, draws
-
-
-def _trend(
-    best: np.ndarray, draws: np.ndarray, there: np.ndarray, draws_there: np.ndarray, beyond: bool
-) -> str | None:
-    """Tell how the gain changes with compute, if all but 5 % of the draws agree that it does."""
-    with np.errstate(invalid="ignore"):
-        moved = np.nan_to_num(draws_there - draws, nan=0.0)
-    e = Estimate.of(np.nan_to_num(there - best), moved, log=False)
-    if e.low <= 0 <= e.high:
-        return None
-    more_compute = (e.low > 0) == beyond
-    return "shrinks" if more_compute else "grows"
+    curve = [need(float(c)) for c in steps]
+    return Gain(change.ladder.name, baseline.ladder.name, need(common), further, trend, curve)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.laws.bootstrap import DRAWS
 from llmexp.laws.fitting import Surface
-from llmexp.laws.law import Estimate
-from llmexp.laws.surface import log_losses
+from llmexp.laws.law import DRAWS, Estimate
 
 
 @dataclass(frozen=True)
@@ -41,54 +39,49 @@ class Parabolas:
 
 def parabolas(s: Surface) -> Parabolas | None:
     """Return them; None where fewer than two budgets have three sizes and a lowest point."""
-    x, drawn = np.log(s.sizes), s.ensemble.noises(DRAWS // 2, len(s.losses))
-    plain = log_losses(s.ensemble.law, s.axes)
-    rungs = [r for r in s.rungs if r.what == "budget" and len(set(s.sizes[r.runs])) > 2]
-    rungs = [r for r in rungs if _lowest(x[r.runs], s.losses[None, r.runs])[2][0] > 0]
-    if len(rungs) < 2:
+    law, drawn = np.log(s.at(*s.ensemble.x)), s.ensemble.noises(DRAWS // 2, len(s.losses))
+    losses = np.vstack([s.losses, np.exp(law), np.exp(law + drawn)])  # as measured, by the law, ...
+    minima, compute, lows = [], [], []
+    for r in s.rungs:
+        if r.what != "budget" or len(set(s.sizes[r.runs])) < 3:
+            continue
+        x = np.log(s.sizes[r.runs])
+        low, loss, curve = _lowest(x, losses[:, r.runs])
+        if curve[0] > 0:
+            inside = bool(x.min() <= low[0] <= x.max())
+            figures = math.exp(r.compute), math.exp(low[0]), float(loss[0]), inside
+            minima.append(Parabola(*figures, tuple(map(float, curve))))
+            compute.append(r.compute)
+            lows.append(low)
+    if len(minima) < 2:
         return None
-    compute = np.array([r.compute for r in rungs])
     at = math.log(s.predicted.flops)
+    slope, level = np.polyfit(np.array(compute) - at, np.array(lows), 1)  # of measured, law, draws
+    first, last = min(compute), max(compute)
+    true_slope = (s.frontier.sizes(last)[0] - s.frontier.sizes(first)[0]) / (last - first)
 
-    def lines(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return slope and size at the compute that is asked for."""
-        lows = np.stack([_lowest(x[r.runs], losses[:, r.runs])[0] for r in rungs], axis=1)
-        middle = compute - compute.mean()
-        slope = (lows * middle).sum(axis=1) / (middle**2).sum()
-        return slope, lows.mean(axis=1) + slope * (at - compute.mean())
+    def about(found: np.ndarray) -> np.ndarray:
+        """Return what was measured, and draws about it."""
+        return found[0] + np.append(0, found[2:] - found[1])
 
-    slope, size = lines(s.losses[None])
-    slope_of_law, size_of_law = lines(np.exp(plain))
-    slopes, sizes = lines(np.exp(plain + drawn))
-    each = []
-    for r in rungs:
-        low, loss, _, curve = _lowest(x[r.runs], s.losses[None, r.runs])
-        inside = x[r.runs].min() <= low[0] <= x[r.runs].max()
-        figures = math.exp(r.compute), math.exp(low[0]), float(loss[0]), bool(inside)
-        each.append(Parabola(*figures, tuple(map(float, curve[0]))))
-    truth = s.best.exponent(compute.min(), compute.max())[0]
     return Parabolas(
-        each,
-        Estimate.of(slope, slope + slopes - slope_of_law, log=False),
-        float(slope_of_law[0] - truth),
-        Estimate.of(size, size + sizes - size_of_law),
-        float(np.expm1(size_of_law[0] - s.best.sizes(np.array(at))[0])),
+        minima,
+        Estimate.of(about(slope), log=False),
+        float(slope[1] - true_slope),
+        Estimate.of(about(level)),
+        float(np.expm1(level[1] - s.frontier.sizes(at)[0])),
     )
 
 
-def _lowest(
-    x: np.ndarray, losses: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return where parabolas through rows of losses are lowest, the loss there, and the curves.
+def _lowest(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where parabolas through rows of losses are lowest, the loss there, the first curve.
 
-    The third is the curvature; where a draw has none upwards, the lowest point is that of the runs.
+    Where one has no curvature upwards, the lowest point is that of the runs.
     """
     middle = x.mean()
-    curves = np.polyfit(x - middle, losses.T, 2).T
-    a, b, c = curves.T
+    a, b, c = np.polyfit(x - middle, losses.T, 2)
     up = a > 1e-12
-    safe = np.where(up, a, 1.0)
-    low = np.where(up, -b / (2 * safe), (x - middle)[losses.argmin(axis=1)])
+    low = np.where(up, -b / (2 * np.where(up, a, 1.0)), (x - middle)[losses.argmin(axis=1)])
     low = np.clip(low, x.min() - middle - 3, x.max() - middle + 3)
-    shifted = np.stack([a, b - 2 * a * middle, c - b * middle + a * middle**2], axis=1)
-    return low + middle, (a * low + b) * low + c, a, shifted
+    curve = np.array([a[0], b[0] - 2 * a[0] * middle, c[0] - b[0] * middle + a[0] * middle**2])
+    return low + middle, (a * low + b) * low + c, curve

@@ -1,4 +1,4 @@
-"""Hold what every law of a ladder has: its numbers, what it makes of runs that it has not seen."""
+"""Hold what laws of ladders have: numbers, their intervals, what they make of other runs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,67 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.special import fdtri
 
-from llmexp.laws.bootstrap import Ensemble, interval
 from llmexp.laws.points import Ladder
-from llmexp.laws.surface import Axes, log_losses
+from llmexp.laws.surface import DELTA, fit, log_losses, refine, slopes
 from llmexp.settings.values import ConfigError
 
-FAR = 2.05  # decades beyond the runs, past which a prediction is called far
+DRAWS = 1000
+LEVEL = 95  # per cent that an interval holds
+WIDE = 4.0  # usual differences from the law: those beyond do not pull it as squares do
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with the percentiles of its draws."""
+    """A number with the percentiles that hold 95 % of its draws."""
 
     value: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, best: np.ndarray, draws: np.ndarray, log: bool = True) -> Estimate:
-        """Return the estimate of the fit and its draws, given as logs or as they are."""
-        ends = (float(np.ravel(best)[0]), *interval(draws))
+    def of(cls, found: np.ndarray, log: bool = True) -> Estimate:
+        """Return the estimate of a figure of the fit (first) and its draws, as logs or as it is."""
+        tail = (100 - LEVEL) / 2
+        ends = np.percentile(found[1:], [tail, 100 - tail], method="nearest")
         with np.errstate(over="ignore"):
-            return cls(*(float(np.exp(e)) if log else e for e in ends))
+            return cls(*(float(np.exp(v) if log else v) for v in (found[0], *ends)))
+
+
+class Ensemble:
+    """The law of some runs, and the laws of runs drawn in their place: the rows of `laws`.
+
+    A draw keeps the sizes and tokens of the runs. Its log losses are those of the law plus noise:
+    differences of runs from the law, drawn with replacement, each with a random sign. These are
+    differences from nearly the least squares (the fit itself makes some of them 0), each made
+    larger by what its run has pulled the law towards itself, and all scaled to the noise that they
+    show with the degrees of freedom left. That scale is only known by so many degrees of freedom,
+    so each draw has another (chi squared): it makes the intervals Student's.
+    """
+
+    def __init__(self, x: np.ndarray, logs: np.ndarray, seed: int = 0) -> None:
+        self.x, self.logs = x, logs
+        law, self.sum = fit(x, logs)
+        self.law, self.free = law[None], max(1, len(logs) - len(law))
+        rest = np.sort(np.abs(logs - log_losses(self.law, x)[0]))
+        usual = float(np.median(rest[-self.free :]))  # the others are about 0 by the fit
+        least, _ = refine(self.law, x, logs[None], max(DELTA, WIDE * usual))
+        rest = logs - log_losses(least, x)[0]
+        self.noise = float(np.sqrt((rest**2).sum() / self.free))
+        own = (np.linalg.svd(slopes(least, x)[0].T, full_matrices=False)[0] ** 2).sum(axis=1)
+        free = rest / np.sqrt(np.maximum(1 - own, 0.05))  # as if no run had pulled the law
+        self._pool = free * (self.noise / max(float(np.sqrt((free**2).mean())), 1e-300))
+        self._rng = np.random.default_rng([seed, len(logs)])
+        drawn = log_losses(self.law, x) + self.noises(DRAWS, len(logs))
+        draws, _ = refine(np.repeat(self.law, len(drawn), axis=0), x, drawn)
+        self.laws = np.concatenate([self.law, draws])
+
+    def noises(self, draws: int, runs: int) -> np.ndarray:
+        """Return draws of the noise of so many runs."""
+        scale = np.sqrt(self.free / self._rng.chisquare(self.free, (draws, 1)))
+        signs = self._rng.choice([-1.0, 1.0], (draws, runs))
+        return self._rng.choice(self._pool, (draws, runs)) * signs * scale
 
 
 @dataclass(frozen=True)
@@ -47,27 +85,25 @@ class HoldOut:
 class Law:
     """A law of the losses of a ladder over one axis or two."""
 
-    names: tuple[str, ...]  # of its exponents
+    exponents: tuple[str, ...]
+    ends: tuple[tuple[float, str], tuple[float, str]]  # of its runs' compute or x, with their names
 
-    def __init__(self, ladder: Ladder, axes: Axes, losses: np.ndarray, seed: int) -> None:
-        if len(losses) and np.ptp(losses) == 0:
+    def __init__(self, ladder: Ladder, x: np.ndarray, losses: np.ndarray, seed: int) -> None:
+        if np.ptp(losses) == 0:
             raise ConfigError(
                 f"{ladder.name}: all losses are {losses[0]:g}, so they depend on nothing; give "
                 "runs, or a column loss, of which the losses differ"
             )
-        self.ladder, self.axes, self.losses, self.seed = ladder, axes, losses, seed
-        self.ensemble = Ensemble(axes, np.log(losses), seed)
+        self.ladder, self.losses, self.seed = ladder, losses, seed
+        self.ensemble = Ensemble(x, np.log(losses), seed)
 
     @property
     def numbers(self) -> dict[str, Estimate]:
         """Return E, the factors and the exponents."""
-        one, many = self.ensemble.law, self.ensemble.laws
-        factors, drawn = self.axes.factors(one), self.axes.factors(many)
-        k = len(self.axes.logs)
-        found = {"E": Estimate.of(one[:, 0], many[:, 0])}
-        found |= {"AB"[i]: Estimate.of(factors[:, i], drawn[:, i]) for i in range(k)}
-        exponents = ((1 + k + i, name) for i, name in enumerate(self.names))
-        return found | {n: Estimate.of(one[:, i], many[:, i], log=False) for i, n in exponents}
+        k = len(self.exponents)
+        names = ["E", *"AB"[:k], *self.exponents]
+        columns = enumerate(self.ensemble.laws.T)
+        return {names[i]: Estimate.of(column, log=i <= k) for i, column in columns}
 
     @cached_property
     def knows_e(self) -> bool:
@@ -75,23 +111,31 @@ class Law:
 
         Worse is a sum higher by what F with one degree of freedom has in 5 of 100.
         """
-        low = float(np.exp(interval(self.ensemble.laws[:, 0])[0]))
-        return low > 0.02 * float(self.losses.min()) and self.ensemble.e_tells()
+        e = self.ensemble
+        more = fit(e.x, e.logs, with_e=False)[1] / max(e.sum, 1e-300) - 1
+        worse = more * e.free > fdtri(1, e.free, LEVEL / 100)
+        return bool(worse) and self.numbers["E"].low > 0.02 * float(self.losses.min())
+
+    def log_losses(self, *x: np.ndarray | float) -> np.ndarray:
+        """Return the log losses of the law (first) and its draws at logs of figures of its axes."""
+        return log_losses(self.ensemble.laws, np.atleast_2d(np.array(x).T).T)
+
+    def at(self, *x: np.ndarray) -> np.ndarray:
+        """Return the losses of the law itself at logs of figures of its axes."""
+        return np.exp(log_losses(self.ensemble.law, np.array(x)))[0]
 
     @property
     def rest(self) -> np.ndarray:
         """Return by how much each run lies above the law, as a share."""
-        law = log_losses(self.ensemble.law, self.axes)[0]
-        return np.asarray(np.expm1(np.log(self.losses) - law))
+        return self.losses / self.at(*self.ensemble.x) - 1
 
     def without(self, runs: np.ndarray, what: str) -> HoldOut:
         """Return how the law of the other runs predicts these."""
+        e = self.ensemble
         kept = np.setdiff1d(np.arange(len(self.losses)), runs)
-        others = Ensemble(self.axes.take(kept), np.log(self.losses[kept]), self.seed)
-        there = self.axes.take(runs)
-        best = log_losses(others.law, there).mean(axis=1)
-        draws = log_losses(others.laws, there).mean(axis=1)
-        draws = draws + others.noises(len(draws), len(runs)).mean(axis=1)
-        measured, e = math.exp(float(np.log(self.losses[runs]).mean())), Estimate.of(best, draws)
-        inside = e.low <= measured <= e.high
-        return HoldOut(what, len(runs), e, measured, measured / e.value - 1, inside)
+        others = Ensemble(e.x[:, kept], e.logs[kept], self.seed)
+        there = log_losses(others.laws, e.x[:, runs]).mean(axis=1)
+        there[1:] += others.noises(len(there) - 1, len(runs)).mean(axis=1)
+        predicted, measured = Estimate.of(there), math.exp(float(e.logs[runs].mean()))
+        inside, miss = predicted.low <= measured <= predicted.high, measured / predicted.value - 1
+        return HoldOut(what, len(runs), predicted, measured, miss, inside)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llmexp.compare.known import Known, Step
-from llmexp.compare.records import Result, listed
+from llmexp.compare.records import Result
 from llmexp.laws.answer import fit
-from llmexp.laws.figures import flops_text
 from llmexp.laws.fitting import Surface
 from llmexp.laws.surface import slopes
+from llmexp.laws.words import flops_text
 from llmexp.run.budget import BUDGETS
 from llmexp.settings.knobs import SEED
 from llmexp.settings.values import ConfigError
@@ -22,7 +22,7 @@ from llmexp.system.text import number
 AHEAD = 10  # times the largest budget: where the loss is predicted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """Runs that could be added: what is given, their log sizes and tokens."""
 
@@ -41,7 +41,8 @@ class Candidate:
 def rung(c: Result, predict: float | str | None = None) -> Step | None:
     """Return the step that narrows a ladder's prediction most; None for runs that are no ladder.
 
-    Where the best size may lie beyond those that were tried, it is the next size there.
+    Where the best size may lie beyond those that were tried, it is the next size there; below the
+    smallest size that there is lies none: the best one of the next budget is larger.
     """
     known = Known(c)
     swept = {key for r in c.runs if known.sweep for key in r.swept}
@@ -57,46 +58,39 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
         return None
     s = answer.surfaces[0]
     if predict is None:
-        s.target = AHEAD * math.exp(s.largest)
-    found = list(_candidates(s, c, budget[0], size[0]))
-    widths = [_width(s, one) for one in found]
-    best = min(range(len(found)), key=widths.__getitem__)
-    why = f"{found[best].given} narrows the val loss at {flops_text(s.predicted.flops)} FLOPs most"
+        s.target = AHEAD * math.exp(s.span[1])
+    found = _candidates(s, c, budget[0], size[0])
+    widths = {one: _width(s, one) for one in found}
+    best = min(found, key=widths.__getitem__)
+    why = f"{best.given} narrows the val loss at {flops_text(s.predicted.flops)} FLOPs most"
     if s.edge:
-        best, why = _widened(s, found, size[0], _values(c, size[0]), budget[0])
-    words = [f"{one.given} {_text(s, one, w)}" for one, w in zip(found, widths, strict=True)]
-    half = (s.predicted.loss.high - s.predicted.loss.low) / 2
-    chosen = found[best]
-    why = f"{why} (its interval is ±{half:.2g}): {listed([words[best]], 1)}"
-    rest = [w for i, w in enumerate(words) if i != best]
-    why += f"; {'; '.join(rest)}." if rest else "."
-    tokens = round(float(np.exp(chosen.tokens).sum()))
+        why = f"the best size may lie beyond those that were tried: widen to {s.edge} N"
+        smallest = _values(c, size[0])[0]
+        larger = "larger" in s.edge
+        beyond = [one for one in found if one.key == size[0] and (one.value > smallest) == larger]
+        best = next(iter(beyond), None) or next(one for one in found if one.key == budget[0])
+        if not beyond:
+            why = (
+                f"{why.partition(':')[0]}, but {size[0]} can go no smaller than {smallest:g}; a "
+                "larger budget has a larger best size"
+            )
+    words = {
+        one: f"{one.given} to about ±{width:.2g} for {flops_text(_flops(s, one))} FLOPs"
+        for one, width in widths.items()
+    }
+    why += f" (its interval is ±{_half(s):.2g}): {'; '.join([words.pop(best), *words.values()])}."
+    tokens = round(float(np.exp(best.tokens).sum()))
     path = str(known.sweep.path)
-    return Step("rung", why, ("resume", path, chosen.given), len(chosen.sizes), tokens,
+    return Step("rung", why, ("resume", path, best.given), len(best.sizes), tokens,
                 known.hours(tokens))  # fmt: skip
 
 
-def _widened(
-    s: Surface, found: Sequence[Candidate], size: str, tried: Sequence[float], budget: str
-) -> tuple[int, str]:
-    """Return the place of the next size where the best one may lie, and why.
-
-    Below the smallest size that there is lies none: the best one of the next budget is larger.
-    """
-    sides = {one.value > tried[0]: i for i, one in enumerate(found) if one.key == size}
-    beyond = "the best size may lie beyond those that were tried"
-    if (larger := "larger" in s.edge) in sides:
-        return sides[larger], f"{beyond}: widen to {s.edge} N"
-    next_budget = next(i for i, one in enumerate(found) if one.key == budget)
-    return next_budget, (
-        f"{beyond}, but {size} can go no smaller than {tried[0]:g}; a larger budget has a larger "
-        "best size"
-    )
+def _flops(s: Surface, one: Candidate) -> float:
+    return float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).sum())
 
 
-def _text(s: Surface, one: Candidate, width: float) -> str:
-    flops = float(np.exp(one.tokens + s.price.at(one.sizes)).sum())
-    return f"to about ±{width:.2g} for {flops_text(flops)} FLOPs"
+def _half(s: Surface) -> float:
+    return (s.predicted.loss.high - s.predicted.loss.low) / 2
 
 
 def _values(c: Result, key: str) -> list[float]:
@@ -104,21 +98,20 @@ def _values(c: Result, key: str) -> list[float]:
     return sorted(v for v in found if v)
 
 
-def _candidates(s: Surface, c: Result, budget: str, size: str) -> Iterator[Candidate]:
-    """Yield the next size on both sides, the next budget, and all runs with another seed."""
-    of_sizes, budgets = _values(c, size), _values(c, budget)
+def _candidates(s: Surface, c: Result, budget: str, size: str) -> list[Candidate]:
+    """Return the next size on both sides, the next budget, and all runs with another seed."""
+    found, of_sizes, budgets = [], _values(c, size), _values(c, budget)
     x = np.array([number(p.values.get(size)) or 1.0 for p in s.ladder.points])
     line = np.polyfit(np.log(x), np.log(s.sizes), 1)
     whole = all(v == int(v) for v in of_sizes)
     for value in (_next(of_sizes[::-1], whole), _next(of_sizes, whole)):
         if value and value not in of_sizes:
             n = np.full(len(budgets), np.polyval(line, math.log(value)))
-            yield Candidate(size, value, n, _tokens(s, budget, np.array(budgets), n))
-    n = np.log(np.unique(s.sizes))
-    more = _next(budgets, whole=False)
-    yield Candidate(budget, more, n, _tokens(s, budget, np.full(len(n), more), n))
-    seeds = [int(v) for v in _values(c, SEED)] or [0]
-    yield Candidate(SEED, max(seeds) + 1, np.log(s.sizes), np.log(s.tokens))
+            found.append(Candidate(size, value, n, _tokens(s, budget, np.array(budgets), n)))
+    n, more = np.log(np.unique(s.sizes)), _next(budgets, whole=False)
+    found.append(Candidate(budget, more, n, _tokens(s, budget, np.full(len(n), more), n)))
+    seed = 1 + max((int(v) for v in _values(c, SEED)), default=0)
+    return [*found, Candidate(SEED, seed, np.log(s.sizes), np.log(s.tokens))]
 
 
 def _next(values: Sequence[float], whole: bool) -> float:
@@ -132,13 +125,12 @@ def _next(values: Sequence[float], whole: bool) -> float:
 
 def _tokens(s: Surface, budget: str, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return the log tokens of runs of some budgets and log sizes."""
-    if budget == "train.max_flops":
-        return np.asarray(np.log(values) - s.price.at(sizes))
-    if budget == "train.tokens_per_parameter":
-        return np.asarray(np.log(values) + sizes)
-    if budget == "train.max_tokens":
-        return np.asarray(np.log(values))
-    return np.full(len(sizes), np.log(s.tokens).mean())
+    each = {
+        "train.max_flops": np.log(values) - s.frontier.price.at(sizes),
+        "train.tokens_per_parameter": np.log(values) + sizes,
+        "train.max_tokens": np.log(values),
+    }
+    return each.get(budget, np.full(len(sizes), np.log(s.tokens).mean()))
 
 
 def _width(s: Surface, added: Candidate) -> float:
@@ -147,14 +139,12 @@ def _width(s: Surface, added: Candidate) -> float:
     To the first order: the runs' slopes tell what is known of the law's numbers; the loss of the
     best size moves with these as the loss at that size does.
     """
-    c = np.array(math.log(s.predicted.flops))
-    there = s.axes.at(s.best.sizes(c), s.best.tokens(c))
-    gradient = slopes(s.ensemble.law, there)[0, :, 0]
-    own = slopes(s.ensemble.law, s.axes)[0]
-    new = slopes(s.ensemble.law, s.axes.at(added.sizes, added.tokens))[0]
+    c, law = math.log(s.predicted.flops), s.ensemble.law
+    best = np.array([[s.frontier.sizes(c)[0]], [s.frontier.tokens(c)[0]]])
+    gradient, own = slopes(law, best)[0, :, 0], slopes(law, s.ensemble.x)[0]
+    new = slopes(law, np.array([added.sizes, added.tokens]))[0]
 
     def spread(known: np.ndarray) -> float:
-        return float(gradient @ np.linalg.pinv(known @ known.T) @ gradient)
+        return float(np.linalg.norm(np.linalg.lstsq(known, gradient)[0]))
 
-    share = math.sqrt(spread(np.concatenate([own, new], axis=1)) / spread(own))
-    return share * (s.predicted.loss.high - s.predicted.loss.low) / 2
+    return spread(np.concatenate([own, new], axis=1)) / spread(own) * _half(s)

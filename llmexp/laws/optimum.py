@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from llmexp.laws.surface import Axes
+from numpy.polynomial import Polynomial
 
 STEPS = 50  # at most; some 5 suffice
 NEAR = 1e-12  # a step that ends a search
@@ -21,55 +20,48 @@ REACH = 30.0  # natural logs of compute that are searched
 class Price:
     """Log FLOPs a token over log size: a parabola, and beyond the runs its tangents."""
 
-    curve: np.ndarray  # coefficients of log size less the middle, the highest power first
-    middle: float
+    curve: Polynomial
     low: float
     high: float
 
     @classmethod
-    def of(cls, sizes: np.ndarray, per_token: np.ndarray) -> Price:
-        """Return the curve through the FLOPs a token of runs of these sizes."""
-        x, y = np.log(sizes), np.log(per_token)
-        middle, ends = float(x.mean()), (float(x.min()), float(x.max()))
-        found = cls(np.array([1.0, y.mean()]), middle, *ends)  # in proportion
-        for degree in range(1, min(3, len(set(sizes)))):
-            if found.miss(sizes, per_token) < 1e-9:
-                break
-            other = cls(np.polyfit(x - middle, y, degree), middle, *ends)
-            found = other if other.slope(np.array(ends)).min() > 0.1 else found
-        return found
+    def of(cls, x: np.ndarray, y: np.ndarray) -> Price:
+        """Return the curve through log FLOPs a token of runs by their log sizes, three or more.
 
-    def miss(self, sizes: np.ndarray, per_token: np.ndarray) -> float:
-        """Return the largest relative difference from the runs."""
-        return float(np.abs(np.expm1(self.at(np.log(sizes)) - np.log(per_token))).max())
+        It is a line, or in proportion, where a larger model would cost less than a smaller one.
+        """
+        ends = float(x.min()), float(x.max())
+        for degree in (2, 1):
+            found = cls(Polynomial.fit(x, y, degree), *ends)
+            if found.slope(np.array(ends)).min() > 0.1:
+                return found
+        return cls(Polynomial([float((y - x).mean()), 1.0]), *ends)
 
     def at(self, x: np.ndarray) -> np.ndarray:
         """Return log FLOPs a token of models of log size x."""
         inside = np.clip(x, self.low, self.high)
-        return np.polyval(self.curve, inside - self.middle) + self.slope(inside) * (x - inside)
+        return self.curve(inside) + self.slope(inside) * (x - inside)
 
     def slope(self, x: np.ndarray) -> np.ndarray:
         """Return d log FLOPs a token / d log size."""
-        inside = np.clip(x, self.low, self.high)
-        return np.asarray(np.polyval(np.polyder(self.curve), inside - self.middle))
+        return np.asarray(self.curve.deriv()(np.clip(x, self.low, self.high)))
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The best that laws allow at each compute: rows are laws, figures natural logs."""
+    """The best that laws allow at each compute: a figure for each law, all natural logs."""
 
     laws: np.ndarray
-    axes: Axes
     price: Price
 
-    def sizes(self, compute: np.ndarray) -> np.ndarray:
-        """Return the log size with the lowest loss at log compute: a number, or one for each law.
+    def sizes(self, compute: np.ndarray | float) -> np.ndarray:
+        """Return the size with the lowest loss at some compute: a number, or one for each law.
 
         There the gain of a larger model, alpha A N^-alpha, is the loss of the tokens that it costs.
         Their logs are nearly straight lines over log N.
         """
-        (a, b), (alpha, beta) = self.axes.factors(self.laws).T, self.laws[:, 3:].T
-        x = np.full(len(self.laws), self.price.middle)
+        _, a, b, alpha, beta = self.laws.T
+        x = np.full(len(self.laws), (self.price.low + self.price.high) / 2)
         for _ in range(STEPS):
             slope = self.price.slope(x)
             cost = b + np.log(beta * slope) - beta * (compute - self.price.at(x))
@@ -79,23 +71,22 @@ class Frontier:
                 break
         return x
 
-    def _terms(self, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the three terms of the loss of the best size."""
+    def tokens(self, compute: np.ndarray | float) -> np.ndarray:
+        """Return the tokens of the best size at some compute."""
+        return compute - self.price.at(self.sizes(compute))
+
+    def losses(self, compute: np.ndarray | float) -> np.ndarray:
+        """Return the loss of the best size at some compute."""
+        return np.asarray(np.log(np.exp(self.laws[:, 0]) + sum(self._terms(compute))))
+
+    def _terms(self, compute: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+        """Return what size and tokens leave of the loss of the best size."""
+        _, a, b, alpha, beta = self.laws.T
         sizes = self.sizes(compute)
-        tokens = compute - self.price.at(sizes)
-        (a, b), (alpha, beta) = self.axes.factors(self.laws).T, self.laws[:, 3:].T
-        return np.exp(self.laws[:, 0]), np.exp(a - alpha * sizes), np.exp(b - beta * tokens)
-
-    def tokens(self, compute: np.ndarray) -> np.ndarray:
-        """Return the log tokens of the best size at log compute."""
-        return np.asarray(compute - self.price.at(self.sizes(compute)))
-
-    def losses(self, compute: np.ndarray) -> np.ndarray:
-        """Return the log loss of the best size at log compute."""
-        return np.asarray(np.log(sum(self._terms(compute))))
+        return np.exp(a - alpha * sizes), np.exp(b - beta * (compute - self.price.at(sizes)))
 
     def compute(self, losses: np.ndarray, near: float) -> np.ndarray:
-        """Return the least log compute for log losses, searched from `near` on; inf: never.
+        """Return the least compute for losses, searched from `near` on; inf: never.
 
         The log of the loss above E is nearly a straight line over log compute; its slope is that of
         the tokens alone, as the size is the best one.
@@ -104,16 +95,10 @@ class Frontier:
         goal = np.log(np.where(above > 0, above, 1.0))
         c = np.full(len(self.laws), near)
         for _ in range(STEPS):
-            _, size, tokens = self._terms(c)
+            size, tokens = self._terms(c)
             slope = self.laws[:, 4] * tokens / (size + tokens)
             step = np.clip((np.log(size + tokens) - goal) / slope, -REACH, REACH)
             c = c + step
             if np.abs(step).max() < NEAR:
                 break
         return np.where((above > 0) & (c < near + REACH), c, np.inf)
-
-    def exponent(self, first: float, last: float) -> np.ndarray:
-        """Return by which power of compute the best size grows between two log computes."""
-        return np.asarray(
-            (self.sizes(np.array(last)) - self.sizes(np.array(first))) / (last - first)
-        )

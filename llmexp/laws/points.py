@@ -19,14 +19,10 @@ from llmexp.compare.records import TWIN, Record
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
 
-COUNTS = {"all": "parameters", "head": "parameters_with_head", "blocks": "parameters_in_blocks"}
-COUNTED = {
-    "all": "all parameters",
-    "head": "parameters without embeddings, with the head",
-    "blocks": "matrices inside blocks",
-    "given": "as the file has it",
-}
+COUNTS = {"head": "parameters_with_head", "all": "parameters", "blocks": "parameters_in_blocks"}
+GIVEN = "given"  # how a CSV file counts parameters
 DECAYED = 0.9  # a run whose last rate is more of its largest one has not come to its end
+CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
 _COLUMNS = ("N", "D", "C", "loss")
 
 
@@ -56,6 +52,7 @@ class Ladder:
     points: list[Point]
     out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    origin: Path = Path()  # where its runs lie
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, tokens, FLOPs and losses of the points."""
@@ -66,30 +63,23 @@ class Ladder:
 
 def counts_of(points: Sequence[Point]) -> list[str]:
     """Return the ways to count parameters that all points know, the usual one first."""
-    order = ("head", "all", "blocks", "given")
-    return [c for c in order if points and all(p.sizes.get(c) for p in points)]
+    return [c for c in (*COUNTS, GIVEN) if points and all(p.sizes.get(c) for p in points)]
 
 
-def points_of(records: Sequence[Record]) -> tuple[list[Point], dict[str, list[str]]]:
+def points_of(records: Sequence[Record]) -> tuple[dict[Record, Point], dict[str, list[str]]]:
     """Return the runs that are points, and the names of the others by reason."""
     out: dict[str, list[str]] = defaultdict(list)
-    found = []
+    found = {}
     for r in records:
         if (reason := _unfit(r)) or (point := _point(r)) is None:
             out[reason or "without size, tokens or val loss"].append(r.name)
         else:
-            found.append(point)
+            found[r] = point
     for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_of)):
-        usual = Counter(of(_record(p)) for p in found).most_common(1)
-        apart = [p for p in found if of(_record(p)) != usual[0][0]]
-        found = [p for p in found if p not in apart]
-        out[reason] += [p.name for p in apart]
-    return found, {reason: names for reason, names in out.items() if names}
-
-
-def _record(point: Point) -> Record:
-    assert point.record is not None
-    return point.record
+        usual = Counter(map(of, found)).most_common(1)
+        for r in [r for r in found if of(r) != usual[0][0]]:
+            out[reason].append(found.pop(r).name)
+    return found, dict(out)
 
 
 def _unfit(r: Record) -> str:
@@ -115,18 +105,13 @@ def _point(r: Record) -> Point | None:
     return Point(r.name, sizes, tokens, per_token * tokens, loss, values, r)
 
 
-def undecayed(points: Sequence[Point]) -> list[Point]:
-    """Return the runs of a ladder whose rate has not decayed; none where none has decayed."""
-    held = [p for p in points if not _decayed(_record(p))]
-    return held if len(held) < len(points) else []
-
-
-def _decayed(r: Record) -> bool:
+def decayed(r: Record) -> bool:
+    """Tell whether a run has come to the end of its schedule."""
     kind = f"{r.config.get('optimizer._target_')} {r.config.get('optimizer.name')}"
     if "schedulefree" in kind.replace("_", "").lower():  # its average takes the decay's place
         return True
-    rates = [c["lr"][np.isfinite(c["lr"])] for c in (r.before, r.columns) if "lr" in c]
-    known = np.concatenate(rates) if rates else np.zeros(0)
+    rates = np.concatenate([c.get("lr", np.zeros(0)) for c in (r.before, r.columns)])
+    known = rates[np.isfinite(rates)]
     if len(known) < 2 or known[-1] > known[:-1].max():  # no row is of the peak, or later
         return decays_at_last(r.config)
     return bool(known[-1] < DECAYED * known.max())
@@ -140,38 +125,35 @@ def read_csv(path: Path) -> Ladder:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             lines = list(csv.DictReader(file))
-            heads = {(h or "").strip().lower(): h for h in (lines[0] if lines else {})}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    heads = {(h or "").strip().lower(): h for h in (lines[0] if lines else ())}
     names = {c: heads[c.lower()] for c in _COLUMNS if c.lower() in heads}
     if "loss" not in names or len(names) < 3:
         raise ConfigError(
             f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
             "of one of the first two; for example a first line N,D,loss"
         )
-    ladder = Ladder(path.stem, [])
+    ladder = Ladder(path.stem, [], origin=path)
     for place, line in enumerate(lines, 2):
-        given = {c: _number(path, place, c, line[name]) for c, name in names.items()}
+        values = {head: _number(text) for head, text in line.items()}
+        for column, head in names.items():
+            if values[head] is None:
+                text = f"{column}={line[head]}: must be a number; example 2.5e8"
+                raise ConfigError(f"{path}: line {place}: {text}")
+        given = {c: values[head] or 0.0 for c, head in names.items()}
         label = f"line {place}"
         if not all(0 < v < math.inf for v in given.values()):
             ladder.out.setdefault("not finite, or not above 0", []).append(label)
             continue
         n = given.get("N") or given["C"] / 6 / given["D"]
         d = given.get("D") or given["C"] / 6 / n
-        values = {k: v for k, v in ((k, _plain(v)) for k, v in line.items()) if v is not None}
         flops = given.get("C") or 6 * n * d
-        ladder.points.append(Point(label, {"given": n}, d, flops, given["loss"], values))
+        ladder.points.append(Point(label, {GIVEN: n}, d, flops, given["loss"], values))
     return ladder
 
 
-def _number(path: Path, line: int, column: str, text: str | None) -> float:
-    found = _plain(text)
-    if found is None:
-        raise ConfigError(f"{path}: line {line}: {column}={text}: must be a number; example 2.5e8")
-    return found
-
-
-def _plain(text: str | None) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
         return float(text or "")
     except (TypeError, ValueError):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from llmexp.laws.fitting import rungs
-from llmexp.laws.ladders import CELL
 from llmexp.laws.law import Estimate, HoldOut, Law
-from llmexp.laws.points import Ladder
-from llmexp.laws.surface import Axes, log_losses
+from llmexp.laws.points import CELL, Ladder, Point
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 
@@ -20,44 +19,38 @@ AXES = ("tokens", "flops", "parameters")
 LEAST, VALUES = 5, 4  # points, at so many places, that three numbers are fitted to
 
 
+class Place(NamedTuple):
+    """A place on the axis: its runs, the geometric mean of their losses, and the law there."""
+
+    x: float
+    runs: int
+    loss: float
+    law: Estimate
+
+
 class Power(Law):
     """The law of a ladder over one axis."""
 
-    names = ("p",)
+    exponents = ("p",)
 
     def __init__(
         self, ladder: Ladder, count: str, by: str, target: float | None = None, seed: int = 0
     ) -> None:
         self.by, self.count, self.target = by, count, target
-        found = [(p.along(by, count), p.loss) for p in ladder.points]
-        kept = [(x, loss) for x, loss in found if x is not None and x > 0]
-        if by == "flops":
-            kept = _lowest(ladder, count)
-        if len(kept) < LEAST or len({x for x, _ in kept}) < VALUES:
+        points = _lowest(ladder, count) if by == "flops" else ladder.points
+        found = [(x, p.loss) for p in points if (x := p.along(by, count) or 0) > 0]
+        values = len({x for x, _ in found})
+        if len(found) < LEAST or values < VALUES:
             raise ConfigError(
-                f"{ladder.name}: has {plural(len(kept), 'run')} with {by} above 0, at "
-                f"{plural(len({x for x, _ in kept}), 'value')}, and a power law needs {LEAST} runs "
-                f"at {VALUES} values; train {'more budgets' if by in AXES else f'more of {by}'}, "
-                "or give the paths of more runs"
+                f"{ladder.name}: has {plural(len(found), 'run')} with {by} above 0, at "
+                f"{plural(values, 'value')}, and a power law needs {LEAST} runs at {VALUES} values;"
+                f" train {'more budgets' if by in AXES else f'more of {by}'}, or give the paths of "
+                "more runs"
             )
-        x, losses = (np.array(v) for v in zip(*sorted(kept), strict=True))
-        self.x = x
-        super().__init__(ladder, Axes.of(x), losses, seed)
-
-    @property
-    def last(self) -> str:
-        """Return what the last runs are called."""
-        return f"largest {self.by}"
-
-    @property
-    def first(self) -> str:
-        """Return what the first runs are called."""
-        return f"smallest {self.by}"
-
-    @property
-    def below(self) -> float:
-        """Return by how many decades the prediction lies below the runs."""
-        return math.log10(self.x.min() / (self.target or 1.0))
+        self.x, losses = np.array(sorted(found)).T
+        super().__init__(ladder, np.log([self.x]), losses, seed)
+        first, last = float(self.x[0]), float(self.x[-1])
+        self.ends = (first, f"smallest {by}"), (last, f"largest {by}")
 
     def others(self) -> list[str]:
         """Return the axes of a surface, other than its own, in which the runs differ."""
@@ -67,44 +60,34 @@ class Power(Law):
         at = defaultdict(list)  # of a knob only runs of one value: sizes may follow from it
         for i, p in enumerate(self.ladder.points):
             at[None if self.by in AXES else p.along(self.by, self.count)].append(i)
-        axes = {"parameters": sizes, "tokens": tokens}
         return [
-            k for k, v in axes.items()
-            if k != self.by and any(v[i].max() > CELL * v[i].min() for i in at.values())
+            name for name, v in (("parameters", sizes), ("tokens", tokens))
+            if name != self.by and any(v[i].max() > CELL * v[i].min() for i in at.values())
         ]  # fmt: skip
-
-    @property
-    def decades(self) -> float:
-        """Return by how many decades the prediction lies beyond the runs."""
-        return math.log10((self.target or 1.0) / self.x.max())
 
     def loss_at(self, x: float) -> Estimate:
         """Return the loss of the law at x."""
-        there = self.axes.at(np.array([[math.log(x)]]))
-        best, draws = (log_losses(laws, there) for laws in (self.ensemble.law, self.ensemble.laws))
-        return Estimate.of(best, draws[:, 0])
+        return Estimate.of(self.log_losses(math.log(x))[:, 0])
 
     @cached_property
     def held_out(self) -> HoldOut | None:
         """Return how the law without the largest x does there; None with too few other runs."""
-        last = self.x == self.x.max()
+        last = self.x == self.x[-1]
         if (~last).sum() < LEAST or len(set(self.x[~last])) < VALUES:
             return None
-        return self.without(np.flatnonzero(last), self.last)
+        return self.without(np.flatnonzero(last), self.ends[1][1])
 
-    def rows(self) -> list[tuple[float, int, float, Estimate]]:
-        """Return x, runs, geometric mean of their losses, and the law there."""
-        at = defaultdict(list)
-        for x, loss in zip(self.x, self.losses, strict=True):
-            at[float(x)].append(math.log(loss))
-        return [(x, len(v), math.exp(sum(v) / len(v)), self.loss_at(x)) for x, v in at.items()]
+    @cached_property
+    def places(self) -> list[Place]:
+        """Return the places of the runs."""
+        at = [(x, np.log(self.losses[self.x == x])) for x in sorted(set(self.x.tolist()))]
+        return [Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at]
 
 
-def _lowest(ladder: Ladder, count: str) -> list[tuple[float, float]]:
-    """Return FLOPs and loss of the lowest run of each budget: those along the optimum."""
+def _lowest(ladder: Ladder, count: str) -> list[Point]:
+    """Return the run of each budget with the lowest loss: those along the optimum."""
     sizes, _, flops, losses = ladder.figures(count)
     found = rungs(np.log(flops), sizes)
     if found[0].what != "budget":
-        return list(zip(flops, losses, strict=True))
-    best = [min(r.runs, key=lambda i: losses[i]) for r in found]
-    return [(flops[i], losses[i]) for i in best]
+        return ladder.points
+    return [ladder.points[min(r.runs, key=losses.__getitem__)] for r in found]

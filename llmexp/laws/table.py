@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from llmexp.compare.document import Cell
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
-from llmexp.laws.figures import big, flops_text, plain, sized
 from llmexp.laws.fitting import Surface
-from llmexp.laws.isoflop import Parabolas
+from llmexp.laws.law import Estimate
 from llmexp.laws.power import Power
+from llmexp.laws.words import big, flops_text, plain, sized
 from llmexp.system.text import loss_text, padded
 
 HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
@@ -32,55 +31,55 @@ def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
     for law in answer.laws:
         if len(answer.laws) > 1:
             console.print(Text(law.ladder.name, style="bold"))
-        for i, line in enumerate(_aligned(law, width)):
+        for i, line in enumerate(_lines(law, width)):
             console.print(Text(line, style="" if i else "dim"), no_wrap=True, overflow="ellipsis")
     for line in (*words.notes(answer), *(words.why(answer) if why else ())):
         console.print(Text(line))
 
 
-def _aligned(law: Surface | Power, width: int) -> Iterator[str]:
-    table = [heads(law), *([text for text, _ in row] for row in cells(law))]
-    dropped: list[int] = []
-    for column in (None, *(c for c in _DROPPED if c < len(table[0]))):
-        dropped += [] if column is None else [column]
-        kept = [[cell for i, cell in enumerate(row) if i not in dropped] for row in table]
+def _lines(law: Surface | Power, width: int) -> list[str]:
+    table = [heads(law), *([cell.text for cell in row] for row in rows(law))]
+    for dropped in range(len(_DROPPED) + 1):
+        kept = [[c for i, c in enumerate(r) if i not in _DROPPED[:dropped]] for r in table]
         lines = ["  ".join(row).rstrip() for row in padded(kept, ())]
         if max(map(len, lines)) <= width:
             break
-    yield from lines
-
-
-def cells(law: Surface | Power) -> list[list[tuple[str, float | None]]]:
-    """Return the rows of the table of a law, each cell with its number; titles are those of HEADS.
-
-    Of many rungs there are some, the last one with them.
-    """
-    found: list[list[tuple[str, float | None]]] = []
-    if isinstance(law, Power):
-        found = [
-            [(big(x), x), (str(n), n), (loss_text(loss), loss), (plain(at), at.value)]
-            for x, n, loss, at in law.rows()
-        ]
-        if (x := law.target) is not None:
-            at = law.loss_at(x)
-            found.append([(big(x), x), ("", None), ("", None), (plain(at), at.value)])
-        return found
-    step = -(-len(law.optima) // MOST)
-    for o in [*law.optima[::-step][::-1], *([law.predicted] if law.target is not None else [])]:
-        best = [(sized(o.parameters), o.parameters.value), (sized(o.tokens), o.tokens.value),
-                (f"{o.ratio:.3g}", o.ratio), (plain(o.loss), o.loss.value)]  # fmt: skip
-        lowest = [(loss_text(o.lowest_loss or 0), o.lowest_loss),
-                  (big(o.lowest_parameters or 0), o.lowest_parameters)]  # fmt: skip
-        edge: list[tuple[str, float | None]] = [("edge", None), *[("", None)] * 3]
-        runs = (str(o.runs or ""), o.runs)
-        found.append([(flops_text(o.flops), o.flops), runs, *(edge if law.edge else best),
-                      *(lowest if o.runs else [("", None)] * 2)])  # fmt: skip
-    return found
+    return lines
 
 
 def heads(law: Surface | Power) -> list[str]:
     """Return the titles of the table of a law."""
     return [law.by, "runs", "val loss", "by the law"] if isinstance(law, Power) else list(HEADS)
+
+
+def rows(law: Surface | Power) -> list[list[Cell]]:
+    """Return the rows of the table of a law, the prediction last.
+
+    Of many rungs there are some, the last one with them.
+    """
+    none = Cell("")
+    if isinstance(law, Power):
+        places: list[tuple[float, Any, Any, Estimate]] = [*law.places]
+        if law.target is not None:
+            places.append((law.target, None, None, law.loss_at(law.target)))
+        return [
+            [_cell(x, big), _cell(runs, str), _cell(loss, loss_text), _cell(at, plain)]
+            for x, runs, loss, at in places
+        ]
+    found, step = [], -(-len(law.optima) // MOST)
+    for o in [*law.optima[::-step][::-1], *([law.predicted] if law.target is not None else [])]:
+        ratio = o.tokens.value / o.parameters.value
+        best = [_cell(o.parameters, sized), _cell(o.tokens, sized), _cell(ratio, "{:.3g}".format),
+                _cell(o.loss, plain)]  # fmt: skip
+        lowest = [_cell(o.lowest_loss, loss_text), _cell(o.lowest_parameters, big)]
+        best = [Cell("edge"), none, none, none] if law.edge else best
+        found.append([_cell(o.flops, flops_text), _cell(o.runs or None, str), *best, *lowest])
+    return found
+
+
+def _cell(value: Any, shown: Callable[[Any], str]) -> Cell:
+    """Return the cell of a number or an estimate, empty where there is none."""
+    return Cell("" if value is None else shown(value), getattr(value, "value", value))
 
 
 def to_json(answer: Answer) -> str:
@@ -89,8 +88,7 @@ def to_json(answer: Answer) -> str:
 
 
 def data(answer: Answer) -> dict[str, Any]:
-    """Return everything that was found, as plain values."""
-    beside = iter(answer.parabolas)
+    """Return everything that was found, as plain values; what is not finite is None."""
     found = {
         "headline": words.headline(answer),
         "notes": words.notes(answer),
@@ -98,59 +96,38 @@ def data(answer: Answer) -> dict[str, Any]:
         "problems": answer.problems,
         "form": answer.form,
         "count": answer.count,
-        "ladders": [
-            _power(law) if isinstance(law, Power) else _surface(law, next(beside))
-            for law in answer.laws
-        ],
+        "ladders": [_ladder(law, answer) for law in answer.laws],
         "gains": answer.gains,
     }
-    return dict(_plain(found))
+    text = json.dumps(found, default=lambda v: v.item() if isinstance(v, np.generic) else vars(v))
+    return dict(json.loads(text, parse_constant=lambda name: None))
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON has of dataclasses, lists and numbers; what is not finite is null."""
-    if dataclasses.is_dataclass(value):
-        return _plain(vars(value))
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
-
-
-def _common(law: Surface | Power) -> dict[str, Any]:
-    return {
+def _ladder(law: Surface | Power, answer: Answer) -> dict[str, Any]:
+    found = {
         "name": law.ladder.name,
         "runs": len(law.losses),
         "law": law.numbers,
         "knows_e": law.knows_e,
         "noise": law.ensemble.noise,
-        "draws": len(law.ensemble.laws),
+        "draws": len(law.ensemble.laws) - 1,
         "held_out": law.held_out,
-        "left_out": {reason: names for reason, names in law.ladder.out.items() if names},
+        "left_out": law.ladder.out,
     }
-
-
-def _power(law: Power) -> dict[str, Any]:
-    names, at = ("x", "runs", "loss", "law"), law.target
-    return _common(law) | {
-        "by": law.by,
-        "points": [dict(zip(names, row, strict=True)) for row in law.rows()],
-        "prediction": None if at is None else {"x": at, "loss": law.loss_at(at)},
-    }
-
-
-def _surface(law: Surface, beside: Parabolas | None) -> dict[str, Any]:
+    if isinstance(law, Power):
+        at = law.target
+        return found | {
+            "by": law.by,
+            "points": [place._asdict() for place in law.places],
+            "prediction": None if at is None else {"x": at, "loss": law.loss_at(at)},
+        }
     guesses = dict.fromkeys(("parameters", "tokens", "loss") if law.edge else ())
-    return _common(law) | {
+    decades = {"decades_beyond": np.log10(law.predicted.flops / law.ends[1][0])}
+    return found | {
         "edge": law.edge or None,
         "exponent": None if law.edge else law.exponent,
-        "exponents": law.other_counts(),
+        "exponents": law.other_counts,
         "rungs": [vars(o) | guesses for o in law.optima],
-        "prediction": vars(law.predicted) | guesses | {"decades_beyond": law.decades},
-        "parabolas": beside,
+        "prediction": vars(law.predicted) | guesses | decades,
+        "parabolas": answer.parabolas[law],
     }

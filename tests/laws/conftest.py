@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmexp.laws.bootstrap import Ensemble
+from llmexp.laws import law
 
 
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ensemble.__init__, "__defaults__", (0, 200))
+    monkeypatch.setattr(law, "DRAWS", 200)

@@ -13,7 +13,7 @@ import llmexp
 from llmexp.__main__ import run as command
 from llmexp.laws.answer import fit
 from llmexp.laws.ladders import ladders
-from llmexp.laws.table import _plain, to_json
+from llmexp.laws.table import to_json
 from llmexp.settings.values import ConfigError
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, ladder
@@ -78,11 +78,6 @@ def test_two_ladders_of_one_name_as_json(tmp_path, capsys):
     names = [one.name for one in ladders([tmp_path / "*" / "ladder.csv"])[0]]
     assert names == ["d1/ladder", "d2/ladder"]
     assert [one.name for one in ladders(paths[:1] * 2)[0]] == ["ladder (1)", "ladder (2)"]
-
-
-def test_each_number_of_an_answer_is_plain():
-    found = _plain({"a": [np.bool_(True), np.float64(1.5), np.int64(2), np.float32("nan")]})
-    assert json.dumps(found) == '{"a": [true, 1.5, 2, null]}'
 
 
 @pytest.mark.parametrize("rates", [[1e-4], [1e-5, 1e-4]])
@@ -194,6 +189,19 @@ def test_of_each_size_and_length_the_best_setting_counts(tmp_path):
     assert "1 other setting is none" in found.notes[0]
 
 
+def test_a_run_that_is_set_apart_is_named_and_no_ladder(sweep, tmp_path):
+    target = "llmexp.update.schedule.constant"
+    stray = run(tmp_path / "stray", 4.0, BLOCKS[0], 10**6, rates=(1e-3, 1e-3),
+                schedule___target_=target)  # fmt: skip
+    for paths in ([sweep, stray], [stray, sweep]):
+        found = llmexp.fit(*paths)
+        assert found.problems == ()
+        assert found.data["ladders"][0]["left_out"] == {
+            "set apart by constant, and too few for a law of their own": ["stray"]
+        }
+        assert found.data["ladders"][0]["law"] == llmexp.fit(sweep).data["ladders"][0]["law"]
+
+
 def test_a_path_for_each_size_is_one_ladder(sweep, tmp_path):
     paths = []
     for number in range(len(BLOCKS)):
@@ -278,7 +286,11 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
     ("words", "said"),
     [
         (["{csv}", "--form", "line"], "--form line: must be one of surface, isoflop, power"),
-        (["{csv}", "--predict", "-1"], "--predict -1: a number above 0 is needed"),
+        (["{csv}", "--predict", "-1"], "--predict -1: a number above 0 is needed, FLOPs"),
+        (
+            ["{csv}", "--predict", "abc", "--by", "tokens"],
+            "--predict abc: a number above 0 is needed, tokens; for example --predict 1e9",
+        ),
         (["{csv}", "--by", "tokens", "--form", "isoflop"], "--by tokens: is of a power law"),
         (
             ["{csv}", "--by", "nothing"],
@@ -294,7 +306,7 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{csv}", "--count", "all"], "--count all: a CSV file has one N"),
         (["{flat}"], "flat: all losses are 3, so they depend on nothing"),
         (["{flat}", "--by", "tokens"], "flat: all losses are 3, so they depend on nothing"),
-        (["{csv}", "--count", "some"], "--count some: must be one of all, head, blocks"),
+        (["{csv}", "--count", "some"], "--count some: must be one of head, all, blocks"),
         (["{folder}"], "there is no run to fit"),
         (["{bad}"], "line 2: D=x: must be a number"),
         (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
@@ -331,6 +343,8 @@ def test_python_names_arguments_as_python_does(tmp_path):
         (["--by", "parameters"], "The runs differ in tokens too, of which this law takes no"),
         (["--by", "tokens"], "The runs differ in parameters too, of which this law takes no"),
         (["--form", "isoflop"], "the surface, as in the table, has"),
+        (["--by", "parameters"], "[not known] x parameters^-"),
+        (["--by", "parameters"], "Factor and exponent cannot be told from these runs"),
     ],
 )
 def test_what_is_said_beside_the_answer(tmp_path, capsys, words, said):

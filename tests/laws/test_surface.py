@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize, minimize_scalar
 
-from llmexp.laws.bootstrap import Ensemble, interval
+from llmexp.laws import law as module
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import gain
 from llmexp.laws.isoflop import parabolas
+from llmexp.laws.law import Ensemble, Estimate
 from llmexp.laws.optimum import Frontier, Price
-from llmexp.laws.surface import DELTA, Axes, fit, log_losses
-from tests.laws.planted import FIGURES, LAST, LAWS, Law, coverage, ladder
+from llmexp.laws.points import Ladder, Point
+from llmexp.laws.surface import DELTA, fit, log_losses
+from tests.laws.planted import LAST, LAWS, Law, coverage, ladder
 
 
 def surface(law: Law, *shape, target: float | None = None, **more) -> Surface:
@@ -50,15 +52,12 @@ def test_no_other_law_has_a_lower_sum(shape, noise):
     law = LAWS["besiroglu"]
     points = ladder(law, *shape, noise, 5)
     n, d, _, loss = points.figures("given")
-    axes = Axes.of(n, d)
-    ours, total = fit(axes, np.log(loss))
-    factors = axes.factors(ours[None])[0]
-    at = np.array([ours[0], *factors, *ours[3:]])
+    ours, total = fit(np.log([n, d]), np.log(loss))
     args = (n, d, np.log(loss))
-    assert objective(at, *args) == pytest.approx(total, rel=1e-9, abs=1e-15)
+    assert objective(ours, *args) == pytest.approx(total, rel=1e-9, abs=1e-15)
     truth = np.array([math.log(law.e), math.log(law.a), math.log(law.b), law.alpha, law.beta])
     rng = np.random.default_rng(0)
-    for start in (truth, at, at * rng.normal(1, 0.1, 5)):
+    for start in (truth, ours, ours * rng.normal(1, 0.1, 5)):
         options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-10, "fatol": 1e-16}
         other = minimize(objective, start, args, method="Nelder-Mead", options=options)
         assert total <= other.fun * (1 + 1e-6)
@@ -68,11 +67,8 @@ def test_the_best_size_is_that_of_a_search_over_sizes():
     """With FLOPs a token that are not 6 N: the head of a small model costs as well."""
     law = LAWS["hoffmann"]
     n = np.geomspace(1e5, 1e8, 7)
-    price = Price.of(n, 6 * n + 3e5 * n**0.25)
-    axes = Axes.of(n, n)
-    laws = np.array([[math.log(law.e), 0, 0, law.alpha, law.beta]])
-    laws[0, 1:3] = np.log([law.a, law.b]) - laws[0, 3:] * axes.middle[:, 0]
-    frontier = Frontier(laws, axes, price)
+    price = Price.of(np.log(n), np.log(6 * n + 3e5 * n**0.25))
+    frontier = Frontier(np.array([[*np.log([law.e, law.a, law.b]), law.alpha, law.beta]]), price)
     for c in (1e15, 1e17, 1e20):
 
         def loss(x, c=c):
@@ -87,29 +83,17 @@ def test_the_best_size_is_that_of_a_search_over_sizes():
     assert frontier.compute(np.array([math.log(law.e) - 0.01]), 40.0)[0] == math.inf
 
 
-def test_draws_are_fitted_as_well_as_each_alone():
-    points = ladder(LAWS["hoffmann"], 4, 6, 0.005, 3)
-    n, d, _, loss = points.figures("given")
-    axes = Axes.of(n, d)
-    found = Ensemble(axes, np.log(loss), draws=20)
-    again = Ensemble(axes, np.log(loss), draws=20)
+def test_draws_are_fitted_as_well_as_each_alone(monkeypatch):
+    monkeypatch.setattr(module, "DRAWS", 20)
+    n, d, _, loss = ladder(LAWS["hoffmann"], 4, 6, 0.005, 3).figures("given")
+    x = np.log([n, d])
+    found, again = Ensemble(x, np.log(loss)), Ensemble(x, np.log(loss))
     assert np.array_equal(found.laws, again.laws)  # the same answer to the bit
-    rng = np.random.default_rng([0, len(loss)])
-    scale = np.sqrt(found.free / rng.chisquare(found.free, (20, 1)))
-    assert scale.shape == (20, 1)
-    again = Ensemble(axes, np.log(loss), draws=20)
-    drawn = log_losses(again.law, axes) + _replayed(again, 20, len(loss))
-    for law, logs in zip(again.laws, drawn, strict=True):
-        alone, total = fit(axes, logs)
-        ours = np.abs(log_losses(law[None], axes)[0] - logs)
-        here = np.where(ours < DELTA, ours**2 / 2, DELTA * (ours - DELTA / 2)).sum()
-        assert here <= total * (1 + 1e-3), (law, alone)
-
-
-def _replayed(ensemble: Ensemble, draws: int, runs: int) -> np.ndarray:
-    """The noise that the ensemble drew: its generator, from its start."""
-    ensemble._rng = np.random.default_rng([0, runs])
-    return ensemble.noises(draws, runs)
+    again._rng = np.random.default_rng([0, len(loss)])  # its generator, from its start
+    drawn = log_losses(again.law, x) + again.noises(20, len(loss))
+    for law, logs in zip(found.laws[1:], drawn, strict=True):
+        alone, total = fit(x, logs)
+        assert objective(law, n, d, logs) <= total * (1 + 1e-3), (law, alone)
 
 
 def test_a_thousand_runs_take_seconds():
@@ -118,7 +102,7 @@ def test_a_thousand_runs_take_seconds():
     found = Surface(points, "given", 1e22)
     assert found.held_out is not None
     assert found.predicted.loss.low < found.predicted.loss.high
-    assert len(found.ensemble.laws) == 1000
+    assert len(found.ensemble.laws) == 1001
     assert time.process_time() - began < 20  # some 3
 
 
@@ -211,5 +195,14 @@ def test_equal_ladders_seldom_show_a_gain():
 
 
 def test_intervals_are_percentiles():
-    assert interval(np.arange(1001.0)) == (25.0, 975.0)
-    assert set(FIGURES) == {"alpha", "beta", "exponent", "N*", "loss"}
+    e = Estimate.of(np.array([3.0, *range(1001)]), log=False)
+    assert (e.value, e.low, e.high) == (3.0, 25.0, 975.0)
+
+
+def test_a_count_in_which_sizes_do_not_differ_has_no_exponent():
+    points = [
+        Point(p.name, {"head": p.sizes["given"], "blocks": 1e6 * (1 + i % 2)}, *rest)
+        for i, p in enumerate(ladder(LAWS["hoffmann"], 3, 4, 0.003, 1).points)
+        if (rest := (p.tokens, p.flops, p.loss))
+    ]
+    assert Surface(Ladder("x", points), "head").other_counts == {}
