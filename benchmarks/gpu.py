@@ -82,7 +82,7 @@ def cases(model: str | None, everything: bool) -> list[Case]:
 
 def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -> dict[str, Any]:
     """Rates of both loops in turns, their ratio, compile time, and the kernels of a step of
-    ours."""
+    each."""
     micro, accumulation = (2, 2) if small else MODELS[case.model]
     length = 128 if small else 1024
     overrides = [
@@ -103,8 +103,10 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     for _ in range(rounds):
         for name, step in loops.items():
             turns[name].append(steps.rate(step, tokens, 2 if small else 5))
-    lines = steps.kernels(loops["ours"])
-    (out / f"kernels_{case.model}_{case.recompute}.txt").write_text("\n".join(lines) + "\n")
+    tables = {name: steps.kernels(step) for name, step in loops.items()}
+    for name, lines in tables.items():
+        text = "\n".join(lines) + "\n"
+        (out / f"kernels_{case.model}_{case.recompute}_{name}.txt").write_text(text)
     pairs = zip(turns["ours"], turns["bare"], strict=True)
     rate = statistics.median(turn["tokens_per_sec"] for turn in turns["ours"])
     return {
@@ -118,7 +120,7 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
         "peak_gib_of_both": max(t["peak_gib"] for ts in turns.values() for t in ts),
         "first_step_s": first,
         "turns": turns,
-        "kernels": lines[:12],
+        "kernels": tables["ours"][:12],
     }
 
 

@@ -35,6 +35,7 @@ from llmexp.mesh.split import (
     ranks_here,
     share_work,
     sum_of_parts,
+    summed,
 )
 from llmexp.mesh.store import TRIAL, meeting_store, visited_store
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap

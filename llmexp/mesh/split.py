@@ -25,6 +25,16 @@ def is_split(value: Any) -> bool:
     return hasattr(value, "to_local")
 
 
+def summed(value: Any) -> Tensor:
+    """Return a tensor with what ranks hold as parts of a sum, or of a norm, put together."""
+    if not is_split(value) or not any(placement.is_partial() for placement in value.placements):
+        return value
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if p.is_partial() else p for p in value.placements]
+    return value.redistribute(placements=placements)
+
+
 def _copies(value: Any, world: int) -> float:
     """Ranks that hold the same elements as this one."""
     if not is_split(value):

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-# `selective` keeps products and attention, which cost most to compute again. All else is a
-# matter of memory.
+# `selective` keeps products, and attention without dropout, which cost most to compute again. All
+# else is a matter of memory.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -46,7 +46,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
         return
     more: dict[str, Any] = {}
     if kind == "selective":
-        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_products)
     for block in blocks_of(model):
         block.forward = _recomputed(block.forward, more)
 
@@ -77,5 +77,16 @@ def _recomputed(forward: Callable[..., Any], more: dict[str, Any]) -> Callable[.
     return checkpointed
 
 
-def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether `selective` keeps what an operation makes."""
+    kept = op in _KEPT and not _drops(op, *args, **kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether an operation draws for dropout.
+
+    What is kept draws nothing again, and all that draws after it would draw other numbers.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))

@@ -108,34 +108,38 @@ def clip_units(joined: mesh.Mesh, weights: Sequence[Tensor], ratio: float) -> tu
 
     Adaptive gradient clipping, AGC, is by Brock et al. 2021 (arXiv 2102.06171). A unit is a row of
     a matrix, the inputs of one output, or a whole vector; weights of a norm below 1e-3 count as
-    that. Return (whether anything was clipped, `on_ladder` of the units' ratios).
+    that. Return (whether anything was clipped, the sum of `on_ladder` of the units' ratios).
     """
-    clipped, shares, counted = torch.zeros((), device=joined.device), [], []
-    for weight in weights:
-        gradient: Any = weight.grad
-        least = _unit_norms(weight.detach()).clamp(min=LEAST_WEIGHTS)
-        limits, norms = least * ratio, _unit_norms(gradient)
-        gradient.mul_(torch.where(norms > limits, limits / norms.clamp(min=1e-6), 1.0))
-        above = mesh.local_part(norms > limits)
-        if above.numel():
-            clipped = torch.maximum(clipped, above.any().to(clipped.dtype))
-        shares.append(norms / least)
-        counted.append(on_ladder(mesh.local_part(shares[-1]), ratio))
-    clipped = mesh.maximum(joined, clipped) > 0
-    return clipped, mesh.sum_of_parts(joined, shares, torch.stack(counted))
+    gradients: list[Any] = [weight.grad for weight in weights]
+    of_weights, of_gradients = (
+        [_unit_norms(v) for v in vs] for vs in ([w.detach() for w in weights], gradients)
+    )
+    # All units of this rank in one row: a device is asked for few operations.
+    held = [mesh.local_part(norms) for norms in of_gradients]
+    norms_n = torch.cat([norms.flatten() for norms in held])
+    least_n = torch.cat([mesh.local_part(n).flatten() for n in of_weights]).clamp(min=LEAST_WEIGHTS)
+    above_n = norms_n > least_n * ratio
+    factors_n = torch.where(above_n, least_n * ratio / norms_n.clamp(min=1e-6), 1.0)
+    sizes = [norms.numel() for norms in held]
+    for gradient, norms, factors in zip(gradients, held, factors_n.split(sizes), strict=True):
+        mesh.local_part(gradient).mul_(factors.view(norms.shape))
+    by_weight = on_ladder(norms_n / least_n, ratio).split(sizes)
+    counted = torch.stack([units.sum(0) for units in by_weight])
+    clipped = mesh.maximum(joined, above_n.any().to(norms_n.dtype)) > 0
+    return clipped, mesh.sum_of_parts(joined, of_gradients, counted)
 
 
 def on_ladder(values: Tensor, limit: float) -> Tensor:
-    """Count values, those above each rung of a limit, and sum their factors min(1, rung / value).
+    """Return for each value 1, whether it is above each rung of a limit, and min(1, rung / value).
 
-    The rungs are limit x 2**k for k in RUNGS; the result is float64, (1 + 2 x rungs).
+    The rungs are limit x 2**k for k in RUNGS; the result is float64, (values, 1 + 2 x rungs), of
+    which sums are taken.
     """
     exponents = torch.arange(RUNGS.start, RUNGS.stop, device=values.device, dtype=torch.float64)
     limits = limit * 2.0**exponents
     values = values.double().reshape(-1, 1)
-    count = torch.full((1,), float(len(values)), device=values.device, dtype=torch.float64)
     factors = (limits / values).clamp(max=1.0)
-    return torch.cat((count, (values > limits).sum(0), factors.sum(0)))
+    return torch.cat((torch.ones_like(values), values > limits, factors), 1)
 
 
 class UpdateLimit:
@@ -168,41 +172,58 @@ class UpdateLimit:
     @torch.no_grad()
     def before(self) -> None:
         """Keep the weights as they are before the update."""
-        self._before = [mesh.local_part(p).detach().clone() for *_, p in self._limited]
+        held = [mesh.local_part(p).detach() for *_, p in self._limited]
+        self._before = list(torch._foreach_mul(held, 1.0))
 
     @torch.no_grad()
     def after(self, skip: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Limit the update that was made, or was not where `skip` is true.
 
-        Return (whether anything was limited, `on_ladder` of the tensors' RMS).
+        Return (whether anything was limited, the sum of `on_ladder` of the tensors' RMS).
         """
         parameters = [p for *_, p in self._limited]
-        squares = torch.stack([self._square(*one) for one in self._limited]).double()
-        squares = mesh.across_ranks(self._mesh, parameters, squares)
+        squares = mesh.across_ranks(self._mesh, parameters, self._squares().double())
         rms = (squares / self._sizes).sqrt()
         factors = (self._threshold / rms).clamp(max=1.0)
         factors = torch.where(torch.as_tensor(skip, device=factors.device), 1.0, factors)
-        for p, old, factor in zip(parameters, self._before, factors, strict=True):
-            held = mesh.local_part(p)
+        by_dtype = {p.dtype: factors.to(p.dtype).unbind() for p in parameters}
+        for number, (p, old) in enumerate(zip(parameters, self._before, strict=True)):
+            held, factor = mesh.local_part(p), by_dtype[p.dtype][number]
             if factor.device.type != "cpu" or factor < 1:
-                held.copy_(old.lerp_(held, factor.to(held.dtype)))
+                torch.lerp(old, held, factor, out=held)
         self._before = []
-        return (factors < 1).any(), on_ladder(rms, self._threshold)
+        return (factors < 1).any(), on_ladder(rms, self._threshold).sum(0)
 
-    def _square(self, states: Any, group: dict[str, Any], p: Tensor) -> Tensor:
-        """Return the sum of g^2 / max(v, eps^2) of this rank's part of a tensor."""
-        state = states.get(p)
-        if p.grad is None or not state:  # no update of it was made yet
-            return torch.zeros((), device=self._mesh.device, dtype=p.dtype)
-        gradient, moment = mesh.local_part(p.grad), mesh.local_part(state["exp_avg_sq"])
-        corrected = moment / (1 - group["betas"][1] ** state["step"].double())
-        least = max(group["eps"] ** 2, torch.finfo(p.dtype).tiny)
-        return (gradient.square() / corrected.clamp(min=least)).sum()
+    def _squares(self) -> Tensor:
+        """Return the sum of g^2 / max(v, eps^2) of this rank's part of each tensor.
+
+        It is 0 where no update was made yet.
+        """
+        held, zero = dict[int, tuple[Any, Any, Any]](), torch.zeros((), device=self._mesh.device)
+        for number, (states, group, p) in enumerate(self._limited):
+            if p.grad is not None and (state := states.get(p)):
+                held[number] = state, group, p
+        if not held:
+            return zero.expand(len(self._limited))
+        steps = torch.stack([state["step"] for state, *_ in held.values()]).double()
+        betas = [group["betas"][1] for _, group, _ in held.values()]
+        starts = {beta: (1 - beta**steps).unbind() for beta in set(betas)}
+        moments = [
+            mesh.local_part(state["exp_avg_sq"]) / starts[beta][n]
+            for n, ((state, *_), beta) in enumerate(zip(held.values(), betas, strict=True))
+        ]
+        least = [max(g["eps"] ** 2, torch.finfo(p.dtype).tiny) for _, g, p in held.values()]
+        torch._foreach_clamp_min_(moments, least)
+        torch._foreach_sqrt_(moments)
+        gradients = [mesh.local_part(p.grad) for *_, p in held.values()]
+        norms = torch._foreach_norm(torch._foreach_div(gradients, moments))
+        found = dict(zip(held, norms, strict=True))
+        return torch.stack([found.get(n, zero) for n in range(len(self._limited))]).square()
 
 
 def _unit_norms(values: Tensor) -> Tensor:
     """Return the norm of each unit, in a shape that values can be multiplied with."""
     if values.ndim > 1:
         dims = tuple(range(1, values.ndim))
-        return torch.linalg.vector_norm(values, dim=dims, keepdim=True)
-    return torch.linalg.vector_norm(values)
+        return mesh.summed(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+    return mesh.summed(torch.linalg.vector_norm(values))

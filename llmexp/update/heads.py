@@ -59,7 +59,7 @@ class HeadLimit:
     def after(self, skip: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Scale the heads, or none where `skip` is true: its update was not made.
 
-        Return (the largest logit of all heads, `on_ladder` of the heads' largest logits).
+        Return (the largest logit of all heads, the sum of `on_ladder` of each head's).
         """
         largest_lh = mesh.largest_by_head(
             self._mesh, torch.stack([a.largest_h for a in self._attentions])
@@ -72,7 +72,7 @@ class HeadLimit:
                 self._attentions, self._weights, factors_lh, strict=True
             ):
                 self._scale(attention, weights, factors_h)
-        return largest_lh.max(), on_ladder(largest_lh.clamp(min=0), self._limit)
+        return largest_lh.max(), on_ladder(largest_lh.clamp(min=0), self._limit).sum(0)
 
     def _scale(self, attention: Any, weights: list[list[Tensor]], factors_h: Tensor) -> None:
         queries, keys = weights

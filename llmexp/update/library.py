@@ -25,7 +25,7 @@ from llmexp.settings.parts import OptimizerKnobs
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
 from llmexp.update.optim import decay_groups
-from llmexp.update.states import Traits, apart, is_packed, together
+from llmexp.update.states import Traits, apart, is_packed, straighten, together
 
 PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
 # Code that may not be used for everything, by the licence in its file or its project.
@@ -173,6 +173,8 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
         except Exception as error:  # such as for shapes that it has no rule for
             text = f"its step failed: {type(error).__name__}: {error}"
             raise refuse("optimizer.name", dotted, text) from error
+        for state in optimizer.state.values():
+            straighten(state)
 
     optimizer.step = stepped
     return optimizer

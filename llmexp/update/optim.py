@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp import mesh
 from llmexp.settings.parts import OptimizerKnobs
 from llmexp.settings.values import ConfigError, choice, count, knob, refuse
 from llmexp.update.muon import Muon
@@ -161,18 +162,32 @@ class Lion(Optimizer):
         skip: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             lr, beta1, beta2 = group["lr"], group["beta1"], group["beta2"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                m = state["momentum"]
-                direction = (m * beta1).add_(p.grad, alpha=1 - beta1).sign_()
-                new = (p * (1 - lr * group["weight_decay"])).sub_(direction.mul_(lr))
-                new_m = (m * beta2).add_(p.grad, alpha=1 - beta2)
-                p.copy_(new if skip is None else torch.where(skip > 0, p, new))
-                m.copy_(new_m if skip is None else torch.where(skip > 0, m, new_m))
+            shrink: Any = 1 - lr * group["weight_decay"]
+            held = [p for p in group["params"] if p.grad is not None]
+            for p in held:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            if not held:
+                continue
+            momenta = [mesh.local_part(self.state[p]["momentum"]) for p in held]
+            gradients = [mesh.local_part(p.grad) for p in held]
+            parameters = [mesh.local_part(p) for p in held]
+            if skip is not None:  # with factors of 1 and steps of 0 nothing moves
+                for gradient in gradients:
+                    gradient.masked_fill_(skip > 0, 0.0)
+                like = parameters[0]
+                lr, shrink, beta2 = (
+                    torch.where(skip > 0, like.new_full((), still), like.new_full((), value))
+                    for value, still in ((lr, 0.0), (shrink, 1.0), (beta2, 1.0))
+                )
+            directions = torch._foreach_mul(momenta, beta1)
+            torch._foreach_add_(directions, gradients, alpha=1 - beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(directions, lr)
+            torch._foreach_mul_(parameters, shrink)
+            torch._foreach_sub_(parameters, directions)
+            torch._foreach_mul_(momenta, beta2)
+            torch._foreach_add_(momenta, gradients, alpha=1 - group["beta2"])
 
 
 def lion(

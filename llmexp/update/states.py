@@ -97,3 +97,16 @@ def together(plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     """Return the state that `apart` has taken apart. Raises ValueError as `put_together` does."""
     whole = {key: put_together(value, tensors) for key, value in plain.items()}
     return whole | tensors  # without those that are in others now
+
+
+def straighten(state: Any) -> None:
+    """Lay tensors out row by row, in a dict or in lists within it.
+
+    That is how a checkpoint gives them back. Products of a matrix that lies column by column, such
+    as torch.linalg.qr makes, round differently on CUDA.
+    """
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, dict | list):
+            straighten(value)
+        elif isinstance(value, Tensor) and not is_packed(value):
+            state[key] = value.contiguous()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from llmexp import mesh
 from llmexp.mesh.pretend import pretended
@@ -14,7 +15,7 @@ from llmexp.models import common, documents
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.loss import WindowLoss
-from llmexp.models.recompute import recompute_blocks
+from llmexp.models.recompute import keep_products, recompute_blocks
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -148,3 +149,13 @@ def test_switches_inside_documents_in_bf16_and_computed_again(kind):
     # About 20 products on the way, each of operands that are off by at most 1 / 512.
     assert (rounded - alone).norm() < 20 / 512 * alone.norm()
     assert not torch.equal(rounded, model(tokens).double())
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_with_dropout_is_not_kept(kind):
+    """What is kept draws nothing again: dropout after it would draw other numbers than before."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
+    before = [a.name for a in op._schema.arguments].index("dropout_p")
+    kept = {p: keep_products(None, op, *[None] * before, p) for p in (0.0, 0.1)}
+    assert kept == {0.0: CheckpointPolicy.MUST_SAVE, 0.1: CheckpointPolicy.PREFER_RECOMPUTE}
+    assert keep_products(None, op, dropout_p=0.1) == CheckpointPolicy.PREFER_RECOMPUTE
