@@ -48,7 +48,7 @@ SIZES = {
     "laws": 18_500,
     "evaluate": 2_550,
     "forecast": 11_000,
-    "compose": 10_250,
+    "compose": 10_500,
     "sweep": 28_200,
     "verify": 19_000,
     "cli": 18_700,

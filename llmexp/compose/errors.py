@@ -105,11 +105,29 @@ def unknown(key: str, overrides: Sequence[str]) -> str:
     for other in parsed(overrides):
         if other.key_or_group in flat and not other.is_sweep_override():
             flat[other.key_or_group] = other.value()
+    section, _, name = key.partition(".")
+    swept = next((o.partition("=")[2].split(",") for o in overrides if key_of(o) == section), [])
+    having = [o for o in swept if name in option(f"{section}/{o}")]
+    if lacking := [o for o in swept if o in options_of(section) and o not in having]:
+        choices = {**choices, section: lacking[0]}
     if refusal := not_in_option(choices, key, value, flat):
-        return refusal
+        return refusal + (_own_option(section, swept, having[0], name, value) if having else "")
     near = _longer_in_option(choices, key, value)
     near = near or nearest_key(key, [*flat_keys(tree), "experiment"])
     return f"{key}: there is no such key or group.{near}"
+
+
+def _own_option(section: str, swept: Sequence[str], base: str, name: str, value: str) -> str:
+    """Return how an option of a sweep gets a knob that the others do not have: by a file."""
+    value = value if value.startswith(("[", "{")) else value.partition(",")[0]
+    own = re.sub(r"\W", "_", f"{base}_{value}")
+    options = ",".join(own if o == base else o for o in swept)
+    line = pasteable(f"{name}: {value}")
+    return (
+        f"; an option of your own has it beside the others: mkdir -p own/{section} && "
+        f"printf '%s\\n' 'defaults: [{base}]' {line} > own/{section}/{own}.yaml && "
+        f"llmexp train -m --config-dir own {section}={options}"
+    )
 
 
 def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:

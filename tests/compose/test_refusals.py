@@ -4,6 +4,8 @@ written."""
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -340,6 +342,21 @@ def test_plan_of_a_sweep_names_the_refused_points(capsys, home, sweep):
     message = refused(capsys, home, "plan", "-m", *SYNTHETIC, *overrides)
     assert name in message
     assert valid in message
+
+
+@pytest.mark.parametrize("swept", ["library,adamw", "muon,library"])
+def test_a_knob_of_one_of_two_options_is_given_by_a_file(capsys, home, swept):
+    """What the refusal gives to paste is a sweep of both."""
+    other = swept.replace("library", "").strip(",")
+    given = [*SYNTHETIC, f"optimizer={swept}", "optimizer.name=torch.optim.RAdam"]
+    message = refused(capsys, home, "plan", "-m", *given).strip()
+    assert f"the option optimizer={other} has no such knob; these have it: library; " in message
+    *making, last = message.partition("beside the others: ")[2].split(" && ")
+    subprocess.run(" && ".join(making), shell=True, check=True)
+    words = shlex.split(last)
+    assert words[:3] == ["llmexp", "train", "-m"]
+    assert run(["plan", *words[2:], *SYNTHETIC]) == 0
+    assert {"library_torch_optim_RAdam", other} <= {*capsys.readouterr().out.split()}
 
 
 def test_train_writes_nothing_when_it_refuses(home, tmp_path):
