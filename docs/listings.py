@@ -212,9 +212,9 @@ LISTINGS = (
     ),
     Listing(
         "docs/verify.md",
-        "verify geometry",
+        "verify geometry precision=fp32",
         (r"verify ", r"\d+ steps", "PASS  fp.*two ranks", "PASS: "),
-        (*SMALL, "precision=fp32"),
+        SMALL,
     ),
 )
 
@@ -248,7 +248,8 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
 def find(listing: Listing, text: str) -> re.Match[str]:
     """Find the command in its file, and its output up to the next command or the block's end."""
     words = r"(?:\s+|\s*\\\n\s*)".join(re.escape(word) for word in listing.line.split())
-    found = re.search(rf"(\$ {words}(?: +#.*)?\n)(.*?)(?=```|\$ (?:llmexp|python))", text, re.S)
+    end = r"(?<=\n)(?=```|\n?\$ (?:llmexp|python))"
+    found = re.search(rf"(\$ {words}(?: +#.*)?\n)(.*?){end}", text, re.S)
     assert found is not None, f"{listing.file} has no line $ {listing.line}"
     return found
 

@@ -175,5 +175,6 @@ def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
         pytest.skip("two seeds that are not shared are too few for a verdict")
     sweeps = 1000
     alarms, found = simulated(count, seeds, unlike, sweeps, **more)
+    print(f"{count} x {seeds}, {unlike=} {more}: false alarms {alarms:.1%}, found {found:.1%}")
     assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06 if unlike < 0.7 else 0.10)
     assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
