@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmexp.data import shards
 from llmexp.data.corpus import corpus
 from llmexp.data.documents import read_documents
-from llmexp.data.files import cpu_count
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
+from llmexp.system.devices import cpu_count
 
 PAIRS = 5
 LENGTH = 1024

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.mesh.split import is_split
+
 Shape = tuple[int, ...]
 Box = list[tuple[int, int]]  # the first and the end of each dimension
 
@@ -64,13 +66,6 @@ def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]
     return names
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor.
-
-    Told by an attribute: importing the class costs the start of every run half a second or more."""
-    return hasattr(tensor, "device_mesh")
-
-
 def piece_of(tensor: Tensor) -> Piece:
     """Return this rank's part of a tensor, sharing its memory.
 
@@ -78,7 +73,7 @@ def piece_of(tensor: Tensor) -> Piece:
     """
     shape = tuple(tensor.shape)
     offset, size = [0] * tensor.ndim, list(shape)
-    if not is_dtensor(tensor):
+    if not is_split(tensor):
         return Piece(tensor.detach(), shape, tuple(offset))
     sharded: Any = tensor.detach()
     mesh = sharded.device_mesh
@@ -109,7 +104,7 @@ def is_writer(tensor: Tensor, rank: int) -> bool:
     Tensors that tensor parallelism does not split have one FSDP-sharded copy per tensor-parallel
     rank: the copy that rank 0 belongs to is written. Rank 0 also writes what is not sharded at all.
     """
-    if not is_dtensor(tensor):
+    if not is_split(tensor):
         return rank == 0
     sharded: Any = tensor
     mesh = sharded.device_mesh

@@ -30,7 +30,6 @@ from llmexp.checkpoint.loading import (
 )
 from llmexp.checkpoint.pieces import (
     Piece,
-    is_dtensor,
     is_writer,
     named_tensors,
     names_by_id,
@@ -38,6 +37,7 @@ from llmexp.checkpoint.pieces import (
 )
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
+from llmexp.mesh.split import is_split
 from llmexp.system.fileio import flush_to_disk, write_json
 from llmexp.update.faces import TRAINED
 from llmexp.update.states import apart
@@ -89,7 +89,7 @@ def snapshot(
 
     tensors = {"model": named_tensors(model), "optimizer": states}
     tensors |= {} if ema is None else {"ema": dict(ema)}
-    spread = world > 1 and any(is_dtensor(t) for named in tensors.values() for t in named.values())
+    spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
     for kind, named in tensors.items():

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from llmexp.data.files import cpu_count
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.system.devices import cpu_count
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.system.devices import cpu_count
 from llmexp.system.fileio import sha256
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
@@ -35,11 +36,6 @@ def allow_open_files(count: int) -> None:
         raise ConfigError(f"data: {count:,} token files {text}")
     if (wanted := min(count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
-
-
-def cpu_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def match_files(key: str, patterns: Any) -> list[Path]:

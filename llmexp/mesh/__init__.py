@@ -1,8 +1,7 @@
 """Start ranks, arrange them, spread a model over them, sum over them.
 
 The only room that touches torch.distributed. In reading order:
-store   through which ranks meet, without a process group
-groups  the process group and device mesh of a rank; sums over all ranks
+groups  the process group and device mesh of a rank, and the store of keys; sums over all ranks
 split   tensors of which each rank may hold a part
 wrap    DDP, FSDP, tensor parallelism and compilation, from outside
 ranks   start the ranks of a host, and again when one is lost
@@ -10,6 +9,7 @@ pretend one rank of a run, played alone
 """
 
 from llmexp.mesh.groups import (
+    TRIAL,
     Mesh,
     any_rank,
     check_loopback,
@@ -21,9 +21,11 @@ from llmexp.mesh.groups import (
     leave,
     maximum,
     mean_of_split,
+    meeting_store,
     ranks_where,
     shorten_timeout,
     total,
+    visited_store,
 )
 from llmexp.mesh.split import (
     across_ranks,
@@ -37,5 +39,4 @@ from llmexp.mesh.split import (
     sum_of_parts,
     summed,
 )
-from llmexp.mesh.store import TRIAL, meeting_store, visited_store
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap

@@ -1,8 +1,9 @@
-"""The process group and the device mesh of a rank, and figures over all ranks."""
+"""The process group and the device mesh of a rank, the store beside it, figures over all ranks."""
 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmexp.mesh.store import TRIAL, visited_store
 from llmexp.settings.values import ConfigError
 
 # names the file through which the ranks of one host meet
 MEETING = "LLMEXP_MEETING"
+TRIAL = "LLMEXP_TRIAL"  # in a process that tries steps: what its ranks' keys begin with
 LOOPBACK_S = 3.0
 
 
@@ -121,6 +122,25 @@ def join(
                 sharding = whole[names_left]
     dp_rank, dp_size = rank // tensor_parallel_size, replicate_size * shard_size
     return Mesh(rank, world, dp_rank, dp_size, kind, device, sharding, tensor, once)
+
+
+@functools.cache
+def meeting_store(prefix: str, timeout_s: float) -> dist.Store:
+    """Open the store that torchrun's variables describe; its keys begin with `prefix`.
+
+    Unless torchrun serves it, rank 0 does, as long as it lives; it waits for the others. What the
+    ranks start reaches it with `visited_store`.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.PrefixStore(prefix, next(dist.rendezvous("env://", timeout=timeout))[0])
+
+
+def visited_store(prefix: str, timeout_s: float) -> dist.Store:
+    """Open the store that other processes serve; its keys begin with `prefix`."""
+    place, timeout = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=timeout_s)
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(place, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(prefix, store)
 
 
 def total(mesh: Mesh, value: Tensor) -> Tensor:

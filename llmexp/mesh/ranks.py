@@ -30,6 +30,7 @@ from llmexp.system.child import (
     start,
     start_worker,
 )
+from llmexp.system.devices import threads_per_rank
 
 STARTED = "LLMEXP_RANK_STARTED"  # tells a rank that our process started it and reports for it
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a hung process never does
@@ -133,23 +134,32 @@ def wait(
 ) -> tuple[int, bool]:
     """Wait for the ranks, and meanwhile print what comes into `log`.
 
-    Return the exit code of the first one that failed, and what `lost` said of it. The others have
-    GRACE_S to leave before they are killed.
+    Return the exit code of the first one that failed, and what `lost` said of it.
     """
     failed: tuple[int, bool] | None = None
-    deadline = math.inf
-    while True:
-        codes = [rank.poll() for rank in ranks]
+    for bad in watched(ranks):
         with contextlib.suppress(OSError):
             print(log.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
-        bad = [i for i, code in enumerate(codes) if code not in (None, DONE, PREEMPTED)]
         if bad and failed is None:
             first = min(bad, key=lambda i: _failed_at(plan, i))
             code = ranks[first].returncode
             failed = code, lost(plan.first_rank + first, code)
-            deadline = time.monotonic() + GRACE_S
+    return failed or (max(rank.returncode for rank in ranks), False)
+
+
+def watched(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Yield which ranks have failed, again and again, until all have ended.
+
+    Once one has, the others have GRACE_S to leave before they are killed.
+    """
+    deadline = math.inf
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        yield (bad := [i for i, code in enumerate(codes) if code not in (None, DONE, PREEMPTED)])
         if None not in codes:
-            return failed or (max(rank.returncode for rank in ranks), False)
+            return
+        if bad:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
         if time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
@@ -181,8 +191,7 @@ def run_alike(words: list[str], ranks: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="llmexp-ranks-") as folder:
         place = {MEETING: f"{folder}/meeting", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
+        place["OMP_NUM_THREADS"] = threads_per_rank(ranks)
         children: list[subprocess.Popen[bytes]] = []
         logs = [None, *(Path(folder) / f"{rank}.log" for rank in range(1, ranks))]
         try:
@@ -193,11 +202,8 @@ def run_alike(words: list[str], ranks: int) -> int:
                     children.append(start("llmexp", *words, log=log, env=env))
                 for child in children if stopped else ():  # it may have come before they were there
                     pass_on(child, stopped[0])
-                deadline = math.inf
-                while any(child.poll() is None for child in children) and deadline > 0:
-                    if any(child.poll() for child in children):
-                        deadline = min(deadline, GRACE_S) - POLL_S
-                    time.sleep(POLL_S)
+                for _ in watched(children):
+                    pass
         finally:
             for child in children:
                 child.kill()

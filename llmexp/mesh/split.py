@@ -49,6 +49,8 @@ def _copies(value: Any, world: int) -> float:
 
 def _counted_once(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
     """Return figures (n, ...) of each tensor's part here so that sums over ranks count it once."""
+    if not mesh.sharded:
+        return figures
     copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
     copies = copies.view(-1, *[1] * (figures.ndim - 1))
     return figures / copies.to(figures.device, non_blocking=True)
@@ -73,10 +75,9 @@ def sum_of_parts(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tenso
 
     Every element counts once.
     """
-    if not mesh.sharded:
-        return figures.sum(0)
     value = _counted_once(mesh, values, figures).sum(0)
-    dist.all_reduce(value)
+    if mesh.sharded:
+        dist.all_reduce(value)
     return value
 
 
@@ -85,19 +86,16 @@ def across_ranks(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tenso
 
     Every element counts once.
     """
-    if not mesh.sharded:
-        return figures
     value = _counted_once(mesh, values, figures)
-    dist.all_reduce(value)
+    if mesh.sharded:
+        dist.all_reduce(value)
     return value
 
 
 def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of each tensor, of which each rank may hold a part: (n,)."""
     found = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    if not mesh.sharded:
-        return found
-    return across_ranks(mesh, values, found.double().square()).sqrt()
+    return across_ranks(mesh, values, found.double().square()).sqrt() if mesh.sharded else found
 
 
 def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
@@ -105,10 +103,9 @@ def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tens
 
     A 0-dim tensor in float64; every element counts once.
     """
-    pairs = [(local_part(a), local_part(b)) for a, b in zip(first, second, strict=True)]
-    return sum_of_parts(
-        mesh, first, torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
-    )
+    pairs = zip(map(local_part, first), map(local_part, second), strict=True)
+    products = torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
+    return sum_of_parts(mesh, first, products)
 
 
 def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
-"""Name accelerators with what their makers' data sheets say. Nothing here needs torch."""
+"""Count cores, and name accelerators with what their makers' data sheets say; without torch."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from llmexp.settings.values import ConfigError
@@ -44,6 +45,17 @@ DEVICES = (
     Device("v100-16", "V100-SXM2", 15.8, V100, bf16=False),
     Device("t4", "T4", 14.6, {"fp16": 65, "fp32": 8.1}, bf16=False),
 )
+
+
+def cpu_count() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(ranks: int) -> int:
+    """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
 
 
 def device_named(name: str) -> Device | None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from llmexp.data.beside import DIGEST, beside, noted
-from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
@@ -27,6 +26,7 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
+from llmexp.system.devices import cpu_count
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.inputs import works_to_prepare

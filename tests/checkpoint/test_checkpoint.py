@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
-from llmexp.checkpoint.pieces import is_dtensor, named_tensors
+from llmexp.checkpoint.pieces import named_tensors
 from llmexp.checkpoint.stored import DTYPES
 from llmexp.checkpoint.tensor_files import write_tensors
+from llmexp.mesh.split import is_split
 from tests.conftest import ROOT, environment
 
 MODEL = "model.safetensors"
@@ -467,7 +468,7 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
+    return (tensor.full_tensor() if is_split(tensor) else tensor).detach()
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:

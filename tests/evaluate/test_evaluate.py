@@ -99,8 +99,8 @@ def test_ranks_that_cannot_share_are_refused(there, capsys):
 
 
 def test_ranks_stop_with_the_command(monkeypatch):
-    """The exit code is that of the signal; each rank has a thread where there are more ranks than
-    processors."""
+    """The exit code is that of the signal; ranks share the processors that the command may use,
+    which may be fewer than the host has."""
     threads = []
 
     def start(*words: str, env: dict[str, str], **more: object) -> subprocess.Popen:
@@ -110,14 +110,15 @@ def test_ranks_stop_with_the_command(monkeypatch):
 
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(ranks, "start", start)
     try:
         assert ranks.run_alike(["evaluate"], 2) == 128 + signal.SIGTERM
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert threads == ["1", "1"]
+    assert threads == ["2", "2"]
 
 
 def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypatch):

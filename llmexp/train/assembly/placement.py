@@ -14,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.data.files import cpu_count
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, solve_layout
@@ -106,12 +105,6 @@ def _layout(config: Config, device: torch.device) -> Layout:
         except ValueError as error:
             raise refuse("parallelism.nproc_per_node", ranks, str(error)) from None
     return layout
-
-
-def threads_per_rank(ranks: int) -> int:
-    """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
 
 
 def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:

@@ -27,10 +27,11 @@ from llmexp.settings.targets import bind
 from llmexp.settings.values import refuse
 from llmexp.settings.variables import fill
 from llmexp.system import hardware
+from llmexp.system.devices import threads_per_rank
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import label_of, sizes_in
-from llmexp.train.assembly.placement import Placement, threads_per_rank
+from llmexp.train.assembly.placement import Placement
 from llmexp.train.assembly.remembered import known_memory
 from llmexp.update import schedule
 
