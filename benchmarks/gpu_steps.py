@@ -86,7 +86,7 @@ def bare(parts: Parts, s: Setup, compiled: bool = True) -> Callable[[], None]:
 
     The loss is compiled as a whole, AdamW fused, gradients clipped and set to none.
     """
-    model, run = parts.build_model().to(s.mesh.device), parts.run
+    model, run = parts.new_model().to(s.mesh.device), parts.run
     following = itertools.cycle(windows(parts, s))
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]

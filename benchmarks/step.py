@@ -59,7 +59,7 @@ class Bare:
 
     def __init__(self, parts: Parts) -> None:
         self.run, self.precision = parts.run, parts.precision
-        self.model = parts.build_model()
+        self.model = parts.new_model()
         self.data = parts.corpus.train.read(0, 200_000).astype(np.uint16)
         decay = [p for p in self.model.parameters() if p.ndim >= 2]
         rest = [p for p in self.model.parameters() if p.ndim < 2]

@@ -169,7 +169,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             without = functools.partial(rehearsal.without_memory, parts, modes, *both)
             parts = dataclasses.replace(
                 parts,
-                build_model=lambda **_: without(),
+                build_model=without,
                 begin_model=lambda model, device, _: model.to(device),
             )
         s = set_up(parts, joined)

@@ -96,7 +96,7 @@ def rehearse(
             parts,
             config=config,
             precision=precision,
-            build_model=lambda **_: without_memory(parts, modes, fake, counting),
+            build_model=lambda: without_memory(parts, modes, fake, counting),
             begin_model=lambda model, device, _: model.to(device),
         )
         setup = set_up(made, joined)

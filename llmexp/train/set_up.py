@@ -24,7 +24,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     precision.apply(parts.precision)
     # A model of ours is built without memory: each rank fills its parts alone. Others are built on
     # the CPU, the same on each rank, and split from whole tensors.
-    model = parts.build_model(late=True)
+    model = parts.build_model()
     if not joined.sharded:
         parts.begin_model(model, joined.device, fresh)
     loss = WindowLoss(model)

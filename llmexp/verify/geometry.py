@@ -214,7 +214,7 @@ def without_dropout(config: Config) -> Config:
 
 def refuse_random(parts: Parts, tokens: Tensor) -> None:
     """Raise ConfigError for a model that draws random numbers all the same."""
-    model = parts.build_model().train()
+    model = parts.new_model().train()
     if not draws_random_numbers(model, tokens):
         return
     dropouts = [(n, m) for n, m in model.named_modules() if "Dropout" in type(m).__name__]
@@ -263,7 +263,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
 
     Any layout may have saved it.
     """
-    model = parts.build_model()
+    model = parts.new_model()
     try:
         loaded = loading.read_checkpoint(checkpoint_folder(path / rundir.CHECKPOINTS, step))
         loading.restore_model(loaded, model)
@@ -274,7 +274,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
 
 def model_at(parts: Parts, start: nn.Module) -> nn.Module:
     """Return another such model with the same tensors, to be trained on the run's device."""
-    model = parts.build_model()
+    model = parts.new_model()
     model.load_state_dict(start.state_dict())
     return model.to(parts.device).train()
 

@@ -141,7 +141,7 @@ def figures(config: Config, widths: Sequence[int], steps: int) -> Figures:
 def moved(config: Config, windows: Sequence[Tensor]) -> dict[str, list[float]]:
     """Train one model; return [mean |activation|, mean |change|] of its layers, on one batch."""
     parts = assemble(config)
-    model: Any = parts.build_model().to(parts.device)
+    model: Any = parts.new_model().to(parts.device)
     tokens = windows[0][:, :-1].to(parts.device)
     before = activations(model, tokens)
     train_plainly(parts, model.train(), windows, config.data.get("ignore_id"))

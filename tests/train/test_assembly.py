@@ -80,7 +80,7 @@ def test_the_config_keeps_variables_and_parts_get_their_values(monkeypatch) -> N
     assert config.optimizer["lr"] == "${oc.env:RATE}"
     assert config.model["d_model"] == "${oc.env:WIDTH}"
     assert parts.user == {"note": "${oc.env:WIDTH}"}
-    model = parts.build_model()
+    model = parts.new_model()
     assert model.token_embedding.weight.shape[1] == 24
     assert parts.build_optimizers(model)[0].param_groups[0]["lr"] == 0.0125
 
@@ -95,10 +95,10 @@ def test_a_model_that_has_no_room_here_is_not_tried(monkeypatch) -> None:
     config = composed(*SMALL, f"model._target_={__name__}.Broken")
     with pytest.raises(ConfigError, match=r"failed on tokens .*ArithmeticError: broken"):
         assemble(config)
-    model = assemble(composed(*SMALL)).build_model()
+    model = assemble(composed(*SMALL)).new_model()
     held = sum(p.nbytes for p in model.parameters())
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: 2 * held - 1)
-    assert isinstance(assemble(config).build_model(), Broken)
+    assert isinstance(assemble(config).new_model(), Broken)
 
 
 def test_a_model_that_each_rank_builds_whole_says_what_that_takes(monkeypatch) -> None:

@@ -384,7 +384,7 @@ def test_the_reference_is_what_another_one_computes(tokens):
                 "train.device=cpu",
                 "clip.max_norm=1.5", "batch.real_batch_size=16"]  # fmt: skip
     parts = assemble(composed(*settings, data=[]))
-    model = parts.build_model()
+    model = parts.new_model()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     want = reference.train(
         weights, np.load(tokens), real_batch=16, length=12, total_sequences=65, lr=0.02, warmup=2,

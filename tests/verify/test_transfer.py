@@ -66,7 +66,7 @@ def test_activations_are_those_of_the_model_and_change_by_its_steps():
     assert config.batch.sequence_length == 12
     knobs = {"d_model": 32, "d_ff": 48}
     parts = assemble(with_knobs(trial(config, 1), model=knobs))
-    windows, model = windows_in_order(parts, [transfer.SEQUENCES]), parts.build_model()
+    windows, model = windows_in_order(parts, [transfer.SEQUENCES]), parts.new_model()
     found = transfer.moved(parts.config, windows)
     tokens = windows[0][:, :-1]
     seen = model.token_embedding.weight.detach()[tokens]
@@ -136,7 +136,7 @@ def best_rate(config: Any, kind: str, width: int) -> float:
         sizes |= {"parametrization": kind, "base_width": 256 if kind == "mup" else None}
         run = with_knobs(trial(config, STEPS), model=sizes, optimizer={"lr": lr})
         parts = assemble(run)
-        model: Any = parts.build_model()
+        model: Any = parts.new_model()
         optimizers = parts.build_optimizers(model)
         *windows, last = windows_in_order(parts, [8] * STEPS + [64])
 

@@ -73,13 +73,19 @@ class Parts:
     precision: str
     tokenizer: Tokenizer
     corpus: Corpus
-    build_model: Callable[..., nn.Module]  # late=True: `begin_model` follows
+    build_model: Callable[[], nn.Module]  # `begin_model` follows
     begin_model: Callable[..., None]
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
     tasks: list[Task]
     user: dict[str, Any]  # the section user
+
+    def new_model(self) -> nn.Module:
+        """Return the model with its first weights, on the CPU."""
+        model = self.build_model()
+        self.begin_model(model, torch.device("cpu"))
+        return model
 
     @property
     def document_end(self) -> int | None:
@@ -181,7 +187,7 @@ def assemble(
         precision=place.precision,
         tokenizer=tokenizer,
         corpus=corpus,
-        build_model=functools.partial(build_model, *section, train.seed, train.twin),
+        build_model=functools.partial(build_model, *section, train.seed),
         begin_model=functools.partial(begin_model, sized, train.seed, train.twin),
         build_optimizers=functools.partial(build_optimizers, config.optimizer),
         rate_factor=rate_factor(config.schedule, run.max_steps),

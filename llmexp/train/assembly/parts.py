@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from llmexp.checkpoint.pieces import piece_of
@@ -118,22 +118,14 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     return []
 
 
-def build_model(
-    section: dict[str, Any],
-    kind: str,
-    end: int | None = None,
-    seed: int = 0,
-    twin: int = 0,
-    late: bool = False,
-) -> nn.Module:
+def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int = 0) -> nn.Module:
     """Build the model of a section, in the parameters' type for the precision `kind`.
 
-    `end`: the id that ends a document, where attention stays inside. Its weights are those of
-    `seed` and `twin`. With `late` a model of ours has no memory yet and no model its first weights:
-    `begin_model` follows. Raises ConfigError for a model that cannot be trained."""
+    `end`: the id that ends a document, where attention stays inside. A model of ours has no memory
+    yet, and no model its first weights: `begin_model` follows. Others draw values by `seed`. Raises
+    ConfigError for a model that cannot be trained."""
     torch.manual_seed(seed)
-    made_late = late and draws_by_blocks(section)
-    with torch.device("meta") if made_late else contextlib.nullcontext():
+    with torch.device("meta") if draws_by_blocks(section) else contextlib.nullcontext():
         model = bind("model", section, {})()
     dotted = section["_target_"]
     if not isinstance(model, nn.Module):
@@ -143,10 +135,7 @@ def build_model(
         text = f"has no parameters to train{place_of(section, 'model')}"
         raise refuse("model._target_", dotted, text)
     keep_inside_documents(model, dotted, end)
-    model = model.to(precision.parameter_dtype(kind))
-    if not late and not any(p.is_meta for p in model.parameters()):
-        _first_weights(section, seed, twin, model, None)
-    return model
+    return model.to(precision.parameter_dtype(kind))
 
 
 def begin_model(
@@ -157,9 +146,10 @@ def begin_model(
     device: torch.device,
     fresh: bool = True,
 ) -> None:
-    """Give a model that was built late its memory, and its first weights where it is `fresh`.
+    """Give a model its memory, and its first weights where it is `fresh`.
 
-    A rank fills the parts that it holds, the same numbers on any layout."""
+    They are drawn, or those that the section names, and moved for a twin. A rank fills the parts
+    that it holds, the same numbers on any layout."""
     if any(p.is_meta for p in model.parameters()):
         give_memory(model, device)
         if fresh:
@@ -167,20 +157,9 @@ def begin_model(
             cast(LanguageModel, model).init_weights(piece_of)
     model.to(device)
     if fresh:
-        _first_weights(section, seed, twin, model, piece_of)
-
-
-def _first_weights(
-    section: dict[str, Any],
-    seed: int,
-    twin: int,
-    model: nn.Module,
-    piece_of: Callable[[Tensor], Any] | None,
-) -> None:
-    """Replace the weights that were drawn by those that the section names; move those of a twin."""
-    if (initial := initial_weights(section, model, False)) is not None:
-        begin_with(model, initial[0], fill(section, "model"))
-    perturb(model, seed, twin, piece_of)
+        if (initial := initial_weights(section, model, False)) is not None:
+            begin_with(model, initial[0], fill(section, "model"))
+        perturb(model, seed, twin, piece_of)
 
 
 def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
