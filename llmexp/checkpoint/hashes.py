@@ -80,7 +80,7 @@ def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
     opened = OpenFiles()
     with ThreadPoolExecutor() as threads:
         # the largest one first, as it takes longest
-        order = sorted(expected, key=lambda file: -file.stat().st_size)
+        order = sorted(expected, key=lambda file: -expected[file]["size"])
         found = {file: threads.submit(opened.fingerprint, file) for file in order}
     for file, wanted in expected.items():
         try:

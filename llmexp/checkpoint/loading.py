@@ -10,8 +10,8 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
 Where tensors are sharded, every rank writes the pieces that it holds
 (model-00002-of-00004.safetensors). A piece is a box of a full tensor; the index tells the full
 shape, the box's offset and its place in the file, so a reader opens only files that hold something
-of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same:
-older checkpoints have no index. saving.py writes them.
+of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same to
+other programs. saving.py writes them.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
     room_for,
 )
-from llmexp.checkpoint.stored import copy_overlap, read_entry, read_header
+from llmexp.checkpoint.stored import copy_overlap, read_entry
 from llmexp.system.fileio import file_state, sha256
 from llmexp.update.faces import finish
 from llmexp.update.states import traits_of
@@ -78,14 +78,6 @@ class Loaded:
     def digest(self) -> str:
         """Return the checkpoint's identity: the sha256 of its manifest."""
         return sha256(self.path / MANIFEST)
-
-    def is_called(self, digest: Any) -> bool:
-        """Return whether this is the checkpoint's identity.
-
-        Older records have digests of its tensors, which older manifests hold."""
-        if isinstance(digest, dict):
-            return bool(digest == self.manifest.get("digest"))
-        return bool(digest == self.digest)
 
 
 def latest(
@@ -144,6 +136,7 @@ def read_checkpoint(
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
+    seen: dict[Path, tuple[int, ...]] = {}
     hashed: dict[Path, dict[str, Any]] = {}
     for number, (name, expected) in enumerate(files):
         file = path / name
@@ -151,12 +144,15 @@ def read_checkpoint(
             raise CheckpointError(
                 f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint"
             )
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
+        try:
+            seen[file] = file_state(file)
+        except OSError:
+            raise CheckpointError(f"{file} is missing") from None
+        if not isinstance(expected, dict) or seen[file][1] != expected.get("size"):
+            raise CheckpointError(f"{file} does not have the size in its manifest")
         mine = hash_share is not None and number % hash_share[1] == hash_share[0]
         if mine and name.startswith((*kinds, STATE)):
             hashed[file] = expected
-    seen: dict[Path, tuple[int, ...]] = {path / name: file_state(path / name) for name, _ in files}
     open_files = refuse_damaged(hashed)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
@@ -198,26 +194,16 @@ def _pieces(
 ) -> dict[str, dict[str, list[StoredPiece]]]:
     """Return the pieces of each tensor of these kinds, from the index in the manifest.
 
-    Older checkpoints have none: there the header of each file is read. Raises ValueError where the
-    pieces do not make up the tensors."""
-    files = sorted(name for name in manifest["files"] if name != STATE)
+    Raises ValueError where the pieces do not make up the tensors."""
+    files, index = manifest["files"], str(manifest.get("index"))
     found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in KINDS}
     if not all(any(n.startswith(kind) for n in files) for kind in kinds if kind != "ema"):
         raise ValueError("the manifest names no file with tensors")
-    if (index := manifest.get("index")) is not None:
-        if hashlib.sha256(index.encode()).hexdigest() != manifest["index_sha256"]:
-            raise ValueError(f"the index in {MANIFEST} does not match its sha256")
-        for kind, named in json.loads(index).items():
-            if kind in kinds:
-                found[kind] = {
-                    name: [read_entry(path, entry, manifest["files"]) for entry in entries]
-                    for name, entries in named.items()
-                }
-    else:
-        for name in files:
-            if (kind := name.partition("-")[0].partition(".")[0]) in kinds:
-                for key, piece in read_header(path / name, manifest["step"]):
-                    found[kind].setdefault(key, []).append(piece)
+    if hashlib.sha256(index.encode()).hexdigest() != manifest.get("index_sha256"):
+        raise ValueError(f"the index in {MANIFEST} does not match its sha256")
+    for kind in kinds:
+        for name, entries in json.loads(index).get(kind, {}).items():
+            found[kind][name] = [read_entry(path, entry, files) for entry in entries]
     for pieces in found.values():
         for name, parts in pieces.items():
             full = parts[0].shape
@@ -273,11 +259,6 @@ def read_tensor(loaded: Loaded, name: str, box: Box | None = None) -> Tensor:
     found = torch.empty([b - a for a, b in box], dtype=pieces[0].dtype)
     fill(loaded, [(Piece(found, pieces[0].shape, tuple(a for a, _ in box)), pieces)])
     return found
-
-
-def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
-    """Fill an average of the weights from the checkpoint's, or from its weights if it has none."""
-    fill_all(loaded, average, loaded.ema or loaded.model)
 
 
 def restore_optimizers(

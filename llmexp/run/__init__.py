@@ -35,7 +35,7 @@ class Parent:
     tokens: int  # of the budget, all runs before the fork together
     tokens_seen: int  # target tokens that count, likewise
     order: str  # in words, how the data go on
-    digest: str | dict[str, str]  # of the checkpoint (see Loaded.is_called)
+    digest: str  # of the checkpoint: the sha256 of its manifest
     setting: str = ""  # equal for parents that differ in the seed alone; "": of an older fork
 
 

@@ -81,7 +81,7 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
     loaded = checkpoint_at(root, joined, console, parent.step)
-    if loaded is None or not loaded.is_called(parent.digest):
+    if loaded is None or loaded.digest != parent.digest:
         what = "is gone" if loaded is None else "is another one than when this fork was made"
         text = f"the checkpoint of step {parent.step} {what}"
         raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")
@@ -132,7 +132,7 @@ def restore(
         if forked:  # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)
         if setup.ema is not None:
-            loading.restore_ema(loaded, setup.ema.average)
+            loading.fill_all(loaded, setup.ema.average, loaded.ema or loaded.model)
         there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
         known = [key for key in here if key.startswith("clip.") and key in there]
         clips = not known or any(here[key] != there[key] for key in known)

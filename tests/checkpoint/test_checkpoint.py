@@ -3,6 +3,8 @@ good one."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -52,11 +54,8 @@ def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=Fa
 
 
 def rewrite(path: Path, file: str) -> None:
-    """Makes the manifest agree with what the file now holds.
-
-    As in older versions it has no index, so that the headers of the files count."""
+    """Makes the manifest agree with what the file now holds."""
     manifest = json.loads((path / MANIFEST).read_text())
-    manifest.pop("index", None)
     manifest["files"][file] = hashes.fingerprint(path / file)
     (path / MANIFEST).write_text(json.dumps(manifest))
 
@@ -111,20 +110,6 @@ def test_equal_states_give_equal_files_and_one_ulp_another_hash(tmp_path):
     )
     assert before["optimizer.safetensors"] == after["optimizer.safetensors"]
     assert before[MODEL] != after[MODEL]
-
-
-def test_an_older_checkpoint_with_digests_of_its_tensors_is_read_and_known_by_them(tmp_path):
-    path = save(tmp_path, 1)
-    manifest = json.loads((path / MANIFEST).read_text())
-    digests = {"model": "0123456789abcdef", "optimizer": "fedcba9876543210"}
-    (path / MANIFEST).write_text(json.dumps(manifest | {"digest": digests}))
-    loaded = loading.latest(tmp_path, print)
-    assert loaded is not None
-    assert loaded.step == 1
-    assert loaded.is_called(digests)
-    assert loaded.is_called(loaded.digest)
-    assert not loaded.is_called(digests | {"model": "0" * 16})
-    assert not loaded.is_called("0" * 64)
 
 
 def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(tmp_path):
@@ -216,16 +201,15 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
 
 DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version",
 "file gone", "bit",
-          "truncated", "outside", "other step", "a part missing", "no tensors"]  # fmt: skip
+          "truncated", "outside", "no index", "a part missing", "a file not named",
+          "no tensors"]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path, damage):
     path = save(tmp_path, 100)
     manifest, model = path / MANIFEST, path / MODEL
-    content, tensors = json.loads(manifest.read_text()), load_file(model)
-    with safe_open(model, "pt") as opened:
-        header = opened.metadata()
+    content = json.loads(manifest.read_text())
     said = "100"
     if damage == "manifest gone":
         manifest.unlink()
@@ -250,15 +234,18 @@ def test_damage_is_named(tmp_path, damage):
         content["files"][f"../{MODEL}"] = content["files"].pop(MODEL)
         manifest.write_text(json.dumps(content))
         said = f"'../{MODEL}', which is no file of a checkpoint"
-    elif damage == "other step":
-        save_file(tensors, model, metadata={**header, "step": "200"})
-        rewrite(path, MODEL)
-        said = "is of step 200"
-    elif damage == "a part missing":
-        tensors["scale"] = tensors["scale"][:1].clone()
-        save_file(tensors, model, metadata=header)
-        rewrite(path, MODEL)
-        said = "scale do not add up"
+    elif damage == "no index":
+        del content["index"]
+        manifest.write_text(json.dumps(content))
+        said = "the index in manifest.json does not match"
+    elif damage in ("a part missing", "a file not named"):
+        index = json.loads(content["index"])
+        missing = damage == "a part missing"
+        index["model"]["scale"][0][4 if missing else 0] = [1] if missing else "state.json"
+        content["index"] = json.dumps(index)
+        content["index_sha256"] = hashlib.sha256(content["index"].encode()).hexdigest()
+        manifest.write_text(json.dumps(content))
+        said = "scale do not add up" if missing else "names 'state.json', which the manifest"
     else:
         del content["files"][MODEL]
         manifest.write_text(json.dumps(content))
@@ -285,8 +272,8 @@ def test_a_pickle_is_not_run(tmp_path):
         path = save(tmp_path, 100)
         torch.save(Bomb(), path / file)
         rewrite(path, file)
-        with pytest.raises(loading.CheckpointError, match="cannot be read"):
-            loading.read_checkpoint(path)
+        with contextlib.suppress(loading.CheckpointError):  # its bytes are taken for numbers
+            loading.restore_model(loading.read_checkpoint(path), Tied())
         assert not canary.exists()
 
 

@@ -242,7 +242,6 @@ def put_back(*files: Path) -> Iterator[list[bytes]]:
 def hashed_again(manifest: Path, file: Path) -> None:
     tree = json.loads(manifest.read_bytes())
     tree["files"][file.name] = hashes.fingerprint(file)
-    tree.pop("index", None)  # as in older versions: the headers of the files count
     manifest.write_text(json.dumps(tree))
 
 
