@@ -19,7 +19,7 @@ import torch
 
 from llmexp.models import rows
 from llmexp.models.chunked import chunked_cross_entropy_sum
-from llmexp.models.operands import Dtypes
+from llmexp.models.operands import Dtypes, How
 
 
 def ways(tokens: int, width: int, vocab: int) -> dict[str, Callable[[], object]]:
@@ -27,15 +27,14 @@ def ways(tokens: int, width: int, vocab: int) -> dict[str, Callable[[], object]]
     h_nd = torch.randn(1, tokens, width, requires_grad=True)
     weight_vd = (torch.randn(vocab, width) * 0.02).requires_grad_()
     targets_n = torch.randint(0, vocab, (1, tokens))
-    dtypes = Dtypes.of(h_nd, weight_vd)
+    how = How(targets_n[0], Dtypes.of(h_nd, weight_vd), needs=(True, True))
 
     def tiles() -> object:
         return chunked_cross_entropy_sum(h_nd, weight_vd, targets_n)
 
     def by_rows(count: int) -> Callable[[], object]:
-        operands = h_nd.detach()[0], weight_vd.detach(), targets_n[0]
-        how = rows.How(count, compiled=False)
-        return lambda: rows.nll_by_rows(*operands, (True, True), dtypes, None, how)
+        operands = h_nd.detach()[0], weight_vd.detach(), how
+        return lambda: rows.nll_by_rows(*operands, count)
 
     def plain() -> object:
         logits_nv = torch.nn.functional.linear(h_nd[0], weight_vd)

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from llmexp.models.loss import WindowLoss
 from tests.conftest import Result, llmexp, train
-from tests.tools import exact
+from tests.tools import by_kernel, exact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,7 +127,7 @@ def test_the_chunked_loss_against_float64(dtype, loss_off, gradient_off):
     targets = torch.randint(0, vocabulary, (1, rows), device="cuda")
     targets[torch.rand(1, rows, device="cuda") < 0.05] = -100
     with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
-        loss = WindowLoss(model, kernel="chunked")(tokens, targets)
+        loss = by_kernel(model, "chunked")(tokens, targets)
     (loss * 1e-3).backward()
     given = (model.table, model.head_weight)
     exact_ones = [p.detach().to(dtype).double().requires_grad_() for p in given]

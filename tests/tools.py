@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmexp.metrics.keys import TIMINGS
+from llmexp.models.loss import WindowLoss
 from tests.conftest import ROOT, Result
 
 
@@ -137,3 +138,10 @@ def alive(folder: Path) -> list[int]:
             if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+def by_kernel(model: Any, kernel: str) -> WindowLoss:
+    """The loss of a model by the "chunked" or the "plain" kernel, whatever its vocabulary."""
+    loss = WindowLoss(model)
+    loss.chunked = kernel == "chunked"
+    return loss

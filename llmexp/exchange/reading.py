@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp import mesh
@@ -25,13 +25,13 @@ from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.models.common import all_finite
+from llmexp.models.hf import open_weights
 from llmexp.runs import rundir
 from llmexp.runs.naming import WEIGHTS, named_checkpoint
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import read_object
 from llmexp.system.redact import warn
 
-INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
 GROWING = ("vocab_size", "max_position_embeddings")
 # An option of each class of ours; the sizes of another one come from the folder.
@@ -150,9 +150,10 @@ def of_folder(folder: Path) -> WeightSource:
     Raises ConfigError for files that are missing, that hold no safetensors, or whose model our
     models do not compute.
     """
-    config = _json(folder / "config.json")
-    family, knobs = from_config(config, str(folder / "config.json"))
-    opened = {file: _open(file) for file in _files(folder)}
+    described = folder / "config.json"
+    config = read_object(described, f"{described}: cannot be read")
+    family, knobs = from_config(config, str(described))
+    opened = open_weights(folder, lambda text: ConfigError(f"{folder}: {text}"))
     place = {name: file for file, held in opened.items() for name in held.keys()}  # noqa: SIM118
     prefix = "" if any(name.startswith("transformer.") for name in place) else "transformer."
     names = {prefix + name if family.model_type == "gpt2" else name: name for name in place}
@@ -185,41 +186,12 @@ def of_folder(folder: Path) -> WeightSource:
     )
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        places = _json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise ConfigError(f"{folder / INDEX}: holds no weight_map; download it again")
-        files = [folder / name for name in sorted({Path(str(at)).name for at in places.values()})]
-    else:
-        files = [folder / ONE]
-    if missing := [file.name for file in files if not file.is_file()]:
-        if pickles := sorted(p.name for p in folder.glob("*.bin")):
-            raise ConfigError(
-                f"{folder}: holds pickled weights ({pickles[0]}), which may run code when they are "
-                "read, and are not read here; save them as safetensors with transformers: "
-                "model.save_pretrained(DIR)"
-            )
-        raise ConfigError(f"{folder}: {', '.join(missing[:4])} is missing; download it again")
-    return files
-
-
 def _read(file: Path, name: str, box: Box | None) -> Tensor:
     """Return a box of a tensor in a file, which would keep in memory what was read while open."""
+    held: Any = safe_open(file, framework="pt")
     if box is None:
-        return _open(file).get_tensor(name)
-    return _open(file).get_slice(name)[tuple(slice(*ends) for ends in box)]
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}; download it again") from None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    return read_object(file, f"{file}: cannot be read")
+        return held.get_tensor(name)
+    return held.get_slice(name)[tuple(slice(*ends) for ends in box)]
 
 
 def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Module) -> list[str]:

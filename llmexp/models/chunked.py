@@ -28,6 +28,8 @@ from torch import Tensor
 from llmexp.models import rows
 from llmexp.models.operands import (
     Dtypes,
+    How,
+    Made,
     VocabShard,
     local_targets,
     log_over_ranks,
@@ -60,7 +62,6 @@ class _Head:
     weight_vd: Tensor  # in the operands' dtype
     dtypes: Dtypes
     tile_size: int
-    shard: VocabShard | None
 
     def starts(self) -> range:
         return range(0, self.weight_vd.shape[0], self.tile_size)
@@ -78,57 +79,35 @@ class _Chunk:
     none_n1: Tensor  # whether the row has no target
     here_n1: Tensor  # whether its target is in this rank's part of the vocabulary
 
-    @classmethod
-    def of(cls, h_nd: Tensor, targets_n: Tensor, head: _Head) -> _Chunk:
-        where = local_targets(targets_n, head.shard, head.weight_vd.shape[0])
-        return cls(h_nd.to(head.dtypes.compute), *where)
 
-
-@dataclass(frozen=True)
-class _Softmax:
-    """The softmax of a chunk's logits as e * c, and the loss of each row."""
-
-    tiles: list[Tensor]  # e; none where no gradient is wanted
-    c_ni: Tensor
-    nll_n1: Tensor
-
-
-def _chunked_nll(
-    h_nd: Tensor,
-    weight_vd: Tensor,
-    targets_n: Tensor,
-    needs: tuple[bool, bool],
-    dtypes: Dtypes,
-    shard: VocabShard | None,
-    compiled: bool,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+def _chunked_nll(h_nd: Tensor, weight_vd: Tensor, how: How) -> Made:
     """Return the cross-entropy of the rows, chunk by chunk, and the gradients that are needed.
 
     These are of the sum, by `h_nd` and by `weight_vd`; None for one that is not needed.
     """
-    rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0], compiled)
+    dtypes, vocab_size = how.dtypes, weight_vd.shape[0]
+    rows_per_chunk, tile_size = chunk_sizes(h_nd.device, vocab_size, how.compiled)
     if in_rows(h_nd.device):
-        return rows.nll_by_rows(
-            h_nd, weight_vd, targets_n, needs, dtypes, shard, compiled, rows_per_chunk
-        )
-    head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
+        return rows.nll_by_rows(h_nd, weight_vd, how, rows_per_chunk)
+    head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size)
     nll: list[Tensor] = []
     grad_h_nd = grad_weight_vd = None
-    if needs[0]:  # contiguous, to be reduced
+    if how.needs[0]:  # contiguous, to be reduced
         grad_h_nd = h_nd.new_zeros(h_nd.shape, dtype=dtypes.sums)
-    if needs[1]:
+    if how.needs[1]:
         grad_weight_vd = torch.zeros_like(weight_vd, dtype=dtypes.sums)
     h_nd = h_nd.to(dtypes.operand)
     for first in range(0, h_nd.shape[0], rows_per_chunk):
         cut = slice(first, first + rows_per_chunk)
-        chunk = _Chunk.of(h_nd[cut], targets_n[cut], head)
-        softmax = _softmax(chunk, head, keep=any(needs))
-        nll.append(softmax.nll_n1[:, 0])
+        where = local_targets(how.targets_n[cut], how.shard, vocab_size)
+        chunk = _Chunk(h_nd[cut].to(dtypes.compute), *where)
+        tiles, c_ni, nll_n1 = _softmax(chunk, head, how.shard, keep=any(how.needs))
+        nll.append(nll_n1[:, 0])
         grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[cut]
-        _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, softmax, head)
-        del softmax  # its tiles would live beside those of the next chunk
-    if shard is not None and grad_h_nd is not None:
-        grad_h_nd = shard.sum(grad_h_nd)
+        _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, tiles, c_ni, head)
+        del tiles  # they would live beside those of the next chunk
+    if how.shard is not None and grad_h_nd is not None:
+        grad_h_nd = how.shard.sum(grad_h_nd)
     return nll, grad_h_nd, grad_weight_vd
 
 
@@ -136,15 +115,19 @@ def chunked_cross_entropy(
     h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
 ) -> Tensor:
     """Return (b, t): the terms of `chunked_cross_entropy_sum`, without gradients."""
-    dtypes, h_nd = Dtypes.of(h_btd, weight_vd), h_btd.flatten(0, -2)
+    how = How(targets_bt.flatten(), Dtypes.of(h_btd, weight_vd), shard)
     with torch.no_grad(), torch.autocast(h_btd.device.type, enabled=False):
-        nll, _, _ = _chunked_nll(
-            h_nd, weight_vd, targets_bt.flatten(), (False, False), dtypes, shard, compiled=False
-        )
+        nll, _, _ = _chunked_nll(h_btd.flatten(0, -2), weight_vd, how)
     return torch.cat(nll).view(targets_bt.shape)
 
 
-def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
+def _softmax(
+    chunk: _Chunk, head: _Head, shard: VocabShard | None, keep: bool
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return the softmax of a chunk's logits as e * c, and the loss of each row.
+
+    Without `keep` there are no e: no gradient is wanted.
+    """
     sum_dtype, target_n1 = head.dtypes.sums, chunk.target_n1
     target_logit_n1 = torch.zeros_like(target_n1, dtype=sum_dtype)
     tiles: list[Tensor] = []
@@ -167,25 +150,24 @@ def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
     relative_ni = (max_ni - max_n1).exp()
     total_n1 = (relative_ni * torch.cat(sums, 1)).sum(1, keepdim=True)
     own_n1 = target_logit_n1 - max_n1
-    log_n1, factor_n1, total_n1 = log_over_ranks(
-        head.shard, max_n1, total_n1, own_n1, chunk.here_n1
-    )
+    log_n1, factor_n1, total_n1 = log_over_ranks(shard, max_n1, total_n1, own_n1, chunk.here_n1)
     nll_n1 = (-log_n1).masked_fill(chunk.none_n1, 0)
     c_ni = (relative_ni * factor_n1 / total_n1).masked_fill(chunk.none_n1, 0)
-    return _Softmax(tiles, c_ni, nll_n1)
+    return tiles, c_ni, nll_n1
 
 
 def _add_gradients(
     grad_h_nd: Tensor | None,
     grad_weight_vd: Tensor | None,
     chunk: _Chunk,
-    softmax: _Softmax,
+    tiles: list[Tensor],
+    c_ni: Tensor,
     head: _Head,
 ) -> None:
     """Add a chunk's part, in place, to the gradients that are wanted."""
     dtypes, target_n = head.dtypes, chunk.target_n1[:, 0]
-    for i, (start, e_nv) in enumerate(zip(head.starts(), softmax.tiles, strict=False)):
-        c_n1 = softmax.c_ni[:, i : i + 1]
+    for i, (start, e_nv) in enumerate(zip(head.starts(), tiles, strict=False)):
+        c_n1 = c_ni[:, i : i + 1]
         if grad_h_nd is not None:
             grad_h_nd.addcmul_(multiply(e_nv, head.tile(start), dtypes.sums), c_n1)
         if grad_weight_vd is not None:
@@ -206,20 +188,9 @@ class _ChunkedNLL(torch.autograd.Function):
     """`_chunked_nll` as a differentiable function; its gradients are made on the way forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        h_nd: Tensor,
-        weight_vd: Tensor,
-        targets_n: Tensor,
-        needs: tuple[bool, bool],
-        dtypes: Dtypes,
-        shard: VocabShard | None,
-        compiled: bool,
-    ) -> Tensor:
-        parts, *ctx.gradients = _chunked_nll(
-            h_nd, weight_vd, targets_n, needs, dtypes, shard, compiled
-        )
-        nll = torch.zeros((), dtype=dtypes.sums, device=h_nd.device)
+    def forward(ctx: Any, h_nd: Tensor, weight_vd: Tensor, how: How) -> Tensor:
+        parts, *ctx.gradients = _chunked_nll(h_nd, weight_vd, how)
+        nll = torch.zeros((), dtype=how.dtypes.sums, device=h_nd.device)
         for part in parts:
             nll += part.sum()
         ctx.dtypes = h_nd.dtype, weight_vd.dtype
@@ -238,7 +209,7 @@ class _ChunkedNLL(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None)
 
 
 def chunked_cross_entropy_sum(
@@ -256,22 +227,14 @@ def chunked_cross_entropy_sum(
     nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 rows of
     logits (on an accelerator as many as `rows.SHARE` of its memory has room for), and does no
     gradient work without grad mode. The gradient can be taken once, and not differentiated again.
-    `compiled`: on an accelerator the softmax of a chunk runs through torch.compile.
+    `compiled`: see `How`.
 
     With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with
     the same h and targets. Each gets the whole sum and the whole gradient by h, and the gradient of
     its own part.
     """
     grad_mode = torch.is_grad_enabled()
-    needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
-    dtypes = Dtypes.of(h_btd, weight_vd)
+    needs = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
+    how = How(targets_bt.flatten(), Dtypes.of(h_btd, weight_vd), shard, needs, compiled)
     with torch.autocast(h_btd.device.type, enabled=False):
-        return _ChunkedNLL.apply(
-            h_btd.flatten(0, -2),
-            weight_vd,
-            targets_bt.flatten(),
-            (needs_h, needs_weight),
-            dtypes,
-            shard,
-            compiled,
-        )
+        return _ChunkedNLL.apply(h_btd.flatten(0, -2), weight_vd, how)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +38,7 @@ class HuggingFace(nn.Module):
         self.max_position_embeddings = getattr(config, "max_position_embeddings", None)
         causal, on_meta = library.AutoModelForCausalLM, torch.get_default_device().type == "meta"
         if pretrained:
-            _check_weights(Path(str(path)))
+            open_weights(Path(str(path)), _wrong(path))
         try:
             if pretrained and not on_meta:
                 self.model, found = causal.from_pretrained(
@@ -69,12 +71,12 @@ class HuggingFace(nn.Module):
 
 def _config(path: str | None) -> tuple[Any, Any]:
     """Return the library, and the config of the folder. Raises ConfigError."""
+    wrong = _wrong(path)
     if not path or not (Path(path) / "config.json").is_file():
-        why = (
+        raise wrong(
             "a folder with config.json is needed; a model of the hub is fetched by: "
             "hf download NAME --local-dir FOLDER"
         )
-        raise refuse("model.path", path, why)
     try:
         library = importlib.import_module("transformers")
     except ImportError:
@@ -83,64 +85,65 @@ def _config(path: str | None) -> tuple[Any, Any]:
             "pip install 'llmexp[hf]'",
             "model",
         ) from None
-    described = _json(Path(path) / "config.json")
+    described = _object(Path(path) / "config.json", wrong)
     kind = described.get("model_type")
     if code := described.get("auto_map"):
-        why = (
+        raise wrong(
             f"its config.json names code in the folder (auto_map: {code}), which is never run; "
             f"where transformers has model_type={kind} itself, take auto_map out of config.json"
         )
-        raise refuse("model.path", path, why)
     try:
         config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
-        raise refuse("model.path", path, f"transformers knows no model_type={kind}") from None
+        raise wrong(f"transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise refuse("model.path", path, f"{kind} is no causal language model")
+        raise wrong(f"{kind} is no causal language model")
     return library, config
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return read_object(file, file.name)
-    except ValueError as error:
-        raise refuse("model.path", file.parent, str(error)) from None
+def open_weights(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path, Any]:
+    """Return the files of weights of a folder of transformers, opened as safetensors.
 
-
-def _files(folder: Path) -> list[str]:
-    """Return the names of the files of weights. Raises ConfigError."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors"]
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise refuse("model.path", folder, f"{index.name} holds no weight_map")
-    return sorted({Path(str(name)).name for name in places.values()})
+    Raises `wrong` of the words for a file that is missing or damaged.
+    """
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = _object(index, wrong).get("weight_map")
+        if not isinstance(places, dict):
+            raise wrong(f"{index.name}: holds no weight_map; download it again")
+        names = sorted({Path(str(at)).name for at in places.values()})
+    opened = {}
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            if pickles := sorted(one.name for one in folder.glob("*.bin")):
+                raise wrong(
+                    f"holds pickled weights ({pickles[0]}), which may run code when they are read, "
+                    "and are not read; save them as safetensors with transformers: "
+                    "model.save_pretrained(DIR)"
+                )
+            raise wrong(f"{file.name} is missing; download it again")
+        try:
+            opened[file] = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise wrong(f"{file.name}: cannot be read: {error}; download it again") from None
+    return opened
 
 
 def check_finite(folder: Path) -> None:
     """Raise ConfigError for weights that hold a value that is not finite."""
-    _check_weights(folder)
-    for file in _files(folder):
-        with safe_open(folder / file, framework="pt") as held:
-            for name in held.keys():  # noqa: SIM118
-                tensor = held.get_tensor(name)
-                if not all_finite(tensor):
-                    text = f"{name} has values that are not finite"
-                    raise refuse("model.path", folder, text)
+    wrong = _wrong(folder)
+    for held in open_weights(folder, wrong).values():
+        for name in held.keys():  # noqa: SIM118
+            if not all_finite(held.get_tensor(name)):
+                raise wrong(f"{name} has values that are not finite")
 
 
-def _check_weights(folder: Path) -> None:
-    """Raise ConfigError unless the files of weights are there, as whole safetensors."""
-    for name in _files(folder):
-        if not (folder / name).is_file():
-            why = (
-                f"{name} is missing; pickled weights are not read; download it again, or save it "
-                "anew with transformers: model.save_pretrained(DIR)"
-            )
-            raise refuse("model.path", folder, why)
-        try:
-            safe_open(folder / name, framework="pt")
-        except (OSError, SafetensorError) as error:
-            why = f"{name} cannot be read: {error}; download it again"
-            raise refuse("model.path", folder, why) from None
+def _object(file: Path, wrong: Callable[[str], ConfigError]) -> dict[str, Any]:
+    try:
+        return read_object(file, file.name)
+    except ValueError as error:
+        raise wrong(str(error)) from None
+
+
+def _wrong(path: Path | str | None) -> Callable[[str], ConfigError]:
+    return functools.partial(refuse, "model.path", path)

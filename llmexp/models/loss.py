@@ -17,8 +17,6 @@ from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cr
 from llmexp.models.operands import IGNORE_INDEX, VocabShard
 from llmexp.models.planned import kind_of, memory_of
 
-KERNELS = ("auto", "chunked", "plain")
-
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
 MIN_CHUNKED_VOCAB = 2048
 
@@ -49,26 +47,15 @@ class WindowLoss(nn.Module):
 
     `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
-    Its parameters are the model's, without copies. `kernel`: "chunked", "plain", or "auto", which
-    takes "chunked" where the model allows it and the vocabulary is large enough to gain.
+    Its parameters are the model's, without copies. The loss is `chunked` where the model allows it
+    and the vocabulary is large enough to gain.
     """
 
-    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        if kernel not in KERNELS:
-            raise ValueError(f"loss kernel {kernel!r}: must be one of {', '.join(KERNELS)}")
         self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
         self.shard: VocabShard | None = None
-        if kernel == "chunked" and not self._has_head():
-            raise ValueError(
-                f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; "
-                "use 'plain'"
-            )
-        self.chunked = kernel == "chunked" or (
-            kernel == "auto"
-            and self._has_head()
-            and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
-        )
+        self.chunked = self._has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
         self.run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = False

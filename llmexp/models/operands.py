@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,16 +58,11 @@ class Dtypes:
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
     @property
-    def softmax_shift(self) -> float:
-        """Return the log of `softmax_scale`, to be added to an exponent.
-
-        A softmax is tiny where the vocabulary is large: times 2^14 it stays out of fp16's subnormal
-        range.
-        """
-        return 14 * math.log(2) if self.compute == torch.float16 else 0.0
-
-    @property
     def softmax_scale(self) -> float:
+        """Return a factor that keeps a softmax out of fp16's subnormal range.
+
+        It is tiny where the vocabulary is large.
+        """
         return 2.0**14 if self.compute == torch.float16 else 1.0
 
     @property
@@ -78,6 +72,24 @@ class Dtypes:
         The product is tiny where the vocabulary is large.
         """
         return 256.0 if self.compute == torch.float16 else 1.0
+
+
+@dataclass(frozen=True)
+class How:
+    """What a kernel computes beside its rows and the head: their targets, and in which way.
+
+    `needs`: whether the gradients by the rows and by the head are wanted. `compiled`: on an
+    accelerator the softmax of a chunk runs through torch.compile.
+    """
+
+    targets_n: Tensor
+    dtypes: Dtypes
+    shard: VocabShard | None = None
+    needs: tuple[bool, bool] = (False, False)
+    compiled: bool = False
+
+
+Made = tuple[list[Tensor], Tensor | None, Tensor | None]  # nll, gradients by rows and by head
 
 
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ share = exp(s - logsumexp of s over the ranks), s being a rank's own logsumexp:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from llmexp.models.operands import (
     IGNORE_INDEX,
-    Dtypes,
-    VocabShard,
+    How,
+    Made,
     add_product,
     local_targets,
     log_over_ranks,
@@ -56,37 +57,26 @@ class _Rows:
     target_n1: Tensor  # as rows of this rank's head; 0 where it is not here
     none_n1: Tensor  # whether the row has no target
     here_n1: Tensor  # whether its target is in this rank's part of the vocabulary
-    dtypes: Dtypes
-    shard: VocabShard | None
 
 
-def nll_by_rows(
-    h_nd: Tensor,
-    weight_vd: Tensor,
-    targets_n: Tensor,
-    needs: tuple[bool, bool],
-    dtypes: Dtypes,
-    shard: VocabShard | None,
-    compiled: bool,
-    most: int,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+def nll_by_rows(h_nd: Tensor, weight_vd: Tensor, how: How, most: int) -> Made:
     """Return the cross-entropy of each row and the gradients that are needed, in one pass.
 
     The gradients are those of the sum by `h_nd` and by `weight_vd`; None for one that is not
-    needed. A chunk has at most so many rows; `compiled`: its softmax is.
+    needed. A chunk has at most so many rows.
     """
-    n, v = h_nd.shape[0], weight_vd.shape[0]
+    dtypes, shard, n, v = how.dtypes, how.shard, h_nd.shape[0], weight_vd.shape[0]
     chunks = max(1, -(-n // most))
     rows = -(-n // (8 * chunks)) * 8  # of each chunk: of one size, for one compiled graph
-    whole = _padded(h_nd, weight_vd, targets_n, chunks * rows, dtypes, shard)
+    whole = _padded(h_nd, weight_vd, how, chunks * rows)
     # Minus the loss of each row, and the part of the softmax that is on this rank.
     log_n1 = torch.empty_like(whole.target_n1, dtype=dtypes.sums)
     share_n1 = (~whole.none_n1).to(dtypes.sums)
-    grad_h_nd = torch.empty_like(whole.h_nd, dtype=dtypes.sums) if needs[0] else None
-    grad_vd = torch.zeros_like(whole.head_vd, dtype=dtypes.sums) if needs[1] else None
+    grad_h_nd = torch.empty_like(whole.h_nd, dtype=dtypes.sums) if how.needs[0] else None
+    grad_vd = torch.zeros_like(whole.head_vd, dtype=dtypes.sums) if how.needs[1] else None
     for first in range(0, chunks * rows, rows):
         cut = slice(first, first + rows)
-        _add_chunk(whole, cut, log_n1, share_n1, grad_h_nd, grad_vd, compiled)
+        _add_chunk(whole, how, cut, log_n1, share_n1, grad_h_nd, grad_vd)
     if shard is None:  # a target that is nobody's
         log_n1.masked_fill_(~whole.here_n1, torch.nan)
     nll_n = log_n1.masked_fill_(whole.none_n1, 0).neg_()[:n, 0]
@@ -102,56 +92,42 @@ def nll_by_rows(
     return [nll_n], grad_h_nd, grad_vd
 
 
-def _padded(
-    h_nd: Tensor,
-    weight_vd: Tensor,
-    targets_n: Tensor,
-    rows: int,
-    dtypes: Dtypes,
-    shard: VocabShard | None,
-) -> _Rows:
+def _padded(h_nd: Tensor, weight_vd: Tensor, how: How, rows: int) -> _Rows:
     """Return the operands in their dtype; rows that are added have no target."""
-    n, (v, d) = h_nd.shape[0], weight_vd.shape
-    targets_n = F.pad(targets_n, (0, rows - n), value=IGNORE_INDEX)
-    target_n1, none_n1, here_n1 = local_targets(targets_n, shard, v)
+    n, (v, d), dtypes = h_nd.shape[0], weight_vd.shape, how.dtypes
+    targets_n = F.pad(how.targets_n, (0, rows - n), value=IGNORE_INDEX)
+    target_n1, none_n1, here_n1 = local_targets(targets_n, how.shard, v)
     h_nd = F.pad(h_nd, (0, 0, 0, rows - n)) if rows > n else h_nd
     head_vd = weight_vd.new_empty((-(-v // ALIGNED) * ALIGNED, d), dtype=dtypes.compute)
     head_vd[:v].copy_(weight_vd.to(dtypes.operand))
     head_vd[v:].zero_()
-    return _Rows(
-        h_nd.to(dtypes.operand).to(dtypes.compute).masked_fill(none_n1, 0),
-        head_vd,
-        v,
-        target_n1,
-        none_n1,
-        here_n1,
-        dtypes,
-        shard,
-    )
+    h_nd = h_nd.to(dtypes.operand).to(dtypes.compute).masked_fill(none_n1, 0)
+    return _Rows(h_nd, head_vd, v, target_n1, none_n1, here_n1)
 
 
 def _add_chunk(
     whole: _Rows,
+    how: How,
     cut: slice,
     log_n1: Tensor,
     share_n1: Tensor,
     grad_h_nd: Tensor | None,
     grad_vd: Tensor | None,
-    compiled: bool,
 ) -> None:
     """Compute one chunk: write its rows of the three tensors, and add to the head's gradient."""
-    dtypes, target_n1, h_nd = whole.dtypes, whole.target_n1[cut], whole.h_nd[cut]
+    dtypes, target_n1, h_nd = how.dtypes, whole.target_n1[cut], whole.h_nd[cut]
     # Where one kernel makes the softmax, 16-bit logits halve what it moves; three need them exact.
-    z_nv = multiply(h_nd, whole.head_vd.T, dtypes.compute if compiled else dtypes.sums)
+    z_nv = multiply(h_nd, whole.head_vd.T, dtypes.compute if how.compiled else dtypes.sums)
     z_nv[:, whole.vocab_size :] = -torch.inf
-    softmax = _compiled_softmax() if compiled else local_softmax
-    p_nv, own_n1 = softmax(z_nv, target_n1, dtypes.sums, dtypes.compute, dtypes.softmax_shift)
+    softmax = _compiled_softmax() if how.compiled else local_softmax
+    shift = math.log(dtypes.softmax_scale)
+    p_nv, own_n1 = softmax(z_nv, target_n1, dtypes.sums, dtypes.compute, shift)
     log_n1[cut] = own_n1
-    if whole.shard is not None:
+    if how.shard is not None:
         sum_n1 = z_nv.gather(1, target_n1).to(dtypes.sums) - own_n1  # logsumexp of this rank's
         one_n1, here_n1 = torch.ones_like(sum_n1), whole.here_n1[cut]
         log_n1[cut], factor_n1, total_n1 = log_over_ranks(
-            whole.shard, sum_n1, one_n1, own_n1, here_n1
+            how.shard, sum_n1, one_n1, own_n1, here_n1
         )
         share_n1[cut] *= factor_n1 / total_n1
         h_nd = (h_nd * share_n1[cut]).to(dtypes.compute)

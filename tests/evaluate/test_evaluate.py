@@ -20,10 +20,10 @@ from llmexp.__main__ import run as command
 from llmexp.cli import evaluate
 from llmexp.mesh import ranks
 from llmexp.metrics.ratio import ratio
-from llmexp.models.loss import WindowLoss
 from llmexp.system.child import PASSED_ON, STOP_SIGNALS, signals_held
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp, train
+from tests.tools import by_kernel
 
 END = 256  # of the tokenizer bytes
 
@@ -308,7 +308,7 @@ def test_the_error_of_a_ratio():
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_terms_of_the_loss_are_what_the_sum_is_of(folder, kernel, bf16):
     model = open_run(folder / "run", 4).model.float().eval()
-    loss = WindowLoss(model, kernel)
+    loss = by_kernel(model, kernel)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (50, 12), generator=generator)
     targets = torch.randint(0, 256, (50, 12), generator=generator)

@@ -238,7 +238,8 @@ def test_a_model_of_transformers_trains_as_ours_does(
         assert refused.value.key == "model.path"
     for what, text in (
         ("cut", "cannot be read"),
-        ("gone", "pickled weights are not read"),
+        ("pickle", "holds pickled weights (pytorch_model.bin)"),
+        ("gone", "model.safetensors is missing"),
         ("not finite", "transformer.ln_f.bias has values that are not finite"),
     ):
         shutil.copytree(folder, tmp_path / what)

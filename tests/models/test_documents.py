@@ -19,6 +19,7 @@ from llmexp.models.documents import find_documents
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.loss import WindowLoss
+from tests.tools import by_kernel
 
 END = 31
 DOCUMENTS = st.lists(
@@ -55,7 +56,7 @@ def target_of(tokens: Tensor) -> Tensor:
 @settings(max_examples=25)
 @given(lists=DOCUMENTS)
 def test_a_packed_window_is_the_sum_of_its_documents(kind, kernel, lists):
-    loss = WindowLoss(model_of(kind), kernel)
+    loss = by_kernel(model_of(kind), kernel)
     packed = torch.tensor([list(itertools.chain.from_iterable(lists))])
     whole = loss(packed, target_of(packed))
     whole.backward()
