@@ -108,16 +108,6 @@ def read_windows(
     All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
     reading thread is raised here, and closing the iterator ends the thread.
     """
-    if sampler.real_batch_size % (part.micro_batch_size * part.dp_size):
-        raise ValueError(
-            f"batch.real_batch_size={sampler.real_batch_size}: must be a multiple of "
-            f"micro_batch_size {part.micro_batch_size} x dp_size {part.dp_size}"
-        )
-    if sampler.stream.n_sequences(sampler.sequence_length) < 1:
-        raise ValueError(
-            f"batch.sequence_length={sampler.sequence_length}: {len(sampler.stream)} tokens do not "
-            "fill one sequence"
-        )
     windows = _windows(sampler, part, range(start_step, max_steps), digest, pin_memory)
     return _read_ahead(windows, prefetch, torch.cuda.current_device() if pin_memory else None)
 

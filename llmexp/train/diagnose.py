@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.train.step import Setup, loss_factor
-from llmexp.update import precision
+from llmexp.train.step import Setup, accumulate, loss_factor
 
 NOTHING = (
     "a second pass over the step was finite: it does not come from the config and the data alone"
@@ -65,17 +64,12 @@ def first_bad(setup: Setup, window: Window) -> str:
 
 def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Compute forward and backward of the step as train_step does: ranks meet in like places."""
-    kind, device = setup.arithmetic, setup.mesh.device
     _, weight = loss_factor(setup, window)
     for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()
-    for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-        with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
-            with precision.autocast(kind, device):
-                nll = setup.module(tokens_bt.to(device), targets_bt.to(device))
-            look(nll, f"the loss of micro-batch {i}, where every layer was finite")
-            nll.backward(weight)
+    text = "the loss of micro-batch {}, where every layer was finite"
+    accumulate(setup, window, weight, lambda nll, number: look(nll, text.format(number)))
     for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")
@@ -83,9 +77,7 @@ def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -
     look(norm, "the norm of all gradients: every entry is finite, the sum of squares overflows")
 
 
-def _watch(
-    model: nn.Module, look: Callable[[Tensor | bool, str], None]
-) -> list[Callable[[], None]]:
+def _watch(model: nn.Module, look: Callable[..., None]) -> list[Callable[[], None]]:
     """Hooks that look at what modules return and at gradients; functions that end them.
 
     Inner modules report before those that hold them, so the first report is the innermost module.
@@ -105,11 +97,8 @@ def _watch(
             met[id(tensor)] = tensor, made, taken  # held, so that no other gets its id
 
             def on_the_way_back(gradient: Tensor) -> None:
-                look(
-                    gradient,
-                    "the gradient that "
-                    + (f"{taken[0]} returns" if taken else f"reaches {made[0]}"),
-                )
+                where = f"{taken[0]} returns" if taken else f"reaches {made[0]}"
+                look(gradient, f"the gradient that {where}")
 
             tensor.register_hook(on_the_way_back)
         return met[id(tensor)][1:]
@@ -129,14 +118,9 @@ def _watch(
         handles.append(module.register_forward_hook(after_forward))
     for name, p in model.named_parameters():
         if p.requires_grad:
-            handles.append(
-                p.register_hook(functools.partial(_look_at, look, f"the gradient of {name}"))
-            )
+            text = f"the gradient of {name}"
+            handles.append(p.register_hook(functools.partial(look, text=text)))
     return [handle.remove for handle in handles]
-
-
-def _look_at(look: Callable[[Tensor, str], None], text: str, gradient: Tensor) -> None:
-    look(gradient, text)
 
 
 def _text_of(joined: mesh.Mesh, rank: int, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,30 +25,23 @@ def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, flo
     They are of the main set, of each named one, and of the average of the weights. The training RNG
     is not touched.
     """
-    if parts.corpus.val is None or not parts.run.eval_sequences:
+    main, run = parts.corpus.val, parts.run
+    if main is None or not run.eval_sequences:
         return {}
+    losses = functools.partial(evaluate_stream, parts, setup, text_bytes)
     with faces.evaluating(setup.optimizers, setup.module):
-        return _of_all_sets(parts, setup, parts.corpus.val, text_bytes)
-
-
-def _of_all_sets(
-    parts: Parts, setup: Setup, main: TokenStream, text_bytes: TextBytes
-) -> dict[str, float]:
-    """Return the losses of the weights that are in place, and of their average."""
-    run, corpus = parts.run, parts.corpus
-    found = evaluate_stream(parts, setup, main, run.eval_sequences, text_bytes, "val")
-    most, sets = parts.config.train.eval_tokens, dict[str, float]()
-    for name, stream in corpus.val_sets.items():
-        if stream is main:
-            given = {f"val/{name}/{key[4:]}": value for key, value in found.items()}
-        else:
-            there = stream.n_sequences(run.sequence_length)
-            sequences = min(there, -(-most // run.sequence_length)) if most else there
-            given = evaluate_stream(parts, setup, stream, sequences, text_bytes, f"val/{name}")
-        sets |= given
-    if setup.ema is not None:
-        with setup.ema.in_place():
-            sets |= evaluate_stream(parts, setup, main, run.eval_sequences, text_bytes, EMA)
+        found = losses(main, run.eval_sequences, "val")
+        most, sets = parts.config.train.eval_tokens, dict[str, float]()
+        for name, stream in parts.corpus.val_sets.items():
+            if stream is main:
+                sets |= {f"val/{name}/{key[4:]}": value for key, value in found.items()}
+            else:
+                there = stream.n_sequences(run.sequence_length)
+                sequences = min(there, -(-most // run.sequence_length)) if most else there
+                sets |= losses(stream, sequences, f"val/{name}")
+        if setup.ema is not None:
+            with setup.ema.in_place():
+                sets |= losses(main, run.eval_sequences, EMA)
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
@@ -74,14 +68,14 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
 def evaluate_stream(
     parts: Parts,
     setup: Setup,
+    text_bytes: TextBytes,
     stream: TokenStream,
     sequences: int,
-    text_bytes: TextBytes,
     name: str,
 ) -> dict[str, float]:
     """Return loss, perplexity and bits per byte over so many sequences, which are spread evenly."""
-    run = parts.run
-    sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
+    run, device = parts.run, setup.mesh.device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nll, targets, bytes
     batches = eval_batches(
         stream,
         RankSlice(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
@@ -91,10 +85,8 @@ def evaluate_stream(
     )
     with setup.loss.evaluating():
         for starts_b, tokens_bt, targets_bt in batches:
-            with precision.autocast(parts.precision, setup.mesh.device):
-                sums[0] += setup.loss(
-                    tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device)
-                )
+            with precision.autocast(parts.precision, device):
+                sums[0] += setup.loss(tokens_bt.to(device), targets_bt.to(device))
             targets = targets_bt.numpy()
             sums[1] += int((targets >= 0).sum())
             sums[2] += float(text_bytes.at(stream, starts_b, targets).sum())

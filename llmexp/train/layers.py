@@ -85,7 +85,7 @@ class Layers:
 
     def before_update(self) -> None:
         """Take the norms of the gradients, before clipping, and of the weights."""
-        gradients = [_or_zeros(p.grad, p) for p in self._parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._before = [p.detach().clone() for p in self._parameters]
         self._taken["grad_norm"] = self._by_module(gradients)
         self._taken["weight_norm"] = self._by_module(self._before)
@@ -188,10 +188,6 @@ def attention_figures(
 
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if gradient is None else gradient
 
 
 def _keeps(

@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from llmexp.train.step import (
     BAD_LOSS,
     BAD_NORM,
     Outcome,
+    StepResult,
     TrainingFailed,
     accumulate,
     at_least_one,
@@ -60,13 +60,13 @@ def replay(loop: Loop) -> str:
         loop.setup.model.train()
         windows = read_ahead(loop.parts, loop.mesh, loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
-            taken = take(loop, windows)
-            if taken.ended:
-                raise TrainingFailed(taken.ended)
-            if taken.seen.applied:
-                found["norms"][loop.progress.step] = taken.seen.grad_norm
-                found["losses"][loop.progress.step] = taken.seen.loss
-            compare(found, asked["rows"], loop.progress.step, taken.seen)
+            step, ended = take(loop, windows)
+            if ended:
+                raise TrainingFailed(ended)
+            if (seen := step.read()).applied:
+                found["norms"][loop.progress.step] = seen.grad_norm
+                found["losses"][loop.progress.step] = seen.loss
+            compare(found, asked["rows"], loop.progress.step, seen)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
     if loop.out.main:
@@ -74,23 +74,14 @@ def replay(loop: Loop) -> str:
     return "finished"
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A step that was taken again: its figures, its rate, and why it ended the run if it did."""
-
-    seen: Outcome
-    lr: float
-    ended: str = ""
-
-
-def take(loop: Loop, windows: Iterator[Window]) -> Taken:
-    """Take a step of the run."""
+def take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
+    """Take a step of the run; return it, and why it ended the run if it did."""
     _, step = take_step(loop, windows, Due())
     try:
         finish_step(loop)
     except TrainingFailed as error:
-        return Taken(step.read(), step.lr, str(error))
-    return Taken(step.read(), step.lr)
+        return step, str(error)
+    return step, ""
 
 
 def compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
@@ -129,35 +120,35 @@ def look_into(
             loop.setup = dataclasses.replace(
                 loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
             )
-        taken = take(loop, itertools.chain([window], windows))
+        step, ended = take(loop, itertools.chain([window], windows))
+        seen = step.read()
         loop.setup, loop.measures = setup, measures
-        if asked["max_norm"] is not None and taken.seen.applied:  # else the run's own rule has it
-            setup.limit.add(taken.seen.grad_norm, taken.seen.grad_norm_post_clip)
-        compare(found, asked["rows"], loop.progress.step, taken.seen)
-        here |= figures_of(loop, taken, norm)
+        if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
+            setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
+        compare(found, asked["rows"], loop.progress.step, seen)
+        here |= {"lr": step.lr} | figures_of(loop, seen, norm)
         if setup.layers is not None and loop.last_layers:
             here["layers"] = setup.layers.row(loop.last_layers[-1][1])
-        if taken.ended:
-            return {"here": here, "later": [], "ended": taken.ended}
+        if ended:
+            return {"here": here, "later": [], "ended": ended}
         with measuring(loop):
             here["loss_after"] = known(loss_and_norm(loop, window)[0])  # None: a rate too high
     later, ended = [], ""
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
-        taken = take(loop, windows)
-        if taken.seen.applied:
-            later.append([loop.progress.step, taken.seen.loss, taken.seen.grad_norm])
-        if ended := taken.ended:
+        step, ended = take(loop, windows)
+        if (seen := step.read()).applied:
+            later.append([loop.progress.step, seen.loss, seen.grad_norm])
+        if ended:
             break
     return {"here": here, "later": later} | ({"ended": ended} if ended else {})
 
 
-def figures_of(loop: Loop, taken: Taken, norm: float) -> dict[str, Any]:
+def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
     """Return the figures of the step; what is not finite is None.
 
     `norm`: of its gradient, measured at a loss scale that does not overflow.
     """
-    seen = taken.seen
-    found = {"loss": known(seen.loss), "grad_norm": known(seen.grad_norm), "lr": taken.lr}
+    found = {"loss": known(seen.loss), "grad_norm": known(seen.grad_norm)}
     if seen.applied:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
     how = WHAT[seen.code]
@@ -211,10 +202,14 @@ def gradients_of(loop: Loop) -> list[Tensor]:
     return [p.grad for p in loop.setup.parameters if p.grad is not None]
 
 
-def unscaled_gradients(loop: Loop) -> list[Tensor]:
+def differentiate(loop: Loop, window: Window, weight: Tensor) -> tuple[float, list[Tensor], float]:
+    """Compute a window's loss, summed over the ranks, its gradient of true scale, and its norm."""
+    setup = loop.setup
+    clear(loop)
+    nll = float(on_host(mesh.total(setup.mesh, accumulate(setup, window, weight))))
     gradients = gradients_of(loop)
-    loop.setup.scaler.unscale([mesh.local_part(g) for g in gradients])
-    return gradients
+    setup.scaler.unscale([mesh.local_part(g) for g in gradients])
+    return nll, gradients, float(mesh.global_norm(setup.mesh, gradients))
 
 
 def clear(loop: Loop) -> None:
@@ -230,10 +225,8 @@ def loss_and_norm(loop: Loop, window: Window) -> list[float]:
     setup = loop.setup
     while True:
         count, weight = loss_factor(setup, window)
-        clear(loop)
-        nll = accumulate(setup, window, weight)
-        loss = float(on_host(mesh.total(setup.mesh, nll)) / at_least_one(count))
-        norm = float(mesh.global_norm(setup.mesh, unscaled_gradients(loop)))
+        nll, _, norm = differentiate(loop, window, weight)
+        loss = nll / float(at_least_one(count))
         scale = float(setup.scaler.value)
         if math.isfinite(norm) or not math.isfinite(loss) or not setup.scaler.enabled or scale <= 1:
             return [loss, norm]
@@ -261,10 +254,8 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
         tokens_1t, targets_1t = rows[number]
         if owner != joined.dp_rank:
             targets_1t = torch.full_like(targets_1t, IGNORE_INDEX)
-        clear(loop)
-        nll = accumulate(setup, Window(-1, [(tokens_1t, targets_1t)], 0, 0), weight)
-        gradients = unscaled_gradients(loop)
-        norm = float(mesh.global_norm(joined, gradients))
+        alone = Window(-1, [(tokens_1t, targets_1t)], 0, 0)
+        nll, gradients, norm = differentiate(loop, alone, weight)
         inner = float(mesh.inner(joined, gradients, whole))
         share = inner / total**2 if total and math.isfinite(total) else 0 * total
         with precision.autocast(setup.arithmetic, joined.device):
@@ -272,15 +263,15 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
             each_t = setup.loss(*operands, each=True)[0]
         each_t = mesh.total(joined, each_t.double())
         valid = mesh.total(joined, (targets_1t[0] >= 0).double().to(joined.device))
-        loss = float(on_host(mesh.total(joined, nll))) / max(1, int(valid.sum()))
+        targets = int(valid.sum())
         if len(found) < end - begin:
             start = int(starts[len(found)])
             found.append(
                 {
                     "sequence": begin + len(found),
                     "first_token": start,
-                    "targets": int(valid.sum()),
-                    "loss": known(loss),
+                    "targets": targets,
+                    "loss": known(nll / max(1, targets)),
                     "grad_norm": known(norm),
                     "share": known(share),
                     "documents": documents_of(loop, start, each_t, valid),

@@ -218,10 +218,16 @@ def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     return count, weight * setup.scaler.value if setup.scaler.enabled else weight
 
 
-def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
+def accumulate(
+    setup: Setup,
+    window: Window,
+    weight: Tensor,
+    look: Callable[[Tensor, int], None] = lambda nll, number: None,
+) -> Tensor:
     """Add up the gradients of the micro-batches, times `weight`, over the ranks too.
 
-    Return the summed loss of this rank's targets.
+    Return the summed loss of this rank's targets. `look` gets that of each micro-batch, and its
+    number from 1, before the backward pass.
     """
     device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(weight)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
@@ -231,6 +237,7 @@ def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)
+            look(micro_nll, i)
             with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
                 micro_nll.backward(weight)
         nll += micro_nll.detach()

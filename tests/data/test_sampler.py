@@ -284,13 +284,6 @@ next(windows)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_batch_that_does_not_multiply_out_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch\.real_batch_size=7"):
-        _windows(real_batch_size=7)
-    with pytest.raises(ValueError, match=r"batch\.sequence_length=5000"):
-        _windows(sequence_length=5000)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_windows_hold_the_same_rows() -> None:
