@@ -130,8 +130,8 @@ def read_checkpoint(
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
     With `kinds` ("model",) the optimizer's files are not opened. `hash_share`: (rank, world), this
-    rank hashes every world-th file; None: no file is hashed. The names and sizes of its files are
-    checked, and nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
+    rank hashes every world-th file; None: no file is hashed. Sizes are checked all the same, and
+    nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
     both versions.
     """
     manifest = _read_manifest(path)
@@ -148,10 +148,11 @@ def read_checkpoint(
             seen[file] = file_state(file)
         except OSError:
             raise CheckpointError(f"{file} is missing") from None
+        if not name.startswith((*kinds, STATE)):
+            continue
         if not isinstance(expected, dict) or seen[file][1] != expected.get("size"):
             raise CheckpointError(f"{file} does not have the size in its manifest")
-        mine = hash_share is not None and number % hash_share[1] == hash_share[0]
-        if mine and name.startswith((*kinds, STATE)):
+        if hash_share is not None and number % hash_share[1] == hash_share[0]:
             hashed[file] = expected
     open_files = refuse_damaged(hashed)
     if STATE not in manifest["files"]:

@@ -157,36 +157,52 @@ def read_documents(
     ValueError that names the file and the place in it.
     """
     kind = kind_of_file(key, place)
-    read = READERS[kind]
     counts.place, counts.file = place, None
     with _damage_named(key, place):
-        yield from count_records(read(key, place, text_key, counts), skip_bad, counts)
+        yield from count_records(_records(kind, key, place, text_key, counts), skip_bad, counts)
 
 
-def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
-    """Yield a text file's one document. It is read twice: for its digest, and in pieces."""
-    digest = hashlib.blake2b(digest_size=16)
-    size = 0
+def _records(kind: str, key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
+    if kind == "text":
+        yield _text(key, place, counts)
+        return
+    with _opened(key, place, counts, seeks=kind in ("parquet", "arrow")) as file:
+        yield from READERS[kind](key, place, text_key, file)
+
+
+@contextlib.contextmanager
+def _opened(
+    key: str, place: str, counts: Counts, seeks: bool = False
+) -> Iterator[io.BufferedReader]:
+    with open_file(key, place, seeks=seeks) as packed, unpacked(key, place, packed) as file:
+        counts.file = packed
+        yield file
+
+
+def _text(key: str, place: str, counts: Counts) -> Record:
+    """Return a text file's one document. It is read twice: for its digest, and in pieces."""
+    digest, size, where = hashlib.blake2b(digest_size=16), 0, f"{key}={place}"
+
+    def pieces(counts: Counts) -> Iterator[str]:
+        with _opened(key, place, counts) as file:
+            yield from _pieces(where, file)
+
     try:
-        for piece in _pieces(key, place, Counts()):
+        for piece in pieces(Counts()):
             size += len(piece)
             digest.update(piece.encode())
     except BadRecord as bad:
-        yield bad
-        return
-    where = f"{key}={place}"
-    yield Document(digest.digest(), _pieces(key, place, counts), where, size) if size else None
+        return bad
+    return Document(digest.digest(), pieces(counts), where, size) if size else None
 
 
-def _pieces(key: str, place: str, counts: Counts) -> Iterator[str]:
-    with open_file(key, place) as packed, unpacked(key, place, packed) as file:
-        counts.file = packed
-        try:
-            for number, text in enumerate(decoded(file)):
-                if piece := text if number else text.removeprefix("\ufeff"):
-                    yield piece
-        except UnicodeError as error:
-            raise BadRecord(f"{key}={place}: {error}") from None
+def _pieces(where: str, file: BinaryIO) -> Iterator[str]:
+    try:
+        for number, text in enumerate(decoded(file)):
+            if piece := text if number else text.removeprefix("\ufeff"):
+                yield piece
+    except UnicodeError as error:
+        raise BadRecord(f"{where}: {error}") from None
 
 
 def decoded(file: BinaryIO) -> Iterator[str]:
@@ -208,29 +224,27 @@ def decoded(file: BinaryIO) -> Iterator[str]:
         yield text
 
 
-def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
-    with open_file(key, place) as packed, unpacked(key, place, packed) as file:
-        counts.file = packed
-        for number, line in enumerate(file, 1):
-            if number == 1 and line.startswith(BOM):
-                line = line[len(BOM) :]
-            if not line.strip(BLANK):
-                continue
-            where = f"{key}={place}, line {number:,}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield BadRecord(f"{where}: no valid JSON ({error})")
-                continue
-            if isinstance(record, dict):
-                yield record_text(where, record, text_key)
-            else:
-                yield BadRecord(f"{where}: no JSON object but {type(record).__name__}")
+def _json_lines(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator[Record]:
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(BOM)
+        if not line.strip(BLANK):
+            continue
+        where = f"{key}={place}, line {number:,}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield BadRecord(f"{where}: no valid JSON ({error})")
+            continue
+        if isinstance(record, dict):
+            yield record_text(where, record, text_key)
+        else:
+            yield BadRecord(f"{where}: no JSON object but {type(record).__name__}")
 
 
-def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
+def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator[Record]:
     """Yield the records of an array, one after the other; each is in memory as a whole."""
-    texts, number = _pieces(key, place, counts), 0
+    texts, number = _pieces(f"{key}={place}", file), 0
     held = next(texts, "")
     at = held.find("[") + 1
     while True:
@@ -275,7 +289,6 @@ READERS = {
     "arrow": arrow,
     "jsonl": _json_lines,
     "array": _json_array,
-    "text": _text,
     "empty": lambda *_: iter([None]),
 }
 DECODER = json.JSONDecoder()

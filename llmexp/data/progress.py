@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
-from llmexp.system.text import duration
+from llmexp.system.text import columns, duration
 
 QUIET_S = 2.0  # shorter preparations print nothing
-OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states of a bar; the most between two lines
+OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states on a terminal; the most between two lines
 
 
 class ProgressBar:
-    """A bar on a terminal, else lines on stderr, of a preparation that takes longer than QUIET_S.
+    """Lines on stderr, on a terminal one that changes, of what takes longer than QUIET_S.
 
     `what` is prepared. `total`: bytes to read, 0 where it is not known. The rate is in bytes of
     text; a packed file has fewer to read.
@@ -24,8 +23,7 @@ class ProgressBar:
         self._text = self._read = 0  # bytes of text that were done, of the total that were read
         self._began: tuple[float, int] | None = None  # when, and how far, with the first text
         self._started = self._shown = time.monotonic()
-        self._bar: Any = None
-        self._printed = False
+        self._live, self._printed = sys.stderr.isatty(), False
 
     def add(self, n_bytes: int, read: int | None = None) -> None:
         """Note that so many bytes of text are done.
@@ -41,20 +39,19 @@ class ProgressBar:
         wait = QUIET_S
         if self._printed:  # in a file that a job writes for days a line every minute is enough
             wait = max(QUIET_S, min((now - self._started) / 10, SELDOM_S))
-            wait = OFTEN_S if self._bar else wait
+            wait = OFTEN_S if self._live else wait
         if now - self._shown >= wait:
             self._shown = now
-            self._show(now, read)
+            self._print(self._state(now, read), "" if self._live else "\n")
+            self._printed = True
 
     def end(self) -> None:
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._total)
-            self._bar.stop()
         if self._printed:
             taken = time.monotonic() - self._started
-            self._line(f"{self._text / 1e6:,.0f} MB of text in {duration(taken)}")
+            self._print(f"{self._text / 1e6:,.0f} MB of text in {duration(taken)}", "\n")
 
-    def _show(self, now: float, read: int) -> None:
+    def _state(self, now: float, read: int) -> str:
+        """Return how far the preparation is, in words."""
         since, at = self._began or (now, read)
         parts = [f"{self._text / 1e6:,.0f} MB of text"]
         if now > since:
@@ -64,33 +61,10 @@ class ProgressBar:
         if now > since and at < read <= self._total:
             left = (self._total - read) * (now - since) / (read - at)
             parts.append(f"{duration(left)} left")
-        first, self._printed = not self._printed, True
-        if first and self._total and sys.stderr.isatty():
-            self._bar = _bar(self._what, self._total)
-        if self._bar is None:
-            self._line(", ".join(parts))
-        else:
-            self._bar.update(self._bar.task_ids[0], completed=read, text="  ".join(parts[1:]))
-            self._bar.refresh()
+        return ", ".join(parts)
 
-    def _line(self, text: str) -> None:
-        print(f"preparing {self._what}: {text}", file=sys.stderr, flush=True)
-
-
-def _bar(what: str, total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[text]}", markup=False),
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-    )
-    bar.add_task(f"preparing {what}", total=total, text="")
-    bar.start()
-    bar.console.show_cursor(True)  # a killed command must not leave a terminal without its cursor
-    return bar
+    def _print(self, text: str, end: str) -> None:
+        line = f"preparing {self._what}: {text}"
+        if self._live:  # over the line before, as far as the terminal is wide
+            line = f"\r{line[: columns() - 1]}\x1b[K"
+        print(line, end=end, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +29,6 @@ from llmexp.models.operands import IGNORE_INDEX
 # per call of numpy or torch, and waits for it after each, so calls are what the training loop pays
 # for.
 _BLOCK_TOKENS = 1 << 17
-# Where sequences begin is found for many at a time: a call for a mixture costs half a millisecond,
-# however few are asked for.
-_STARTS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -118,13 +114,14 @@ def _windows(
     real, per_rank = sampler.real_batch_size, sampler.real_batch_size // part.dp_size
     first_row = part.rank * per_rank
     block = max(1, _BLOCK_TOKENS // (per_rank * sampler.sequence_length))
-    step, starts = steps.start, _starts(sampler, first_row, per_rank, steps)
+    step, k_r = steps.start, sampler.offset + first_row + np.arange(per_rank)
     while step < steps.stop:
         left = sampler.total_sequences - sampler.offset - step * real
         # The tail window comes alone; rank 0 has the most rows in it.
         count = min(block, max(1, left // real), steps.stop - step)
         rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
-        starts_nr = np.stack(list(itertools.islice(starts, count)))[:, :rows]
+        step_n = np.arange(step, step + count)
+        starts_nr = sampler.starts(step_n[:, None] * real + k_r)[:, :rows]
         tokens_nrs, masked_nrt = _read(
             sampler.stream, starts_nr, sampler.sequence_length, sampler.mask
         )
@@ -148,15 +145,6 @@ def _read(
         stream.hidden(starts, length + 1),
     )
     return ids_nrs, mask.at(ids_nrs, None if hidden is None else hidden.reshape(shape))
-
-
-def _starts(sampler: Sampler, first_row: int, per_rank: int, steps: range) -> Iterator[np.ndarray]:
-    """Yield for each step int64 [per_rank]: where the sequences of its rows begin."""
-    many = max(1, _STARTS // per_rank)
-    for first in range(steps.start, steps.stop, many):
-        step_n = np.arange(first, min(first + many, steps.stop))
-        row_r = sampler.offset + first_row + np.arange(per_rank)
-        yield from sampler.starts(step_n[:, None] * sampler.real_batch_size + row_r)
 
 
 def eval_batches(

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.data.records import BadRecord, Counts, Record, as_text
-from llmexp.data.remote import need_package, open_file
+from llmexp.data.records import BadRecord, Record, as_text
+from llmexp.data.remote import need_package
 from llmexp.settings.values import refuse
 
 ROWS_AT_ONCE = 1024  # read at a time
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
+def parquet(key: str, place: str, text_key: str, file: io.BufferedReader) -> Iterator[Record]:
     library = need_package("pyarrow.parquet", key, f"reading {place}")
-    with open_file(key, place, seeks=True) as file:
-        counts.file = file
-        table = library.ParquetFile(file)
-        path = _path(key, place, table.schema_arrow, text_key)
-        batches = table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[".".join(path)])
-        yield from _rows(f"{key}={place}", batches, path, text_key)
+    table = library.ParquetFile(file)
+    path = _path(key, place, table.schema_arrow, text_key)
+    batches = table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[".".join(path)])
+    yield from _rows(f"{key}={place}", batches, path, text_key)
 
 
-def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
+def arrow(key: str, place: str, text_key: str, file: io.BufferedReader) -> Iterator[Record]:
     library = need_package("pyarrow", key, f"reading {place}")
-    with open_file(key, place, seeks=True) as file:
-        counts.file = file
-        if file.peek(6).startswith(b"ARROW1"):
-            table = library.ipc.open_file(file)
-            batches = (table.get_batch(number) for number in range(table.num_record_batches))
-        else:
-            table = batches = library.ipc.open_stream(file)
-        path = _path(key, place, table.schema, text_key)
-        yield from _rows(f"{key}={place}", batches, path, text_key)
+    if file.peek(6).startswith(b"ARROW1"):
+        table = library.ipc.open_file(file)
+        batches = (table.get_batch(number) for number in range(table.num_record_batches))
+    else:
+        table = batches = library.ipc.open_stream(file)
+    path = _path(key, place, table.schema, text_key)
+    yield from _rows(f"{key}={place}", batches, path, text_key)
 
 
 def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:

@@ -185,7 +185,6 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))
     provenance.write_provenance(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
-    fresh = dict.fromkeys(("error", "exit_code", "ended"))
     rundir.write_status(
-        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh
+        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname()
     )

@@ -138,8 +138,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             alone = locks.enter_context(group.held(path, joined))
             ours = True
             if joined.rank == 0 and not alone:  # again, after a restart
-                fresh = dict.fromkeys(("error", "exit_code", "ended"))
-                rundir.write_status(path, "running", **fresh)
+                rundir.write_status(path, "running")
             elif joined.rank == 0 and not accept_first:
                 folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)

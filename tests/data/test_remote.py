@@ -170,9 +170,9 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypat
     with serving(plain(tmp_path)) as (server, address):
         real = remote.open_file
 
-        def changing(key: str, place: str) -> Any:
+        def changing(key: str, place: str, **more: Any) -> Any:
             server.mark = "two"
-            return real(key, place)
+            return real(key, place, **more)
 
         monkeypatch.setattr("llmexp.data.documents.open_file", changing)
         with pytest.raises(DataChanged, match="changed while it was prepared"):

@@ -215,6 +215,8 @@ class Scaled(GPT2):
 def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
     monkeypatch.setenv("LLMEXP_ALLOW", "tests")
     sizes = {"max_position_embeddings": 12, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24}
-    model = _build({"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes, late=False)
+    model = _build(
+        {"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes, "fp32", None, False
+    )
     assert model.scale.tolist() == [0.5] * 16
     assert model.again.weight is model.token_embedding.weight

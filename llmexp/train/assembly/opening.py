@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,11 @@ from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import begin_with, open_checkpoint
 from llmexp.exchange.sizes import sizes_of
-from llmexp.models.common import LanguageModel, give_memory
+from llmexp.models.common import give_memory
 from llmexp.models.loss import WindowLoss
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
-from llmexp.settings.targets import bind
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.train.assembly.inputs import (
@@ -31,8 +30,12 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parts import initial_weights, keep_inside_documents
-from llmexp.update import precision
+from llmexp.train.assembly.parts import (
+    build_model,
+    build_on_meta,
+    draws_by_blocks,
+    initial_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -166,25 +169,20 @@ def _unloaded(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]
     `late`: so does the memory of a model of ours."""
     tokenizer = build_tokenizer(config.tokenizer)
     section = with_vocabulary(config.model, tokenizer)
-    model = _build(section, late)
-    model.to(precision.parameter_dtype(config.precision.kind))
     end = document_end(tokenizer, config.batch.document_mask)
-    keep_inside_documents(model, section["_target_"], end)
-    return tokenizer, model
+    return tokenizer, _build(section, config.precision.kind, end, late)
 
 
-def _build(section: dict[str, Any], late: bool) -> nn.Module:
+def _build(section: dict[str, Any], kind: str, end: int | None, late: bool) -> nn.Module:
     """Build the model of a section without drawing values, where it is one of ours.
 
     Raises ConfigError where there is no room for it: the config may be somebody else's."""
-    make = bind("model", section, {})
     try:
-        with torch.device("meta"):
-            model: nn.Module = make()
+        model = build_on_meta(section, kind, end)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    if not (isinstance(model, LanguageModel) and model.is_ours()):
-        return cast(nn.Module, make())  # it may have buffers or tied parameters
+    if not draws_by_blocks(section):
+        return build_model(section, kind, end)  # it may have buffers or tied parameters
     if not late:
         give_memory(model, torch.device("cpu"))
     return model

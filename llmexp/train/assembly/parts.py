@@ -134,7 +134,12 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
     if not any(p.requires_grad for p in model.parameters()):
         text = f"has no parameters to train{place_of(section, 'model')}"
         raise refuse("model._target_", dotted, text)
-    keep_inside_documents(model, dotted, end)
+    if end is not None:
+        if not hasattr(model, "document_end"):
+            way = "the last id of each, which it has to keep attention inside of"
+            text = f"{dotted} knows nothing of documents; give it an attribute `document_end`"
+            raise refuse("batch.document_mask", True, f"{text}, {way}", False)
+        setattr(model, "document_end", end)  # noqa: B010
     return model.to(precision.parameter_dtype(kind))
 
 
@@ -202,20 +207,6 @@ def shaped(
 
     target = locate("model._target_", section.get("_target_"))
     return solve_shape(section | fill(asked, "model"), count, getattr(target, "mlp_factor", 4.0))
-
-
-def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> None:
-    """Give the model the id that ends a document, where there is one.
-
-    Raises ConfigError for a model that has no use for it.
-    """
-    if end is None:
-        return
-    if not hasattr(model, "document_end"):
-        way = "the last id of each, which it has to keep attention inside of"
-        text = f"{dotted} knows nothing of documents; give it an attribute `document_end`, {way}"
-        raise refuse("batch.document_mask", True, text, False)
-    setattr(model, "document_end", end)  # noqa: B010
 
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
