@@ -151,7 +151,7 @@ def read_checkpoint(
         if not name.startswith((*kinds, STATE)):
             continue
         if not isinstance(expected, dict) or seen[file][1] != expected.get("size"):
-            raise CheckpointError(f"{file} does not have the size in its manifest")
+            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
         if hash_share is not None and number % hash_share[1] == hash_share[0]:
             hashed[file] = expected
     open_files = refuse_damaged(hashed)

@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_slice_or_the_index_is_named(saved: Path, tmp_path:
     with pytest.raises(loading.CheckpointError, match=name):
         loading.read_checkpoint(folder, hash_share=(share, RANKS))
     (folder / name).write_bytes(whole[:-1])
-    with pytest.raises(loading.CheckpointError, match=f"{name} does not have the size"):
+    with pytest.raises(loading.CheckpointError, match=f"{name} does not match the size"):
         loading.read_checkpoint(folder, hash_share=None)
     (folder / name).write_bytes(whole)
 
