@@ -58,15 +58,13 @@ def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:
         stored = torch.frombuffer(bytearray(piece.value), dtype=piece.dtype)
         target.copy_(stored.view(piece.size)[there])
         return False
-    if not piece.size:
-        target, here, there = target.view(1), (slice(0, 1),), (slice(0, 1),)
     _copy_rows(target, piece, there, read)
     return True
 
 
 def _copy_rows(target: Tensor, piece: StoredPiece, there: tuple[slice, ...], read: Read) -> None:
     """Copy the box `there` of a stored piece, some whole rows of the piece at a time."""
-    size = piece.size or (1,)
+    size = piece.size  # of no tensor without dimensions: the index holds its value
     width = math.prod(size[1:]) * piece.dtype.itemsize  # bytes of a row
     direct = target.device.type == "cpu" and target.dtype == piece.dtype
     direct = direct and target.is_contiguous() and target.shape[1:] == size[1:]

@@ -290,11 +290,12 @@ def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> lis
     last = ids[:-1] == tokenizer.eot_token if tokenizer.eot_token is not None else ids[:0]
     ends = (np.flatnonzero(last) + 1).tolist()
     edges = sorted({0, *ends, len(each_t)})
-    nll, valid = each_t.cpu().numpy(), valid_t.cpu().numpy()
+    nll, valid, has_meaning = each_t.cpu().numpy(), valid_t.cpu().numpy(), tokenizer.has_meaning()
     found = []
     for a, b in itertools.pairwise(edges):
-        targets = int(valid[a:b].sum())
-        text = tokenizer.decode(ids[a : min(b, a + BEGINNING_TOKENS)].tolist())
+        targets, begin = int(valid[a:b].sum()), ids[a : min(b, a + BEGINNING_TOKENS)]
+        begin = begin[begin < len(has_meaning)]  # prepared ids may be of another tokenizer
+        text = tokenizer.decode(begin[has_meaning[begin]].tolist())
         loss = known(float(nll[a:b].sum()) / targets) if targets else None
         found.append(
             {"first_token": start + a, "targets": targets, "loss": loss, "text": clean(text)}

@@ -68,11 +68,11 @@ def kept_open(parts: Parts, config: Config) -> Parts:
     return dataclasses.replace(parts, config=with_knobs(parts.config, batch=batch))
 
 
-def recorded(config: Config, folder: str | Path) -> Config:
+def recorded(config: Config, path: Path) -> Config:
     """Return the config with the size that the run in the folder has, if it has one."""
     if is_open(config):
         with contextlib.suppress(ConfigError, KeyError):
-            size = rundir.read_config(Path(folder))["batch"]["micro_batch_size"]
+            size = rundir.read_config(path)["batch"]["micro_batch_size"]
             return cut(config, size) if isinstance(size, int) else config
     return config
 

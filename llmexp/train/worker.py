@@ -45,8 +45,9 @@ def main(argument: str) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        fixed = request["folder"] if request["fixed"] else ""
-        config = sizes.recorded(build(request["config"]), fixed)
+        config = build(request["config"])
+        if request["fixed"]:
+            config = sizes.recorded(config, Path(request["folder"]))
         if not request.get("queue"):
             config = sizes.found_alone(config)
         parts = sizes.kept_open(assemble(config, **folder.known_of(request)), config)

@@ -195,10 +195,12 @@ def test_a_fork_may_have_its_size_found():
 def test_a_run_finds_its_size(tmp_path):
     auto = ["batch.real_batch_size=1", "batch.micro_batch_size=auto", "train.max_steps=6"]
     cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
-    ran = llmexp("train", *SMALL, *auto, "hydra.run.dir=run", cwd=tmp_path, **cache)
+    (tmp_path / "config.yaml").write_text("batch: {micro_batch_size: 7}")  # another run's
+    ran = llmexp("train", *SMALL, *auto, cwd=tmp_path, **cache)
     assert ran.code == 0, ran.err
     assert "batch.micro_batch_size=auto: 1 fits: " in ran.err
     assert "measured before this run" in ran.out
-    batch = yaml.safe_load((ran.folder / "config.yaml").read_text())["batch"]
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    batch = yaml.safe_load((folder / "config.yaml").read_text())["batch"]
     assert batch["micro_batch_size"] == 1
     assert not list(tmp_path.glob("**/llmexp-steps-*"))

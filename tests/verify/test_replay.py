@@ -43,7 +43,7 @@ def planted(folder: Path, case: str, seed: int, *more: str) -> Result:
     ids = (np.cumsum(rng.integers(0, 2, 12 * 160 + 1)) * 5 % 60).astype(np.uint16)
     if case == "garbage":
         begin = 12 * 4 * (STEP - 1)
-        ids[begin : begin + 48] = rng.integers(60, 250, 48)
+        ids[begin : begin + 48] = rng.integers(60, 320, 48)  # some have no text in the tokenizer
     name = f"{case}-{seed}"
     np.save(folder / f"{name}.npy", ids)
     (folder / "plant.py").write_text(PLANT)
