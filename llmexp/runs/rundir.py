@@ -38,7 +38,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten ti
 REPLAY, REPLAY_ASKED = "replay.json", "LLMEXP_REPLAY"
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
-OF_THE_END = ("summary", "clip", "noise", "error", "exit_code", "ended")  # in a status
+FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
+NO_END = dict.fromkeys(("error", "exit_code", "ended"))  # in that of a run that goes on
 
 
 def check_plain(path: Path) -> None:
@@ -228,14 +229,14 @@ def read_status(path: Path) -> dict[str, Any]:
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
     """Write the state, the time and what is given into status.json, and return all of it.
 
-    The rest is kept, except what is of an end when the run goes on. A run that has finished
+    The rest is kept, except the figures of an end when the run goes on. A run that has finished
     stays finished, whatever goes wrong after that.
     """
     before = read_status(path)
     if state == "failed" and before.get("state") == "finished":
         return before
-    if state in ("running", "queued"):
-        before = {key: value for key, value in before.items() if key not in OF_THE_END}
+    if state == "running":
+        before = {key: value for key, value in before.items() if key not in FIGURES}
     status = {**before, "state": state, "updated": time.time(), **more}
     try:
         write_json(path / STATUS, status)

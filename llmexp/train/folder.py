@@ -186,5 +186,10 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         fileio.write_whole(path / LINEAGE, "".join(lines))
     provenance.write_provenance(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     rundir.write_status(
-        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname()
+        path,
+        state,
+        started=time.time(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        **rundir.NO_END,
     )

@@ -139,7 +139,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             alone = locks.enter_context(group.held(path, joined))
             ours = True
             if joined.rank == 0 and not alone:  # again, after a restart
-                rundir.write_status(path, "running")
+                rundir.write_status(path, "running", **rundir.NO_END)
             elif joined.rank == 0 and not accept_first:
                 folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)
