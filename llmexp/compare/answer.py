@@ -15,11 +15,11 @@ from llmexp.compare.evidence import same_rows
 from llmexp.compare.figures import half_width
 from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
-from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, listed
+from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labels
 from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import UNITS_IN_WORDS, cap_of
-from llmexp.settings.knobs import SEED
+from llmexp.settings.knobs import SEED, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
 
@@ -38,15 +38,13 @@ def headline(f: Result) -> str:
     if len(f.budgets) > 1:
         return _unequal(f)
     if len(f.ranked) == 1:
-        return _alone(f)
+        return _won(f) or _alone(f)
     if not f.is_loss:
         return _by_figure(f)
     if f.verdicts == {Verdict.ROUNDING}:
         twins = all(r.values.get(TWIN) for r in f.ranked[1:])
         return (_won(f) if twins else "") or _one_computation(f)
-    if all(len(r.seeds) == 1 for r in f.ranked):
-        return _one_seed(f)
-    return _by_seeds(f)
+    return _one_seed(f) if all(len(r.seeds) == 1 for r in f.ranked) else _by_seeds(f)
 
 
 def _nothing_to_rank(f: Result) -> str:
@@ -76,18 +74,17 @@ def _to_target(f: Result) -> str:
         return f"in {round(r.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
 
     if tied:
-        names = listed([r.label for r in (best, *tied)])
         return (
-            f"Undecided: {names} reach {f.target} behind {rounded(cap)} {unit}, where the first "
-            f"run that never does ends: {best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
+            f"Undecided: {labels((best, *tied))} reach {f.target} behind {rounded(cap)} {unit}, "
+            "where the first run that never does ends: "
+            f"{best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
         )
     level = [r for r in others if r.apart is not None and abs(r.apart) <= RESOLUTION * best.mean]
     equal = [r for r in level if r not in undecided]
     near = next((r for r in (*undecided, *few, *worse, *others) if r not in equal), None)
     first = "first, " if near and near not in level else ""
     verb, together = ("reach", "together, ") if equal else ("reaches", "")
-    names = listed([r.label for r in (best, *equal)])
-    start = f"{names} {verb} {f.target} {first}{together}{when(best)}"
+    start = f"{labels((best, *equal))} {verb} {f.target} {first}{together}{when(best)}"
     if near:
         start += _beside(best, near, when(near), near in level)
     if undecided:
@@ -104,12 +101,11 @@ def _beside(best: Setting, near: Setting, when: str, level: bool) -> str:
     """Say how far behind the first setting another one reaches a target, where that is known."""
     if best.capped or near.capped or near.size is None:
         return f"; {near.label} {when}"
-    size = "0" if level else rounded(abs(near.size))
-    half = basis = ""
-    if d := near.difference:
-        half = f" ± {rounded(d.half if d.half > RESOLUTION * best.mean else 0.0)}"
-        basis = f" ({d.basis})"
-    return f", {size}{half} {'from' if level else 'before'} {near.label}{basis}"
+    size, side = ("0", "from") if level else (rounded(abs(near.size)), "before")
+    if not (d := near.difference):
+        return f", {size} {side} {near.label}"
+    half = rounded(d.half if d.half > RESOLUTION * best.mean else 0.0)
+    return f", {size} ± {half} {side} {near.label} ({d.basis})"
 
 
 def _of_others(count: int, others: int, what: str) -> str:
@@ -119,10 +115,10 @@ def _of_others(count: int, others: int, what: str) -> str:
     return f"{count} of the {others} others {'is' if count == 1 else 'are'} {what}."
 
 
-def _leads(f: Result, start: str, of: str = "") -> str:
+def _leads(f: Result, of: str = "") -> str:
     """Return `accum=1 has the lowest val loss, 2.6`."""
     best = f.ranked[0]
-    return f"{best.label} {start} the {f.extreme} {f.metric.title}{of}, {f.figure(best)}"
+    return f"{best.label} has the {f.extreme} {f.metric.title}{of}, {f.figure(best)}"
 
 
 def _by_items(f: Result) -> str:
@@ -144,20 +140,19 @@ def _by_items(f: Result) -> str:
 def _by_figure(f: Result) -> str:
     """Name the setting that leads by a figure that is no loss, or all that do, and the next."""
     best, key = f.ranked[0], f.metric.key
-    equal = [r.label for r in f.ranked if r.figures[key] == best.figures[key]]
+    equal = [r for r in f.ranked if r.figures[key] == best.figures[key]]
     rest = f.ranked[len(equal) :]
     following = f"; next is {rest[0].label}, {f.figure(rest[0])}" if rest else ""
     if len(equal) == 1:
-        return f"{_leads(f, 'has')}{following}{_by_items(f)}."
+        return f"{_leads(f)}{following}{_by_items(f)}."
     what = f.extreme if rest else "same"
-    return f"{listed(equal)} have the {what} {f.metric.title}, {f.figure(best)}{following}."
+    return f"{labels(equal)} have the {what} {f.metric.title}, {f.figure(best)}{following}."
 
 
 def _won(f: Result) -> str:
     """Name the setting that successive halving left in; empty where there was none, or a search."""
-    only = f.ranked[0]
-    dropped = [e for e in f.settings if any(r.rung is not None for r in e.runs)]
-    out = [e for e in dropped if e not in f.ranked]
+    only, others = f.ranked[0], [e for e in f.settings if e not in f.ranked]
+    out = [e for e in others if any(r.rung is not None for r in e.runs)]
     if not out or any(r.trial for e in out for r in e.runs):
         return ""
     ended = all(r.state == "finished" for r in only.runs if r.rung is None)
@@ -165,9 +160,8 @@ def _won(f: Result) -> str:
     shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
     when = " and ".join(f"{s:.3g}" for s in shares)
     were = "was" if len(out) == 1 else "were"
-    rounding = ""
-    if f.floor and f.floor.size:
-        rounding = f" Rounding alone makes {f.floor.size:.2g}."
+    size = f.floor.size if f.floor else 0.0
+    rounding = f" Rounding alone makes {size:.2g}." if size else ""
     return (
         f"{only.label} {verb} the successive halving: {f.metric.title} {f.figure(only)}; "
         f"{plural(len(out), 'other')} {were} left out after {when} % of the steps.{rounding}"
@@ -175,10 +169,7 @@ def _won(f: Result) -> str:
 
 
 def _alone(f: Result) -> str:
-    if won := _won(f):
-        return won
-    only = f.ranked[0]
-    why = "with an evaluation there" if f.without else "that takes part"
+    only, why = f.ranked[0], "with an evaluation there" if f.without else "that takes part"
     more = f", the only run {why}" if len(only.seeds) == 1 else ""
     return f"{only.label}: {_over_seeds(only, f)}{more}."
 
@@ -194,20 +185,17 @@ def _over_seeds(r: Setting, f: Result) -> str:
         more = "the sweep plans more" if planned else f"add {_more_seeds(r)}"
         return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval; {more}"
     low_end, high_end = r.intervals[f.metric.key]
-    mean = r.figures[f.metric.key]
+    mean = with_interval(r.figures[f.metric.key], (high_end - low_end) / 2, f.metric.digits)
     return (
-        f"{f.metric.title} {with_interval(mean, (high_end - low_end) / 2, f.metric.digits)} over "
-        f"{len(values)} seeds (standard deviation {np.std(values, ddof=1):.2g}, range {low} to "
-        f"{high})"
+        f"{f.metric.title} {mean} over {len(values)} seeds "
+        f"(standard deviation {np.std(values, ddof=1):.2g}, range {low} to {high})"
     )
 
 
 def _more_seeds(r: Setting) -> str:
     if any(run.trial for run in r.runs):
         return f"sweep.search.seeds={len(r.seeds) + 2}"
-    used = [run.config.get(SEED) for run in r.runs]
-    free = [s for s in range(1, 100) if s not in used]
-    return f"{SEED}=" + ",".join(map(str, free[:2]))
+    return f"{SEED}={','.join(fresh_seeds({run.seed for run in r.runs}, 2))}"
 
 
 def _one_computation(f: Result) -> str:
@@ -268,8 +256,7 @@ def _one_seed(f: Result) -> str:
         wanted = seeds_needed(floor.spread, lead, len(f.ranked), len(f.ranked) - 1)
         seeds = f"{max(FEW, wanted or 0)} seeds each are the least that would tell"
         seeds = seeds if wanted else "no affordable number of seeds would tell"
-    start = f"Undecided, one seed each: {_leads(f, 'has')}"
-    return f"{start}, {apart} {rival.label}{rounding}; {seeds}."
+    return f"Undecided, one seed each: {_leads(f)}, {apart} {rival.label}{rounding}; {seeds}."
 
 
 def _by_seeds(f: Result) -> str:
@@ -281,15 +268,13 @@ def _by_seeds(f: Result) -> str:
         others += len(alike)
     rest = f" {_of_others(len(worse), others, 'worse')}" if worse else ""
     if few:
-        rest += f" Too few seeds to judge {listed([r.label for r in few])}."
+        rest += f" Too few seeds to judge {labels(few)}."
     if undecided:
         return f"{_between(best, undecided[0], f)}.{rest}"
     if alike:
         lead = "lead, alike" if few else "are best, alike" if worse else "are alike"
-        return (
-            f"{listed([best.label, *(r.label for r in alike)])} {lead} {_within(alike)}: "
-            f"{f.metric.title} {f.figure(best)}.{rest}"
-        )
+        names = labels((best, *alike))
+        return f"{names} {lead} {_within(alike)}: {f.metric.title} {f.figure(best)}.{rest}"
     if worse:
         nearest = min(worse, key=lambda r: abs(r.size or 0.0))
         assert nearest.difference is not None
@@ -299,8 +284,8 @@ def _by_seeds(f: Result) -> str:
             f"{_side(f)} {nearest.label} ({nearest.difference.basis}).{rest if few else ''}"
         )
     counts = ", ".join(f"{r.label} {len(r.seeds)}" for r in f.ranked[:4])
-    start = f"Undecided: {_leads(f, 'has', ' of those with most seeds')}"
-    return f"{start}, but too few seeds are shared ({counts})."
+    lead = _leads(f, " of those with most seeds")
+    return f"Undecided: {lead}, but too few seeds are shared ({counts})."
 
 
 def _within(alike: Sequence[Setting]) -> str:
@@ -313,16 +298,12 @@ def _between(best: Setting, other: Setting, f: Result) -> str:
     """Say how the leading setting stands to one that is not decided, and what would decide it."""
     assert other.difference is not None
     ours, theirs = (f.metric.sign * r.figures[f.metric.key] for r in (best, other))
-    start = f"Undecided: {_leads(f, 'has')}"
+    lead = _leads(f)
     if theirs < ours:
-        start = (
-            f"Undecided: {best.label} leads over common seeds, {f.metric.title} {f.figure(best)}"
-        )
+        lead = f"{best.label} leads over common seeds, {f.metric.title} {f.figure(best)}"
     side = _side(f, other=(other.size or 0.0) * f.metric.sign < 0)
-    return (
-        f"{start}, {other.difference.text} {side} {other.label} ({other.difference.basis}); "
-        f"{_seeds_to_go(other, f)}"
-    )
+    beside = f"{other.difference.text} {side} {other.label} ({other.difference.basis})"
+    return f"Undecided: {lead}, {beside}; {_seeds_to_go(other, f)}"
 
 
 def needed(other: Setting, f: Result) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from llmexp.run.budget import BUDGETS
 from llmexp.settings.labels import short_label
+from llmexp.system.text import first_of
 
 # share by which budgets and schedules may differ, such as by a last window that is left out
 CLOSE = 0.01
@@ -84,9 +85,8 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
             "lowers a loss",
         ]
     causes = [f"{name}: {tokens:,}" for name, tokens in by_cause(points).items()]
-    some = ", ".join(causes[:6]) + (f" and {len(causes) - 6} more" if len(causes) > 6 else "")
     return [
-        f"warning: these points train on unequal numbers of tokens ({some}).",
+        f"warning: these points train on unequal numbers of tokens ({first_of(causes, 6)}).",
         "Their final losses do not compare, and where tokens are equal their schedules are not.",
         "To compare them at equal tokens:",
         f"  {command(f'train.max_tokens={common(points)}')}",

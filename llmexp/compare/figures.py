@@ -64,7 +64,6 @@ COLUMNS = (
 _FIXED = frozenset(column.key for column in COLUMNS)
 # Figures whose name in the summary, or in a row, is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
-_BEFORE = {"clipped_share": "clip_share"}  # in the summaries of older runs
 _IN_ROWS = {"steps": "step"}
 TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
 
@@ -235,11 +234,7 @@ def figures(
         found |= _losses(columns, record.before, rows, evaluated)
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
-        if value is None:
-            value = number(record.summary.get(_BEFORE.get(key, key)))
-        if value is None:
-            value = number(record.last.get(_IN_ROWS.get(key, key)))
-        found[key] = value
+        found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
     found |= spikes_of(record)
     for key in filter(_is_other, more):
         found[key] = _last(_finite(columns, key, rows))

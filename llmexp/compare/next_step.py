@@ -6,21 +6,21 @@ The rules are asked in the order of `RULES`; the first one that has a step says 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 from llmexp.compare.answer import needed
-from llmexp.compare.budgets import Spent, common
+from llmexp.compare.budgets import common
 from llmexp.compare.folding import FORK
 from llmexp.compare.inference import FEW
 from llmexp.compare.known import Known, Step, before
-from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, listed
+from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels, listed
 from llmexp.run.budget import BUDGETS, sized_by
 from llmexp.runs import ledger
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.convert import check_range
-from llmexp.settings.knobs import SEED, fields
+from llmexp.settings.knobs import SEED, fields, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, override_value
 from llmexp.system.text import number
@@ -36,10 +36,7 @@ TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_
 def propose(f: Result) -> Step:
     """Return the step that would tell most."""
     known = Known(f)
-    for rule in RULES:
-        if step := rule(known):
-            return step
-    return Step("nothing", f.headline)
+    return next(filter(None, (rule(known) for rule in RULES)), Step("nothing", f.headline))
 
 
 def rest(k: Known) -> Step | None:
@@ -49,29 +46,24 @@ def rest(k: Known) -> Step | None:
         return Step("wait", f"{plural(len(going), 'run')} did not come to the end yet.")
     unchosen = 0
     if k.sweep:
-        points = k.sweep.points
+        points, where = k.sweep.points, k.sweep.path
         at = [p for p in points if p.state in ledger.TO_TRAIN and p.rung is None]
-        at += [p for p in points if p.state == "failed" and p.attempts < 2 and not _again(p)]
-        left = [(k.sweep.path / p.folder).resolve() for p in at]
+        failed = (p for p in points if p.state == "failed" and p.attempts < 2)
+        at += [p for p in failed if COMES_AGAIN not in (p.error or "")]
+        left = [(where / p.folder).resolve() for p in at]
         if not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:
             unchosen = max((k.sweep.planned or 0) - len(points), int(not left))
     else:
-        stopped = (r for r in k.runs if r.state in ("preempted", "cut") and r.rung is None)
-        left = [r.path.resolve() for r in stopped][:1]
+        stopped = [r.path for r in k.runs if r.state in ("preempted", "cut") and r.rung is None]
+        left, where = [path.resolve() for path in stopped[:1]], next(iter(stopped), Path())
     if not left and not unchosen:
         return None
-    where = k.sweep.path if k.sweep else records[left[0]].path
     tokens = round(sum(_left(records[p]) if p in records else k.tokens for p in left))
     tokens += unchosen * k.tokens
     why = f"{plural(len(left), 'run')} did not come to the end."
     if unchosen:
         why = "the search was stopped before its end."
     return Step("rest", why, ("resume", str(where)), len(left) + unchosen, tokens, k.hours(tokens))
-
-
-def _again(point: ledger.LedgerEntry) -> bool:
-    """Return whether a point that failed would fail in the same way once more."""
-    return COMES_AGAIN in (point.error or "")
 
 
 def _left(r: Record) -> float:
@@ -89,11 +81,11 @@ def budget(k: Known) -> Step | None:
     chosen = chosen or any(sized_by(r.config) for r in k.runs)
     if len(f.budgets) < 2 or None in places or chosen or not k.settings:
         return None
-    spent = [Spent({}, round(p.planned), max(1, round(p.planned / p.grain))) for p in places if p]
     changes = {key: _values(k.settings.values(), key) for key in k.keys}
     changes[SEED] = list(dict.fromkeys(r.seed for r in f.taking_part))
+    changes["train.max_tokens"] = [str(common([p.spent for p in places if p]))]
     why = "the settings trained on unequal numbers of tokens, so their losses do not compare."
-    return k.step("budget", why, changes | {"train.max_tokens": [str(common(spent))]}, anew=True)
+    return k.step("budget", why, changes, anew=True)
 
 
 def confirm_search(k: Known) -> Step | None:
@@ -106,14 +98,13 @@ def confirm_search(k: Known) -> Step | None:
         if not wanted:
             return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
-        why = f"{listed([r.label for r in ranked])} are not told apart."
-        return _searched(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
+        why = f"{labels(ranked)} are not told apart."
+        return _resumed(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
     if not any("hydra/sweeper" in argument for argument in k.sweep.arguments):
-        return _searched(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
-    used = {r.seed for r in k.runs}
-    fresh = [s for s in map(str, range(1, len(used) + FEW + 1)) if s not in used][:FEW]
+        return _resumed(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
+    fresh = fresh_seeds({r.seed for r in k.runs}, FEW)
     found = [{key: _values([k.settings[e] for e in some], key) for key in k.keys}
              for some in (best, best[:1])]  # fmt: skip
     changes = next(c for c in found if math.prod(map(len, c.values())) <= FEW**2)
@@ -144,11 +135,10 @@ def confirm_screen(k: Known) -> Step | None:
     return k.costed("screen", why, words, runs)
 
 
-def _searched(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
-    """Return the step that goes on with a search."""
+def _resumed(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
+    """Return the step that goes on with the sweep."""
     assert k.sweep is not None
-    words = ("resume", str(k.sweep.path), *filter(None, [override]))
-    return k.costed(rule, why, words, runs)
+    return k.costed(rule, why, ("resume", str(k.sweep.path), override), runs)
 
 
 def _values(settings: Any, key: str) -> list[str]:
@@ -222,8 +212,7 @@ def decide(k: Known) -> Step | None:
         return None
     runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
     why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
-    words = ("resume", str(sweep.path), "sweep.decide=true")
-    return k.costed("decide", why, words, runs)
+    return _resumed(k, "decide", why, "sweep.decide=true", runs)
 
 
 def seeds(k: Known) -> Step | None:
@@ -241,13 +230,11 @@ def seeds(k: Known) -> Step | None:
     chosen = (lead, *near, *few)
     have = list(dict.fromkeys(s for r in chosen for s in r.seeds))
     count = max(FEW, len(lead.seeds) + bool(near), *(int(wanted[r]) for r in near))
-    free = (str(s) for s in itertools.count(1) if str(s) not in have)
-    every = [*have, *itertools.islice(free, max(0, count - len(have)))]
+    every = [*have, *fresh_seeds(have, max(0, count - len(have)))]
     if not k.sweep:  # runs that are there would be trained again
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
     changes = {key: _values([k.settings[r] for r in chosen], key) for key in k.keys}
-    names = listed([r.label for r in chosen])
-    why = f"{names} are not told apart; {plural(count, 'seed')} each should tell."
+    why = f"{labels(chosen)} are not told apart; {plural(count, 'seed')} each should tell."
     return k.step("seeds", why, changes | {SEED: every})
 
 
@@ -283,18 +270,14 @@ def compared(k: Known) -> Step | None:
     f, ranked = k.f, k.f.ranked
     if len(ranked) < 2 or not f.is_loss or not f.comparable:
         return Step("nothing", f.headline)
-    if not k.settings or any(e not in k.settings and not e.values.get(TWIN) for e in ranked):
-        return Step("nothing", f"{_unknown(k)}. {f.headline}")
-    return None
-
-
-def _unknown(k: Known) -> str:
-    """Say why no command is known that makes more of these runs."""
-    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in k.f.settings):
-        return "each seed goes on from a trunk of its own, so more seeds need more trunks"
-    if any(r.parent for r in k.runs):
-        return "a fork takes from its parent what it is not given, so no one command makes these"
-    return "the folders do not say how to make such runs"
+    if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
+        return None
+    why = "the folders do not say how to make such runs"
+    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in f.settings):
+        why = "each seed goes on from a trunk of its own, so more seeds need more trunks"
+    elif any(r.parent for r in k.runs):
+        why = "a fork takes from its parent what it is not given, so no one command makes these"
+    return Step("nothing", f"{why}. {f.headline}")
 
 
 RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds, finer)

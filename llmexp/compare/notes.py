@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from llmexp.compare.budgets import Spent, common, equal
+from llmexp.compare.budgets import common, equal
 from llmexp.compare.figures import has_a_say
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
@@ -49,19 +49,15 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     made_of = differences(f.taking_part)
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
-    beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
-    how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_halving(f))
-    first = (
-        *_looks(f),
-        *_budgets(f),
-        *reached(f),
-        *mixed(f),
-        *searched(f),
-        *_trunk(f),
-        *_rounding(f),
-        *spiked(f),
+    first, beside, how = (
+        [line for say in several for line in say(f)]
+        for several in (
+            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, spiked),
+            (_left_out, _unequal_seeds, _planned),
+            (_tokens, _where, _batch, _method, _halving),
+        )
     )
-    notes = (*first, *large[:2], *beside)
+    notes = (*first, *large[:2], *beside, *made_of[:2])
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
 
@@ -71,21 +67,21 @@ def _looks(f: Result) -> Iterator[str]:
         return
     last = f.looks[-1]
     runs = [r for r in f.runs if not r.config.get(TWIN)]
-    settings = len({id(e) for e in f.settings if any(r in runs for r in e.runs)})
+    settings = sum(any(r in runs for r in e.runs) for e in f.settings)
     seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
-    text = (
-        f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. {plural(len(runs), 'run')}"
-    )
     whole = settings * last.most
     ended = [r for r in runs if r.state == "finished"]  # what broke off cost less
-    spent, all_of_it = [], []
-    for keys, unit in ((("own_tokens", "tokens_seen"), "tokens"), (("train_time",), "time")):
-        cost = {r: next((r.figures[k] for k in keys if k in r.figures), 0.0) for r in runs}
-        show = duration if unit == "time" else "{:,.0f} tokens".format
-        spent.append(show(sum(cost.values())))
-        all_of_it.append(show(whole * sum(map(cost.__getitem__, ended)) / max(1, len(ended))))
-    full = f"{last.most} seeds of all {settings} settings are {whole} runs"
-    yield f"{text}, {', '.join(spent)}; {full}, {', '.join(all_of_it)}."
+
+    def cost(some: Sequence[Record], times: float = 1.0) -> str:
+        tokens = sum(r.figures.get("own_tokens", r.figures.get("tokens_seen", 0.0)) for r in some)
+        time = sum(r.figures.get("train_time", 0.0) for r in some)
+        return f"{times * tokens:,.0f} tokens, {duration(times * time)}"
+
+    yield (
+        f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. "
+        f"{plural(len(runs), 'run')}, {cost(runs)}; {last.most} seeds of all {settings} settings "
+        f"are {whole} runs, {cost(ended, whole / max(1, len(ended)))}."
+    )
 
 
 def _budgets(f: Result) -> Iterator[str]:
@@ -93,7 +89,10 @@ def _budgets(f: Result) -> Iterator[str]:
 
     Name the sweep that would settle the question.
     """
-    if f.own_ends and (every := _like_tokens(f)):
+    evaluated = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
+    if f.own_ends and evaluated:
+        # the longest interval that is there, if the shortest run is as long
+        every = int(min(max(x[0] for x in evaluated), min(x[-1] for x in evaluated)))
         yield f"train.eval_every_tokens={every} evaluates runs of all batches at like tokens."
     places = _places(f)
     shares = [f"{100 * p.progress:.0f}" for p in places.values()]
@@ -112,11 +111,8 @@ def _budgets(f: Result) -> Iterator[str]:
             "tokens."
         )
     else:
-        spent = [
-            Spent({}, round(p.planned), max(1, round(p.planned / (p.grain or p.planned))))
-            for p in places.values()
-        ]
-        yield f"To settle it: the same with train.max_tokens={common(spent)} for every point."
+        budget = common([p.spent for p in places.values()])
+        yield f"To settle it: the same with train.max_tokens={budget} for every point."
 
 
 def _places(f: Result) -> dict[str, Place]:
@@ -252,16 +248,6 @@ def _where(f: Result) -> Iterator[str]:
     yield text
 
 
-def _like_tokens(f: Result) -> int:
-    """Return tokens between evaluations that all runs can keep to a step.
-
-    It is the longest interval that is there, if the shortest run is as long; 0 where nothing is
-    known of that.
-    """
-    found = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
-    return int(min(max(x[0] for x in found), min(x[-1] for x in found))) if found else 0
-
-
 def _halving(f: Result) -> Iterator[str]:
     """Say which runs successive halving left out after which share of the steps.
 
@@ -297,12 +283,13 @@ def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
 
 
 def _batch(f: Result) -> Iterator[str]:
+    if f.batch not in _BATCH:
+        return
     runs = [r for e in f.settings if not e.out for r in e.runs]
     stages = [stage for r in runs for stage in r.facts.get("stages") or [r.facts]]
     known = [size for s in stages if (size := number(s.get("real_batch_size"))) is not None]
     sizes = [f"{size:,.0f}" for size in (min(known), max(known))] if known else ["?"]
-    if f.batch in _BATCH:
-        yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))
+    yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))
 
 
 def _method(f: Result) -> Iterator[str]:

@@ -32,15 +32,17 @@ def verdict_plot(c: Result) -> Plot | None:
 
     None where no setting has several seeds, or losses do not compare.
     """
-    rows = [e for e in c.settings if e.mark in SYMBOLS][:MOST]
+    judged = [e for e in c.settings if e.mark in SYMBOLS]
+    rows = judged[:MOST]
     lead = next((e for e in rows if e.leads), None)
     several = any(len(e.taking_part) > 1 for e in rows)
     if c.metric not in c.columns or lead is None or len(rows) < 2 or not several or not c.is_loss:
         return None
     names = [text(e.label, 32) for e in rows]
+    marks = {e.mark for e in rows}
     traces = [
         _seeds(c, lead, rows, names),
-        *(_settings(c, mark, rows, names) for mark in SYMBOLS if _has(rows, mark)),
+        *(_settings(mark, rows, names) for mark in SYMBOLS if mark in marks),
     ]
     layout = {
         "height": 90 + 34 * len(rows),
@@ -51,7 +53,7 @@ def verdict_plot(c: Result) -> Plot | None:
         "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
         "hovermode": "closest",
     }  # fmt: skip
-    left = len([e for e in c.settings if e.mark in SYMBOLS]) - len(rows)
+    left = len(judged) - len(rows)
     more = f" {plural(left, 'further setting')} below are in the table." if left else ""
     caption = (
         "A bar is the 95 % interval of the difference to the leading setting; all hold together. A "
@@ -59,10 +61,6 @@ def verdict_plot(c: Result) -> Plot | None:
         f"Pale and hollow: undecided.{more}"
     )
     return plot("verdict", "The verdict", traces, layout, caption)
-
-
-def _has(rows: Sequence[Setting], mark: str) -> bool:
-    return any(e.mark == mark for e in rows)
 
 
 def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[str]) -> Any:
@@ -84,7 +82,7 @@ def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[st
     )  # fmt: skip
 
 
-def _settings(c: Result, mark: str, rows: Sequence[Setting], names: Sequence[str]) -> Any:
+def _settings(mark: str, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return the settings of one mark, with the intervals of their differences."""
     found = [(e, n) for e, n in zip(rows, names, strict=True) if e.mark == mark]
     symbol, opacity = SYMBOLS[mark]

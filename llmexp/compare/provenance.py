@@ -12,8 +12,8 @@ from typing import Any
 from llmexp.compare.records import Record, as_dict
 from llmexp.runs import provenance
 from llmexp.system.redact import clean
+from llmexp.system.text import first_of
 
-NAMED = 3  # runs, packages
 _MACHINE = {
     "driver": "NVIDIA driver",
     "cuda": "CUDA version",
@@ -28,21 +28,21 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
     found = {r.name: folders for r in records if (folders := provenance.folders(r.path))}
-    known = {name: provenance.read_provenance(folders[-1]) for name, folders in found.items()}
+    last = {name: folders[-1] for name, folders in found.items()}
+    known = {name: provenance.read_provenance(folder) for name, folder in last.items()}
     lines = _code(known)
     if len({about.get("packages_sha256") for about in known.values()}) > 1:
-        lists = [provenance.read_packages(folders[-1]) for folders in found.values()]
+        lists = list(map(provenance.read_packages, last.values()))
         names = dict.fromkeys(name for versions in lists for name in versions)
         by_name = {name: {versions.get(name) or "none" for versions in lists} for name in names}
         parts = [f"{name} {' or '.join(sorted(v))}" for name, v in by_name.items() if len(v) > 1]
-        lines += [f"The packages differ: {_some(parts)}."] if parts else []
+        lines += [f"The packages differ: {first_of(parts)}."] * bool(parts)
     for key, title in _MACHINE.items():
         lines += _differing(f"The {title}", {run: about.get(key) for run, about in known.items()})
     if resumed := [name for name, folders in found.items() if len(folders) > 1]:
-        lines.append(
-            f"Resumed with other code, packages or drivers than begun with: {_some(resumed)}."
-        )
-    return tuple(clean(line) for line in lines)
+        text = "Resumed with other code, packages or drivers than begun with"
+        lines.append(f"{text}: {first_of(resumed)}.")
+    return tuple(map(clean, lines))
 
 
 def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -63,8 +63,8 @@ def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
     for name, of_runs in commits.items():
         differing = _differing(f"The commit of {name}", of_runs)
         if len(changes[name]) > 1 and not differing:
-            some = _some([changes[name][state] for state in sorted(changes[name])])
-            differing = [f"The uncommitted changes to {name} differ: see provenance/ of {some}."]
+            runs = first_of([changes[name][state] for state in sorted(changes[name])])
+            differing = [f"The uncommitted changes to {name} differ: see provenance/ of {runs}."]
         lines += differing
     return lines
 
@@ -77,10 +77,5 @@ def _differing(what: str, values: Mapping[str, Any]) -> list[str]:
             groups[str(value)].append(run)
     if len(groups) < 2:
         return []
-    parts = [f"{text} in {_some(runs)}" for text, runs in groups.items()]
+    parts = [f"{text} in {first_of(runs)}" for text, runs in groups.items()]
     return [f"{what} differs: {'; '.join(parts)}."]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -13,7 +13,6 @@ from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
-from llmexp.settings.knobs import default_of
 from llmexp.system.redact import clean
 
 
@@ -22,23 +21,18 @@ def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
     records = [_record(path, sweep) for path, sweep in found]
     for levels in (1, 2, 20):  # of parent folders in front
         tally = Counter(r.name for r in records)
-        records = [_named(r, levels) if tally[r.name] > 1 else r for r in records]
+        for i, r in enumerate(records):
+            if tally[r.name] > 1:
+                name = clean("/".join(r.path.resolve().parts[-levels - 1 :]))
+                records[i] = dataclasses.replace(r, name=name)
     return records
-
-
-def _named(record: Record, levels: int) -> Record:
-    parts = record.path.resolve().parts[-levels - 1 :]
-    return dataclasses.replace(record, name=clean("/".join(parts)))
 
 
 def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
-    config = folder.flat_config
-    if str(config.get("model._target_")).endswith(".GPT2"):
-        config.setdefault("model.gelu", default_of("model.gelu"))  # a run of before this key
-    lost, facts = folder.lost(), folder.facts
+    config, lost, facts = folder.flat_config, folder.lost(), folder.facts
     if lost:
         folder.problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
     point, ledger = sweep.point_of(path), sweep.ledger

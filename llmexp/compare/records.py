@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.compare.budgets import Spent
 from llmexp.compare.inference import Difference
 from llmexp.compare.screening import Screen
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record
-from llmexp.system.text import shown
+from llmexp.system.text import first_of, shown
 
 TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
@@ -114,6 +115,12 @@ class Place:
     def progress(self) -> float:
         """Share of its budget that it has used."""
         return self.tokens / self.planned
+
+    @property
+    def spent(self) -> Spent:
+        """Return its whole budget; its steps are as long as a step is now."""
+        steps = max(1, round(self.planned / (self.grain or self.planned)))
+        return Spent({}, round(self.planned), steps)
 
 
 @dataclass(eq=False)
@@ -345,6 +352,11 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return `a, b and c`, or `a, b, c and 4 more`."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+    if 1 < len(names) <= most:
+        return f"{', '.join(names[:-1])} and {names[-1]}"
+    return first_of(names, most)
+
+
+def labels(settings: Iterable[Setting]) -> str:
+    """Return the short names of settings as one listed text."""
+    return listed([s.label for s in settings])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -12,29 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.runs.folder import parse_row
+from llmexp.runs.folder import is_row, parse_row
 
 Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
 
 
 def read_columns(path: Path) -> tuple[Columns, tuple[str, ...]]:
     """Return the columns of a metrics file that hold numbers, and what could not be read."""
-    problems = []
+    problems, lines = [], list[bytes]()
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # what has no newline was never finished
     except FileNotFoundError:
-        return {"step": np.zeros(0)}, ()
+        pass
     except OSError as error:
-        return {"step": np.zeros(0)}, (f"{path}: cannot be read: {error.strerror}",)
+        problems.append(f"cannot be read: {error.strerror}")
     rows = _rows(lines)
     if lost := len(lines) - len(rows):
-        problems.append(
-            f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over"
-        )
+        text = "lines are no rows of metrics and were passed over"
+        problems.append(f"{lost:,} of {len(lines):,} {text}")
     if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
-        problems.append(
-            f"{path}: steps are repeated or out of order; the last row of each step counts"
-        )
+        problems.append("steps are repeated or out of order; the last row of each step counts")
         by_step = {row["step"]: row for row in rows}
         rows = [by_step[step] for step in sorted(by_step)]
     columns = {"step": np.zeros(0)}
@@ -42,23 +40,18 @@ def read_columns(path: Path) -> tuple[Columns, tuple[str, ...]]:
         column = _column([row.get(key) for row in rows])
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
-    return columns, tuple(problems)
+    return columns, tuple(f"{path}: {problem}" for problem in problems)
 
 
 def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """Return the rows that the lines hold: all in one go, or those that can be parsed alone."""
     try:
         rows = json.loads(b"[%s]" % b",".join(lines))
-        if len(rows) == len(lines) and all(map(_is_row, rows)):
+        if len(rows) == len(lines) and all(map(is_row, rows)):
             return list(rows)
     except (ValueError, RecursionError):
         pass
-    return [row for row in map(parse_row, lines) if row]
-
-
-def _is_row(row: object) -> bool:
-    step = row.get("step") if isinstance(row, dict) else None
-    return type(step) in (int, float) and abs(step) < 2**53  # type: ignore[arg-type]
+    return list(filter(None, map(parse_row, lines)))
 
 
 def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:
@@ -74,18 +67,15 @@ def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    try:
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
         column = np.array(values, dtype=float)  # None is NaN
-    except (ValueError, TypeError, OverflowError):
-        column = np.zeros((0, 0))
-    if column.ndim == 1:
-        return np.where(np.abs(column) < 1e308, column, np.nan)
-    return np.array([_value(value) for value in values])  # not all are numbers
+        if column.ndim == 1:
+            return np.where(np.abs(column) < 1e308, column, np.nan)
+    return np.array(list(map(_value, values)))  # not all are numbers
 
 
 def _value(value: Any) -> float:
     if isinstance(value, str):  # a digest of tokens: hexadecimal, kept as far as float64 is exact
         return float(int(value[-13:], 16)) if re.fullmatch(r"[0-9a-f]{16}", value) else math.nan
-    if isinstance(value, (int, float)) and abs(value) < 1e308:  # nan is not
-        return float(value)
-    return math.nan
+    known = isinstance(value, (int, float)) and abs(value) < 1e308  # nan is not
+    return float(value) if known else math.nan

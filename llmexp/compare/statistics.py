@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -90,12 +91,5 @@ def seeds_needed(
         margin = quantile(rivals, freedom) / math.sqrt(2) + float(stdtrit(freedom, POWER))
         return margin * spread / math.sqrt(n) <= size
 
-    if size <= 0 or not enough(most):
-        return None
-    low, high = 1, 2  # not enough, to be tried
-    while not enough(high):
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    found = bisect.bisect_left(range(most + 1), True, lo=2, key=enough)
+    return found if size > 0 and found <= most else None

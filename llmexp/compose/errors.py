@@ -20,6 +20,7 @@ from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, op
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.settings.convert import MOVED
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
+from llmexp.system.text import first_of
 
 MOST = 18  # names in a list of what there is
 NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
@@ -163,9 +164,8 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
         return within or f" Did you mean {' or '.join(elsewhere[:3])}?"
     top = [k for k in known if "." not in k and k != "hydra"]
     there = siblings or top
-    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
     near = "" if siblings else nearest(key, known, cutoff=0.8)
-    return near or f" Known: {', '.join(there[:MOST])}{more}"
+    return near or f" Known: {first_of(there, MOST)}"
 
 
 def known_tree(overrides: Sequence[str]) -> dict[str, Any]:

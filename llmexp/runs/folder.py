@@ -181,10 +181,13 @@ def parse_row(line: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return {}
+    return dict(row) if is_row(row) else {}
+
+
+def is_row(row: object) -> bool:
+    """Tell whether what a line holds is a row: an object with a step."""
     step = row.get("step") if isinstance(row, dict) else None
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**53:
-        return {}
-    return dict(row)
+    return type(step) in (int, float) and abs(step) < 2**53  # type: ignore[arg-type]
 
 
 def _backwards(path: Path) -> Iterator[bytes]:

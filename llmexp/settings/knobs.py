@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from llmexp.settings import parts
@@ -49,6 +50,12 @@ def defaults() -> Mapping[str, Any]:
     """Return the values of the knobs that a config need not list, by their dotted keys."""
     given = {key: knob.default for key, knob in fields().items()}
     return {key: value for key, value in given.items() if value not in (NO_DEFAULT, {})}
+
+
+def fresh_seeds(used: Collection[str], count: int) -> list[str]:
+    """Return the first seeds from 1 on that are not among the used ones."""
+    free = (seed for seed in map(str, itertools.count(1)) if seed not in used)
+    return list(itertools.islice(free, count))
 
 
 def default_of(key: str) -> Any:

@@ -34,6 +34,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
+from llmexp.system.text import first_of
 
 T = TypeVar("T")
 
@@ -337,5 +338,4 @@ def reasons(refused: Sequence[Refused]) -> list[str]:
     names: dict[str, list[str]] = {}
     for one in refused:
         names.setdefault(one.reason, []).append(one.name)
-    more = {key: f" and {len(of) - 3} more" if len(of) > 3 else "" for key, of in names.items()}
-    return [f"{', '.join(of[:3])}{more[reason]}: {reason}" for reason, of in names.items()]
+    return [f"{first_of(of)}: {reason}" for reason, of in names.items()]

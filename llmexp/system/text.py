@@ -105,6 +105,12 @@ def one_line(what: object, most: int = 300) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return `a, b, c`, or `a, b, c and 2 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def columns() -> int:
     """Return the width of the terminal; COLUMNS goes before, and 120 where there is none."""
     return max(20, shutil.get_terminal_size((120, 24)).columns)

@@ -111,7 +111,7 @@ def make_run(
         "mean tokens_per_sec": 2000.0,
         "peak_memory_gib": 1.25,
         "skipped_steps": 0,
-        "clip_share": 0.25,
+        "clipped_share": 0.25,
     }
     ended = {
         "state": state,

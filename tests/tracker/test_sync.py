@@ -96,7 +96,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     summary = {
         "final val/loss": 3.97,
         "best val/loss": 3.96,
-        "clip_share": 0.25,
+        "clipped_share": 0.25,
         "noise_scale": 12.5,
         "train_time": 9.5,
     }
