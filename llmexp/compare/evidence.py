@@ -37,7 +37,6 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     if not len(tokens) or len(where) != len(tokens):
         return None
     planned = number(record.facts.get("max_tokens"))
-    grain = tokens_of_step(record)
     decays = planned is not None and decays_at_last(record.config)
     row = len(tokens) if at is None else rows_until(where, at)
     if row:
@@ -49,7 +48,7 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     if row and metric.startswith("val/"):
         evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
         seen = float(tokens[evaluated[-1]]) if len(evaluated) else seen
-    return Place(seen, planned or seen or 1.0, grain, decays)
+    return Place(seen, planned or seen or 1.0, tokens_of_step(record), decays)
 
 
 def decays_at_last(config: Mapping[str, Any]) -> bool:

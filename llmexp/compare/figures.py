@@ -14,7 +14,7 @@ import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
 from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, as_dict, is_loss
-from llmexp.compare.rows import elapsed
+from llmexp.compare.rows import elapsed, finite
 from llmexp.compare.spikes import spikes_of
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
@@ -77,8 +77,8 @@ def figure_text(setting: Setting, column: Column) -> str:
 
     Empty where it is not known.
     """
-    value = setting.figures.get(column.key)
-    return with_interval(value, half_width(setting, column), column.digits)
+    half = half_width(setting, column)
+    return with_interval(setting.figures.get(column.key), half, column.digits)
 
 
 def difference(setting: Setting) -> str:
@@ -96,8 +96,9 @@ def half_width(setting: Setting, column: Column) -> float | None:
 
     None where there is none, as of rates and times.
     """
-    known = is_loss(column.key) or is_score(column.key) or column.key.startswith("target/")
-    low, high = setting.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
+    key = column.key
+    known = is_loss(key) or is_score(key) or key.startswith("target/")
+    low, high = setting.intervals.get(key if known else "", (0.0, 0.0))
     return (high - low) / 2 or None
 
 
@@ -108,10 +109,9 @@ def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
     """
     known = [r for r in runs if key in r.figures]
     errors = [number(r.last.get(f"{key}_stderr")) or 0.0 for r in known]
-    if not known or min(errors) <= 0:
+    if min(errors, default=0.0) <= 0:
         return None
-    half = 1.96 * float(np.mean(errors))
-    mean = float(np.mean([r.figures[key] for r in known]))
+    half, mean = 1.96 * float(np.mean(errors)), float(np.mean([r.figures[key] for r in known]))
     return mean - half, mean + half
 
 
@@ -142,9 +142,8 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
         return [r for r in records if r not in reasons]
 
     # The lowest of many trials is luck too: those with fresh seeds decide, once there are some.
-    fresh = [r.sweep for r in alive() if r.state == "finished" and not r.trial]
-    confirmed = {r.sweep for r in records if r.trial and fresh.count(r.sweep) >= 2}
-    reasons |= {r: "trial" for r in alive() if r.trial and r.sweep in confirmed}
+    fresh = Counter(r.sweep for r in alive() if r.state == "finished" and not r.trial)
+    reasons |= {r: "trial" for r in alive() if r.trial and fresh[r.sweep] >= 2}
     if sum(r.state == "finished" for r in alive()) >= 2:
         reasons |= {r: r.state for r in alive() if r.state != "finished"}
     ranked = Counter(task(r, loss) for r in alive()).most_common(2)
@@ -190,14 +189,11 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
     firsts = [at[0] for r in alive if len(at := evaluations(r, align))]
     least = max(SHORT * median, min(float(np.median(firsts or [0.0])), median))
     short = [r for r in alive if ends.get(r, 0.0) < least]
-    usual = {r.sweep for r in alive if r not in short}
-
-    def spoils(r: Record) -> bool:
-        if r.state != "finished":
-            return ends.get(r, 0.0) < SHORT * median
-        return r.sweep is None or r.sweep not in usual
-
-    return [r for r in short if spoils(r)]
+    usual = {r.sweep for r in alive if r not in short} - {None}
+    return [
+        r for r in short
+        if (r.sweep not in usual if r.state == "finished" else ends.get(r, 0.0) < SHORT * median)
+    ]  # fmt: skip
 
 
 def own_keys(record: Record) -> list[str]:
@@ -237,8 +233,8 @@ def figures(
         found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
     found |= spikes_of(record)
     for key in filter(_is_other, more):
-        found[key] = _last(_finite(columns, key, rows))
-    for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run
+        found[key] = _last(finite(columns, key, rows))
+    for key in filter(is_score, record.last):  # at the end of each run
         found[key] = number(record.last[key])
     if found["train_time"] is None and record.state != "finished":
         found["train_time"] = _last(elapsed(columns, number(record.parent.get("step")) or 0.0))
@@ -253,31 +249,21 @@ def figures(
 
 def _losses(
     columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, evaluated: bool
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Return the losses of the first `rows` rows, and the final one.
 
     Those of validation are there if the run was `evaluated` there. The mean that is the train loss
     goes back into the rows `before`, of a fork's parents.
     """
-    found = {}
-    for key in (
-        ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns)) if evaluated else ()
-    ):
-        if len(seen := _finite(columns, key, rows)):
-            found[key] = float(seen[-1])
-    if len(known := _finite(columns, "val/loss", None)):
-        found["final val/loss"] = float(known[-1])
-    if len(seen := _finite(columns, "val/loss", rows)):
+    keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
+    found = {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
+    found["final val/loss"] = _last(finite(columns, "val/loss"))
+    if len(seen := finite(columns, "val/loss", rows)):
         found["best val/loss"] = float(seen.min())
-    if len(own := _finite(columns, "train/loss", rows)):
-        seen = np.concatenate([_finite(before, "train/loss", None), own])
+    if len(own := finite(columns, "train/loss", rows)):
+        seen = np.concatenate([finite(before, "train/loss"), own])
         found["train/loss"] = float(seen[-max(10, math.ceil(TAIL * len(seen))) :].mean())
     return found
-
-
-def _finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None) -> np.ndarray:
-    values = columns.get(key, np.zeros(0))[:rows]
-    return values[np.isfinite(values)]
 
 
 def columns_of(
@@ -288,13 +274,12 @@ def columns_of(
     These are of named validation sets, tasks and hooks. `better`: lower or higher, for keys of
     hooks.
     """
-    named = sorted(key for key in known if is_of_named_set(key))
-    tasks = sorted(key for key in known if TASK.fullmatch(key))
-    others = sorted(filter(_is_other, known))
+    keys, way = sorted(known), better or {}
+    others = list(filter(_is_other, keys))
     return (
         *COLUMNS,
-        *(Column(key, title_of(key), "lower", 5) for key in named),
-        *(Column(key, key.removeprefix("task/"), "higher", 3) for key in tasks),
+        *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),
+        *(Column(key, key.removeprefix("task/"), "higher", 3) for key in filter(is_score, keys)),
         *(_column(key) for key in others if key in KEYS),
-        *(Column(key, key, (better or {}).get(key, "")) for key in others if key not in KEYS),
+        *(Column(key, key, way.get(key, "")) for key in others if key not in KEYS),
     )

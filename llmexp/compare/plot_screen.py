@@ -21,9 +21,9 @@ def _pareto(c: Result, screen: Screen) -> Plot:
     labels = []
     for key, _ in knobs:
         first, second = map(short_value, screen.levels[key])
-        labels.append(f"{names[key]}: {second} against {first}")
+        labels.append(text(f"{names[key]}: {second} against {first}", 40))
     trace = go.Bar(
-        y=[text(label, 40) for label in labels], x=[k.effect for _, k in knobs], orientation="h",
+        y=labels, x=[k.effect for _, k in knobs], orientation="h",
         error_x=dict(array=[k.half for _, k in knobs], color=GREY),
         marker={"color": [FEW[0] if k.found else GREY for _, k in knobs]},
         hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",

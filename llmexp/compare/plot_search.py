@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.figures import half_width
-from llmexp.compare.plotting import GREY, Plot, looks, plot, text
+from llmexp.compare.plotting import ABOVE, GREY, Plot, looks, plot, text
 from llmexp.compare.records import Record, Result
 from llmexp.runs.rundir import by_number
 
@@ -41,7 +41,7 @@ def search_plots(c: Result) -> list[Plot]:
     ]  # fmt: skip
     layout: dict[str, Any] = {
         "height": 340, "yaxis.title.text": text(c.metric.title), "xaxis.title.text": "trial",
-        "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
+        "legend": ABOVE, "margin.t": 34,
         "xaxis.showgrid": False,
     }  # fmt: skip
     caption = "The lowest of many trials is low by chance too."

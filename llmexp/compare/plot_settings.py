@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, grid_cells, scale
 from llmexp.compare.figures import figure_text, half_width, is_score
-from llmexp.compare.plotting import GREY, Plot, looks, menus, palette, plot, text
+from llmexp.compare.plotting import ABOVE, GREY, Plot, looks, menus, palette, plot, text
 from llmexp.compare.records import APART, Result, Setting, Verdict
 from llmexp.settings.labels import plural, short_keys, short_label
 from llmexp.system.text import shown
@@ -66,14 +66,14 @@ def _over_key(c: Result, key: str, along: Scale, settings: list[Setting], absent
     layout = {
         "height": 340, "xaxis.title.text": text(key), "xaxis.type": along.kind,
         "yaxis.title.text": text(column.title), "margin.t": 30 if legend else 10,
-        "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"),
+        "legend": ABOVE,
     }  # fmt: skip
     if len(along.levels) <= 12:
         layout |= {f"xaxis.{name}": at for name, at in _ticks(along, along.levels).items()}
-    seeds = any(half_width(e, column) for e in settings)
-    what = "items of the task" if is_score(column.key) else "seeds"
-    intervals = f"The bars are 95 % intervals over the {what}."
-    caption = intervals if seeds else "One seed each, so there are no intervals."
+    caption = "One seed each, so there are no intervals."
+    if any(half_width(e, column) for e in settings):
+        what = "items of the task" if is_score(column.key) else "seeds"
+        caption = f"The bars are 95 % intervals over the {what}."
     if absent:
         why = f"whose runs do not all reach {c.target}" if c.target else f"without {column.title}"
         caption += f" Left out: {plural(absent, 'setting')} {why}."

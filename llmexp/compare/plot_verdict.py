@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.figures import difference
-from llmexp.compare.plotting import GREY, Plot, plot, text
+from llmexp.compare.plotting import ABOVE, GREY, Plot, plot, text
 from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural
 
@@ -50,7 +50,7 @@ def verdict_plot(c: Result) -> Plot | None:
         "xaxis.zeroline": True, "xaxis.nticks": 7,
         "yaxis": dict(type="category", categoryorder="array", categoryarray=names[::-1],
                       automargin=True),
-        "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"), "margin.t": 34,
+        "legend": ABOVE, "margin.t": 34,
         "hovermode": "closest",
     }  # fmt: skip
     left = len(judged) - len(rows)

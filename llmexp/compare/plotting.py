@@ -23,6 +23,7 @@ FEW = [
 ]  # fmt: skip
 MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
 GREY = "#8a93a3"
+ABOVE = dict(orientation="h", x=0, y=1.02, yanchor="bottom")  # of a legend
 # Plotly's template, ink and paper of page.css, weak and strong colour of a map.
 SCHEMES = {
     "light": ("plotly_white", "#1c2330", "#ffffff", "#f4f7fd", "#86aef2"),

@@ -43,6 +43,12 @@ def read_columns(path: Path) -> tuple[Columns, tuple[str, ...]]:
     return columns, tuple(f"{path}: {problem}" for problem in problems)
 
 
+def finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None = None) -> np.ndarray:
+    """Return the known values of a key, those of the first `rows` rows."""
+    values = columns.get(key, np.zeros(0))[:rows]
+    return values[np.isfinite(values)]
+
+
 def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """Return the rows that the lines hold: all in one go, or those that can be parsed alone."""
     try:

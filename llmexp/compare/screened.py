@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmexp.compare.records import Result
@@ -40,9 +39,8 @@ def _effect(f: Result, s: Screen, c: Contrast) -> str:
     better = s.better(key, f.metric.sign)
     worse = next(level for level in s.levels[key] if level is not better)
     side = f"{names[key]}={short_value(better)} instead of {short_value(worse)}"
-    return f"{side} {'lowers' if f.metric.sign > 0 else 'raises'} {f.metric.title} by " + (
-        f"{abs(c.effect):.2g} ± {c.half:.2g}"
-    )
+    does = "lowers" if f.metric.sign > 0 else "raises"
+    return f"{side} {does} {f.metric.title} by {abs(c.effect):.2g} ± {c.half:.2g}"
 
 
 def mixed(f: Result) -> Iterator[str]:
@@ -53,23 +51,20 @@ def mixed(f: Result) -> Iterator[str]:
             yield "A screen is judged once all of its runs are there, over the same seeds."
         return
     s, names = f.screen, short_keys(f.factors)
-    pairs = {names[k]: [_short(p, names) for p in found] for k, found in s.confounded.items()}
-    with_pairs = [f"{k} with {' + '.join(p)}" for k, p in pairs.items() if p]
+
+    def short(pairs: Sequence[str], between: str) -> str:
+        return between.join(" x ".join(names[key] for key in p.split(" x ")) for p in pairs)
+
+    with_pairs = [f"{names[k]} with {short(p, ' + ')}" for k, p in s.confounded.items() if p]
     if with_pairs:
         yield f"Resolution III: an effect may be that of a pair instead: {'; '.join(with_pairs)}."
     elif s.resolution == 4:
-        groups = [
-            " = ".join(_short(p, names) for p in c.names) for c in s.others if len(c.names) > 1
-        ]
+        groups = [short(c.names, " = ") for c in s.others if len(c.names) > 1]
         yield f"Resolution IV: no effect is that of a pair; pairs are mixed: {'; '.join(groups)}."
     else:
         yield "No effect is mixed with a pair, nor pairs with each other."
     if s.found:
         yield "llmexp next proposes the sweep that confirms what was found."
-
-
-def _short(pair: str, names: dict[str, str]) -> str:
-    return " x ".join(names[key] for key in pair.split(" x "))
 
 
 def as_data(s: Screen | None) -> dict[str, Any] | None:
@@ -78,7 +73,6 @@ def as_data(s: Screen | None) -> dict[str, Any] | None:
         return None
     rows = []
     for key, c in s.knobs.items():
-        row = {**dataclasses.asdict(c), "key": key, "levels": [*s.levels[key]]}
-        del row["names"]
-        rows.append(row | {"confounded": [*s.confounded[key]]})
+        row = {"effect": c.effect, "half": c.half, "p": c.p, "found": c.found, "key": key}
+        rows.append(row | {"levels": [*s.levels[key]], "confounded": [*s.confounded[key]]})
     return {"runs": s.runs, "resolution": s.resolution, "effects": rows}

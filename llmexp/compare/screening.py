@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,30 +87,28 @@ def screen(
         return None
     columns = {k: np.array([1 if s[k] == levels[k][1] else -1 for s in settings]) for k in levels}
     group, names = _group(columns)
-    shared = set.intersection(*(set(seeds) for seeds in figures))
+    shared = sorted(set.intersection(*map(set, figures)))
     if len(group) != len(settings) or len(settings) < 8 or not shared:
         return None
-    pairs: dict[str, tuple[str, ...]] = dict.fromkeys(levels, ())
-    of_knobs = {_key(column): key for key, column in columns.items()}
-    for at, found in names.items():
-        if at in of_knobs:
-            pairs[of_knobs[at]] = tuple(found)
-    alike = max((len(found) for at, found in names.items() if at not in of_knobs), default=0)
+    pairs = {key: names.pop(_key(column), ()) for key, column in columns.items()}
+    alike = max(map(len, names.values()), default=0)
     resolution = 3 if any(pairs.values()) else 4 if alike > 1 else 5
+    of_knobs = set(map(_key, columns.values()))
     rest = [column for at, column in group.items() if at not in of_knobs and len(set(column)) > 1]
-    contrasts = _judged([*columns.values(), *rest], figures, len(levels))
-    knobs = dict(zip(levels, contrasts, strict=False))
-    told = discoveries([c.p for c in knobs.values()], RATE if len(shared) > 1 else LOOKED)
+    y = np.array([[seeds[seed] for seed in shared] for seeds in figures])
+    contrasts = _judged([*columns.values(), *rest], y, len(levels))
+    knobs, others = contrasts[: len(levels)], contrasts[len(levels) :]
+    told = discoveries([c.p for c in knobs], RATE if len(shared) > 1 else LOOKED)
     named = {
-        key: Contrast((key,), c.effect, c.half, c.p, is_told)
-        for (key, c), is_told in zip(knobs.items(), told, strict=True)
+        key: replace(c, names=(key,), found=is_told)
+        for key, c, is_told in zip(levels, knobs, told, strict=True)
     }
-    others = [
-        Contrast(tuple(names.get(_key(column), ())), c.effect, c.half, c.p)
-        for column, c in zip(rest, contrasts[len(levels) :], strict=True)
-    ]
     ordered = dict(sorted(named.items(), key=lambda item: -abs(item[1].effect)))
-    return Screen(len(settings), levels, resolution, ordered, pairs, others)
+    unnamed = [
+        replace(c, names=names.get(_key(column), ()))
+        for column, c in zip(rest, others, strict=True)
+    ]
+    return Screen(len(settings), levels, resolution, ordered, pairs, unnamed)
 
 
 def _levels(values: Sequence[object]) -> tuple[object, ...]:
@@ -126,38 +124,35 @@ def _key(column: np.ndarray) -> bytes:
 
 def _group(
     columns: Mapping[str, np.ndarray],
-) -> tuple[dict[bytes, np.ndarray], dict[bytes, list[str]]]:
+) -> tuple[dict[bytes, np.ndarray], dict[bytes, tuple[str, ...]]]:
     """Return all products of the columns, and by the same keys the pairs that make one."""
     one = np.ones(len(next(iter(columns.values()))), dtype=int)
     group = {_key(one): one}
     for column in columns.values():
         if _key(column) not in group and len(group) <= len(one):
             group |= {_key(c * column): c * column for c in list(group.values())}
-    names: dict[bytes, list[str]] = {}
+    names: dict[bytes, tuple[str, ...]] = {}
     for (a, x), (b, y) in itertools.combinations(columns.items(), 2):
-        names.setdefault(_key(x * y), []).append(f"{a} x {b}")
+        names[_key(x * y)] = (*names.get(_key(x * y), ()), f"{a} x {b}")
     return group, names
 
 
-def _judged(
-    columns: Sequence[np.ndarray], figures: Sequence[Mapping[str, float]], knobs: int
-) -> list[Contrast]:
+def _judged(columns: Sequence[np.ndarray], y: np.ndarray, knobs: int) -> list[Contrast]:
     """Return the contrast of each column, the first ones those of knobs.
 
-    Their error is that of the residuals of seeds, else one of the contrasts themselves.
+    `y`: the figures of each setting by seed. Their error is that of the residuals of seeds, else
+    one of the contrasts themselves.
     """
     from scipy.special import stdtr, stdtrit
 
-    shared = sorted(set.intersection(*(set(seeds) for seeds in figures)))
-    y = np.array([[seeds[seed] for seed in shared] for seeds in figures])
     effects = np.array([column @ y.mean(axis=1) * 2 / len(y) for column in columns])
-    if len(shared) > 1:
+    if (seeds := y.shape[1]) > 1:
         left = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0) + y.mean()
-        df = (len(y) - 1) * (len(shared) - 1)
+        df = (len(y) - 1) * (seeds - 1)
         error = 2 * math.sqrt(float((left**2).sum()) / df / y.size)
         half = float(stdtrit(df, 0.975)) * error
-        each = [2 * float(stdtr(df, -abs(e) / max(error, 1e-300))) for e in effects]
-        return [Contrast((), float(e), half, p) for e, p in zip(effects, each, strict=True)]
+        each = 2 * stdtr(df, -np.abs(effects) / max(error, 1e-300))
+        return [Contrast((), float(e), half, float(p)) for e, p in zip(effects, each, strict=True)]
     limit, by_rest, by_all = _null(len(effects), knobs)
     error = float(_lenth(effects[None])[0])
     found = [_contrast(float(e), error, by_all) for e in effects]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.records import Record
+from llmexp.compare.rows import finite
 from llmexp.system import fileio
 
 # Titles of figures that are facts of a run, and of those that are medians of a column.
@@ -52,25 +53,25 @@ def row_of(record: Record) -> Row:
     per_rank = median(record, "tokens_per_sec_per_rank")
     if per_rank and facts.get("parameters"):
         found["TFLOP/s per rank (6ND)"] = 6 * facts["parameters"] * per_rank / 1e12
-    memory = record.columns.get("peak_memory_gib", np.zeros(0))
-    if np.isfinite(memory).any():
-        found["peak memory (GiB)"] = float(np.nanmax(memory))
-    measured = {title: value for title, value in found.items() if value is not None}
-    return {title: v for title, v in measured.items() if v or title not in ("s/it", "tokens/s")}
+    if len(memory := finite(record.columns, "peak_memory_gib")):
+        found["peak memory (GiB)"] = float(memory.max())
+    rates = ("s/it", "tokens/s")  # 0 is none
+    return {t: v for t, v in found.items() if v or (v is not None and t not in rates)}
 
 
 def median(record: Record, key: str) -> float | None:
     """Return the median of a column without its first row, or with it where there is no other."""
-    values = record.columns.get(key, np.zeros(0))
-    values = values[np.isfinite(values)]
+    values = finite(record.columns, key)
     return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
     """Return a row a run, in the order of the grid, with verdicts."""
-    rows = [row_of(record) for record in records]
-    for key in reversed(_ORDER):  # sorting is stable
-        rows.sort(key=lambda row: str(row.get(key, "")) if key in _ORDER[:2] else row.get(key, 0))
+    texts, numbers = _ORDER[:2], _ORDER[2:]
+    rows = sorted(
+        map(row_of, records),
+        key=lambda row: [*(str(row.get(k, "")) for k in texts), *(row.get(k, 0) for k in numbers)],
+    )
     for row in rows:
         if text := verdict(row, rows):
             row["verdict"] = text
@@ -92,9 +93,8 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     """
     same = _alike(row, rows, "model", "precision", "length", "micro-batch", "accumulation")
     alone = [other["tokens/s"] for other in same if other.get("ranks") == 1]
-    if row.get("ranks", 1) == 1 or not alone or not row.get("tokens/s"):
-        return None
-    return float(row["tokens/s"] / row["ranks"] / np.median(alone))
+    known = row.get("ranks", 1) > 1 and alone and row.get("tokens/s")
+    return float(row["tokens/s"] / row["ranks"] / np.median(alone)) if known else None
 
 
 def verdict(row: Row, rows: Sequence[Row]) -> str | None:
@@ -124,11 +124,11 @@ def rate_cells(rows: Sequence[Row]) -> list[list[str]]:
     """Return the titles of which some row has a figure, and a line of texts for each row."""
     titles = [title for title in TITLES if any(title in row for row in rows)]
     forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}
-    lines = [titles]
-    for row in rows:
-        given = ((row.get(title, ""), forms.get(title, ".4g")) for title in titles)
-        lines.append([format(v, form) if isinstance(v, float) else str(v) for v, form in given])
-    return lines
+
+    def text(title: str, value: Any) -> str:
+        return format(value, forms.get(title, ".4g") if isinstance(value, float) else "")
+
+    return [titles, *([text(title, row.get(title, "")) for title in titles] for row in rows)]
 
 
 def write(records: Sequence[Record], where: Path) -> list[list[str]]:
