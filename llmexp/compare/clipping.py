@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmexp.compare.records import Record, Setting, as_dict
+from llmexp.compare.records import Record, Setting
 from llmexp.settings.clipping import BY_NORM, MOVING
 from llmexp.settings.labels import short_value
-from llmexp.system.text import number
+from llmexp.system.text import as_dict, number
 
 # In the order in which a table of rules shows them.
 CLIP_COLUMNS = ("clipped_share", "clip limit", "clipped_heads")

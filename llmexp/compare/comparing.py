@@ -19,13 +19,13 @@ from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
-from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting, as_dict
+from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
 from llmexp.compare.screened import screen_of
 from llmexp.compare.target import aimed, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
-from llmexp.system.text import rounded
+from llmexp.system.text import as_dict, rounded
 
 UNFINISHED = ("preempted", "cut", "running")
 ALIGNMENTS = ("tokens", "steps", "time")

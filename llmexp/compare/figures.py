@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
-from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, as_dict, is_loss
+from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, is_loss
 from llmexp.compare.rows import elapsed, finite
 from llmexp.compare.spikes import spikes_of
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
-from llmexp.system.text import number, with_interval
+from llmexp.system.text import as_dict, number, with_interval
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.

@@ -15,7 +15,7 @@ from llmexp.compare.budgets import common
 from llmexp.compare.folding import FORK
 from llmexp.compare.inference import FEW
 from llmexp.compare.known import Known, Step, before
-from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels, listed
+from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
 from llmexp.run.budget import BUDGETS, sized_by
 from llmexp.runs import ledger
 from llmexp.runs.ending import COMES_AGAIN
@@ -23,7 +23,7 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import SEED, fields, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, override_value
-from llmexp.system.text import number
+from llmexp.system.text import listed, number
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 FIRST_SEEDS, ALL_SEEDS = 2, 8  # of a sweep that decides by itself, unless it is given others

@@ -10,7 +10,7 @@ from llmexp.compare.figures import has_a_say
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict, listed
+from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.spikes import spiked
@@ -19,7 +19,7 @@ from llmexp.run.budget import sized_by
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural, short_keys
 from llmexp.settings.labels import short_value as value
-from llmexp.system.text import duration, number
+from llmexp.system.text import duration, listed, number
 
 _LEFT_OUT = {
     "other task": "of another task",

@@ -17,12 +17,12 @@ from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.plotting import looks
-from llmexp.compare.records import TWIN, Record, Result, as_dict
+from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
-from llmexp.system.text import number, shown
+from llmexp.system.text import as_dict, number, shown
 
 
 def write_beside(comparison: Result, where: Path) -> Path:

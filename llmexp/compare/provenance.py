@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmexp.compare.records import Record, as_dict
+from llmexp.compare.records import Record
 from llmexp.runs import provenance
 from llmexp.system.redact import clean
-from llmexp.system.text import first_of
+from llmexp.system.text import as_dict, first_of
 
 _MACHINE = {
     "driver": "NVIDIA driver",

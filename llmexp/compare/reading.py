@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.compare.records import Record, as_dict
+from llmexp.compare.records import Record
 from llmexp.compare.rows import read_columns
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
 from llmexp.system.redact import clean
+from llmexp.system.text import as_dict
 
 
 def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:

@@ -18,7 +18,7 @@ from llmexp.compare.screening import Screen
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record
-from llmexp.system.text import first_of, shown
+from llmexp.system.text import as_dict, listed, shown
 
 TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
@@ -35,9 +35,7 @@ class Record:
     path: Path
     name: str  # of the folder; unique within a comparison
     sweep: Path | None  # the sweep's folder
-    # queued running finished failed preempted; cut: running by its status, with nobody holding its
-    # lock
-    state: str
+    state: str  # one of runs.folder.STATES
     config: dict[str, Any]  # config.yaml with dotted keys
     facts: dict[str, Any]  # run.json
     status: dict[str, Any]  # status.json
@@ -344,17 +342,6 @@ def is_execution(key: str) -> bool:
 
 def is_loss(key: str) -> bool:
     return key in LOSSES or is_of_named_set(key)
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return `a, b and c`, or `a, b, c and 4 more`."""
-    if 1 < len(names) <= most:
-        return f"{', '.join(names[:-1])} and {names[-1]}"
-    return first_of(names, most)
 
 
 def labels(settings: Iterable[Setting]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from llmexp.compare.records import Record, Result, Setting, as_dict
+from llmexp.compare.records import Record, Result, Setting
 from llmexp.settings.labels import plural
-from llmexp.system.text import number
+from llmexp.system.text import as_dict, number
 
 MOST = 3  # settings in a line
 

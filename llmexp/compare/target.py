@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import positions
-from llmexp.compare.records import REACHED, Record, Result, Target, listed
+from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
-from llmexp.system.text import rounded
+from llmexp.system.text import listed, rounded
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from llmexp.compare.records import listed
 from llmexp.laws.fitting import LEAST, Surface
 from llmexp.laws.gain import Gain, gain
 from llmexp.laws.isoflop import Parabolas, parabolas
@@ -16,7 +15,7 @@ from llmexp.laws.points import COUNTS, GIVEN, Ladder, Point, counts_of
 from llmexp.laws.power import AXES, Power
 from llmexp.laws.power import LEAST as LEAST_OF_POWER
 from llmexp.settings.values import ConfigError, nearest
-from llmexp.system.text import number
+from llmexp.system.text import listed, number
 
 FORMS = ("surface", "isoflop", "power")
 TOP = 1e40  # FLOPs; no prediction lies further

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmexp.compare.folding import folded
 from llmexp.compare.reading import read
-from llmexp.compare.records import Record, is_execution, listed
+from llmexp.compare.records import Record, is_execution
 from llmexp.laws.points import CELL, Ladder, Point, decayed, points_of, read_csv
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.find import SweepFolder, find, looks_like_run
@@ -19,6 +19,7 @@ from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_label, short_value
 from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import listed
 
 UNDECAYED = "learning rate not decayed, as that of the others is"
 # A ladder varies these: they set no two ladders apart.

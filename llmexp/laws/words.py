@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmexp.compare.records import listed
 from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain, Need
@@ -16,7 +15,7 @@ from llmexp.laws.law import Estimate, Law
 from llmexp.laws.points import GIVEN
 from llmexp.laws.power import Power
 from llmexp.settings.labels import plural
-from llmexp.system.text import loss_text, number
+from llmexp.system.text import listed, loss_text, number
 
 FAR = 2.05  # decades beyond the runs, past which a prediction is called far
 WIDE = 1e3  # by which the ends of an interval differ that tells nothing of a factor

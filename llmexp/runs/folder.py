@@ -19,6 +19,7 @@ from llmexp.settings.convert import today
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import clean, cleaned
+from llmexp.system.text import as_dict
 
 # States of a run from good to bad, with their colours in tables.
 STATES = {
@@ -76,8 +77,7 @@ class RunFolder:
     @property
     def summary(self) -> dict[str, Any]:
         """Return the figures that the run ended with; empty before."""
-        summary = self.status.get("summary")
-        return summary if isinstance(summary, dict) else {}
+        return as_dict(self.status.get("summary"))
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:

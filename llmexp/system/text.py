@@ -15,6 +15,11 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return an object; an empty one for all else."""
+    return value if isinstance(value, dict) else {}
+
+
 def shown(value: float, digits: int) -> str:
     """Return a number with so many significant digits; large ones whole, with separators."""
     if not math.isfinite(value):
@@ -109,6 +114,13 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     """Return `a, b, c`, or `a, b, c and 2 more`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return `a, b and c`, or `a, b, c and 4 more`."""
+    if 1 < len(names) <= most:
+        return f"{', '.join(names[:-1])} and {names[-1]}"
+    return first_of(names, most)
 
 
 def columns() -> int:
