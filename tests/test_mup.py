@@ -22,7 +22,7 @@ from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
 from llmexp.settings.values import ConfigError
 from llmexp.train.layers import attention_figures
-from llmexp.update import groups, optim
+from llmexp.update import groups, library, optim
 from tests.conftest import TINY, llmexp
 
 BASE, WIDTH = 16, 64
@@ -184,8 +184,28 @@ def test_what_has_no_rule_is_refused():
     with pytest.raises(ConfigError, match=r"base_width=null: model\.parametrization=mup needs"):
         gpt2(WIDTH, parametrization="mup")
     model = mup(gpt2)
-    with pytest.raises(ConfigError, match="has no rule for Rprop"):
+    with pytest.raises(ConfigError, match="has no rule for Rprop: Adam's holds where each entry"):
         groups.by_width(model, [torch.optim.Rprop(model.parameters())])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("pytorch_optimizer.AdEMAMix", True), ("pytorch_optimizer.Lion", True),
+     ("schedulefree.AdamWScheduleFree", True), ("torchao.optim.AdamW8bit", True),
+     ("pytorch_optimizer.SOAP", False), ("schedulefree.SGDScheduleFree", False),
+     ("torch.optim.Adafactor", False), ("pytorch_optimizer.Yogi", False)],
+)  # fmt: skip
+def test_optimizers_of_libraries_have_adams_rule_where_it_holds(name, rule):
+    """Where each entry is updated by itself, and gradients 64 times as large make one update."""
+    model = mup(gpt2)
+    built = library.built(model, name, 0.02, {})
+    if not rule:
+        with pytest.raises(ConfigError, match=f"no rule for {name.rpartition('.')[2]}: Adam's"):
+            groups.by_width(model, [built])
+        return
+    found = rates(model, built)
+    for name, dims in infinite(gpt2).items():
+        assert found[name][0] == pytest.approx(0.02 * package_adam(dims), rel=1e-6), name
 
 
 RUN = [*TINY, "model.parametrization=mup", "model.base_width=4", "data=synthetic",

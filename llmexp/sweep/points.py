@@ -31,6 +31,7 @@ from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.rules import ONE_NUMBER, SIZES
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
@@ -260,20 +261,28 @@ def split_duplicates(
     """Return the points, and apart from them those with the same config or folder as another."""
     kept: list[Point] = []
     refused: list[Refused] = []
-    configs: dict[str, Point] = {}
-    folders: dict[Path, Point] = {}
+    configs, folders = dict[str, Point](), dict[Path, Point]()
     for point in points:
         same = configs.setdefault(known_by(point), point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
-            text = f"resolves to the same config as {same.name}"
-            refused.append(point.refused(f"{text}; what differs cannot change results"))
+            text = f"resolves to the same config as {same.name}; "
+            refused.append(point.refused(text + _why_same(point, same)))
         elif beside is not point:
             text = f"resolves to the same folder as {beside.name}, {point.path}"
             refused.append(point.refused(f"hydra.sweep.subdir: {text}"))
         else:
             kept.append(point)
     return kept, refused
+
+
+def _why_same(point: Point, same: Point) -> str:
+    """Return why points with other overrides have one config."""
+    differ = {o.partition("=")[0].lstrip("+") for o in {*point.overrides} ^ {*same.overrides}}
+    sizes = [f"model.{name}" for name in SIZES if point.config.model.get(name) is not None]
+    if differ <= {*ONE_NUMBER} and {"model.n_layers", "model.d_model"} <= {*sizes}:
+        return f"{', '.join(differ)} gives way to {', '.join(sizes)}, which are given: choose one"
+    return "what differs cannot change results"
 
 
 def with_devices(config: Config, knobs: Sweep) -> Config:

@@ -15,6 +15,7 @@ from llmexp.settings.values import refuse
 from llmexp.update.muon import Muon
 from llmexp.update.optim import Lion
 from llmexp.update.patterns import first_matches, plain_names
+from llmexp.update.states import traits_of
 
 KEY = "optimizer.groups"
 
@@ -117,14 +118,18 @@ def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
     if isinstance(optimizer, Muon):
         matched = optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
         return (1 / math.sqrt(ratio) if matched else 1.0), 1.0
-    if isinstance(optimizer, ADAM_LIKE):
+    traits = traits_of(optimizer)
+    if isinstance(optimizer, ADAM_LIKE) or (traits and traits.like_adam):
         return 1 / ratio, 1.0
     if isinstance(optimizer, torch.optim.SGD):
         return 1.0, ratio
     text = (
-        f"has no rule for {type(optimizer).__name__}, only for torch's Adam and its like, SGD and"
+        f"has no rule for {type(optimizer).__name__}: Adam's holds where each entry is updated by "
+        "itself, as far for small gradients as for large ones (torch's Adam and its like, our "
+        "Lion; of optimizer=library AdamWScheduleFree, RAdamScheduleFree, AdamW8bit and its like, "
+        "AdEMAMix, AdaBelief, LaProp, Lion, SignSGD and Tiger); SGD and our Muon have their own"
     )
-    raise refuse("model.parametrization", "mup", f"{text} our Muon and Lion", "standard")
+    raise refuse("model.parametrization", "mup", text, "standard")
 
 
 def scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, float]]) -> None:

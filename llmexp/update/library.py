@@ -39,6 +39,8 @@ EACH_ENTRY = re.compile(
     r"|schedulefree\.(AdamW|RAdam|SGD)ScheduleFree"
     r"|pytorch_optimizer\.(AdEMAMix|AdaBelief|LaProp|Lion|SignSGD|Tiger|Yogi)"
 )
+# Adam, with moments that are kept in few bits.
+FEW_BITS = re.compile(r"torchao\.optim\.AdamW?(4bit|8bit|Fp8)")
 TRIED_LR = 1e-3
 
 
@@ -271,11 +273,16 @@ def tried(dotted: str, knobs: str) -> Traits:
             raise refuse("optimizer.name", dotted, f"{text} its state and its groups hold")
         joined = [torch.cat((halves[i], halves[i + 1])) for i in (0, 2)]
         same = all(torch.equal(p, q) for p, q in zip(whole, joined, strict=True))
+        undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
+        moved = [_moved(dotted, undecayed, factor) for factor in (1, 64)]
         packed = any(is_packed(v) for held in one.state.values() for v in held.values())
         size = sum(v.nbytes for held in one.state.values() for v in apart(held)[1].values())
-    parts = same and not packed and EACH_ENTRY.fullmatch(dotted) is not None
+    each_entry = EACH_ENTRY.fullmatch(dotted) is not None
+    parts = same and not packed and each_entry
+    alike = bool((moved[1] - moved[0]).norm() <= 0.01 * moved[0].norm())
+    like_adam = alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None)
     state_bytes = size / sum(p.nbytes for p in whole)
-    return Traits(dotted, tuple(sorted(counters)), draws, parts, state_bytes)
+    return Traits(dotted, tuple(sorted(counters)), draws, parts, like_adam, state_bytes)
 
 
 def _tiny(parts: int) -> list[nn.Parameter]:
@@ -288,14 +295,25 @@ def _tiny(parts: int) -> list[nn.Parameter]:
     return [nn.Parameter(one.clone()) for tensor in tensors for one in tensor.chunk(parts)]
 
 
+def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
+    """Return by how much four steps move the matrix, by a multiple of known gradients."""
+    there = _tiny(1)
+    _take_steps(dotted, _constructed(dotted, there, TRIED_LR, knobs), there, range(4), factor)
+    return there[0].detach() - _tiny(1)[0].detach()
+
+
 def _take_steps(
-    dotted: str, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range
+    dotted: str,
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    steps: range,
+    factor: float = 1,
 ) -> None:
-    """Take steps by known gradients. Raises ConfigError."""
+    """Take steps by a multiple of known gradients. Raises ConfigError."""
     for number in steps:
         numbers = torch.Generator().manual_seed(number + 1)
         parts = len(parameters) // 2
-        whole = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
+        whole = [factor * torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
         gradients = [one.clone() for tensor in whole for one in tensor.chunk(parts)]
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient

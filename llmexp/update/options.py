@@ -22,7 +22,7 @@ def adafactor(
         float, knob("least RMS of a tensor, by which its rate is multiplied", 1e-3, above=0)
     ] = 1e-3,
     max_update: Annotated[
-        float, knob("largest RMS of a tensor's update before the rate", 1.0, above=0)
+        float, knob("largest RMS of a tensor's update before the rate", 1.0, at_least=1)
     ] = 1.0,
     weight_decay: OptimizerKnobs.weight_decay = 0.0,
 ) -> Optimizer:

@@ -27,6 +27,7 @@ class Traits:
     counters: tuple[str, ...]  # keys of its groups that steps change, or nobody can set
     draws: bool  # random numbers
     parts: bool  # whether parts of a tensor are updated as the whole is
+    like_adam: bool  # whether each entry is updated by itself, the same for gradients 64 x as large
     state_bytes: float  # for each byte of a parameter, in a tiny copy
 
 

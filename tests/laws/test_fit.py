@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -14,10 +16,13 @@ from llmexp.__main__ import run as command
 from llmexp.laws.answer import fit
 from llmexp.laws.ladders import ladders
 from llmexp.laws.table import to_json
+from llmexp.runs.ledger import read_ledger
 from llmexp.settings.values import ConfigError
+from tests.conftest import TINY, start
+from tests.conftest import llmexp as llmexp_command
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, ladder
-from tests.tools import printed
+from tests.tools import alive, printed, wait_for
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -366,3 +371,35 @@ def test_the_text_fits_the_terminal(tmp_path, capsys, monkeypatch, columns):
     text = capsys.readouterr().out
     assert all(len(line) <= columns for line in text.splitlines())
     assert "4.0 decades beyond the largest budget" in " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_killed_and_resumed_has_the_answer_of_an_unbroken_one(tmp_path):
+    """SIGKILL takes the sweep and its worker in the middle of the fifth of nine runs."""
+    ladder_ = [
+        *TINY, "data=synthetic", "data.n_tokens=20000", "train.device=cpu", "precision=fp32",
+        "schedule=linear", "checkpoint.every=20", "train.log_every=20", "train.eval_every=null",
+        "model.d_model=8,16,32", "train.max_flops=5e8,1.5e9,4.5e9",
+    ]  # fmt: skip
+    answers = []
+    for name in ("whole", "cut"):
+        folder = tmp_path / name / "ladder"
+        process = start("train", "-m", *ladder_, f"hydra.sweep.dir={folder}", cwd=tmp_path)
+        if name == "cut":
+            wait_for(lambda f=folder: list(f.glob("4-*/checkpoints/step_*/manifest.json")), process)
+            process.kill()
+            workers = alive(next(folder.glob("4-*")))
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+            process.communicate(timeout=60)
+            assert workers
+            states = [p.state for p in read_ledger(folder).points]
+            assert states.count("finished") == 4
+            process = start("resume", str(folder), cwd=tmp_path)
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        found = llmexp_command("fit", str(folder), "--predict", "1e10", "--json", cwd=tmp_path)
+        assert found.code == 0, found.err
+        answers.append(found.out)
+    assert json.loads(answers[0])["ladders"][0]["runs"] == 9
+    assert answers[1] == answers[0]

@@ -200,6 +200,10 @@ def test_a_ladder_is_planned_with_three_counts(tmp_path):
     twice = llmexp("plan", *sweep, "model.size=15k,15100", cwd=tmp_path)
     assert twice.code == 2
     assert "resolves to the same config" in twice.err
+    sizes = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=64"]
+    wins = llmexp("plan", *sweep, "model.depth=1,2", *sizes, cwd=tmp_path)
+    assert wins.code == 2
+    assert "model.depth gives way to model.n_layers, model.n_heads, model.d_model" in wins.err
 
 
 def test_a_shape_costs_no_build_of_its_own():
