@@ -80,10 +80,9 @@ def rehearse(
         joined = mesh.join(
             "cuda" if real_cuda else "cpu",
             cut.parallelism.kind,
-            cut.layout.replicate_size,
-            cut.layout.shard_size,
-            cut.layout.tensor_parallel_size,
+            *cut.layout.sizes,
             once=cut.parallelism.fsdp_communication == "once",
+            sequence=cut.parallelism.sequence_parallel,
         )
         if kind == "cuda" and not real_cuda:
             stack.enter_context(_as_accelerator())

@@ -39,6 +39,7 @@ class Mesh:
     sharding: DeviceMesh | None  # of FSDP: (shard,) or (replicate, shard)
     tensor: DeviceMesh | None  # of tensor parallelism
     once: bool  # FSDP communicates once a step instead of in every micro-batch
+    sequence: bool = False  # tensor-parallel ranks share the tokens between products
 
     @property
     def distributed(self) -> bool:
@@ -48,6 +49,11 @@ class Mesh:
     def sharded(self) -> bool:
         """Return whether ranks hold parts of tensors, so that a forward pass needs all ranks."""
         return self.sharding is not None or self.tensor is not None
+
+    @property
+    def drawing(self) -> int:
+        """Return a number that ranks share which have to draw the same random numbers."""
+        return self.rank if self.sequence else self.dp_rank
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -74,7 +80,7 @@ def check_loopback() -> None:
         ) from None
 
 
-def join(
+def join(  # noqa: PLR0913 (what parallelism says)
     device_type: str,
     kind: str,
     replicate_size: int,
@@ -82,6 +88,7 @@ def join(
     tensor_parallel_size: int,
     *,
     once: bool = False,
+    sequence: bool = False,
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
@@ -121,7 +128,7 @@ def join(
             if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
                 sharding = whole[names_left]
     dp_rank, dp_size = rank // tensor_parallel_size, replicate_size * shard_size
-    return Mesh(rank, world, dp_rank, dp_size, kind, device, sharding, tensor, once)
+    return Mesh(rank, world, dp_rank, dp_size, kind, device, sharding, tensor, once, sequence)
 
 
 @functools.cache

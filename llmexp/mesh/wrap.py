@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llmexp.mesh.groups import Mesh, gather_last
 from llmexp.models.loss import WindowLoss
@@ -26,14 +28,18 @@ if TYPE_CHECKING:  # these take a second to import: a run on one rank, or under 
 
 _BY_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "head")
 _BY_ROW = ("out_proj", "down_proj")
+# takes the ranks, the model and the names of its layers that are split by row
+Spreading = Callable[[DeviceMesh, nn.Module, tuple[str, ...]], None]
+_HEAD_NORMS, _NORMS = ("q_norm", "k_norm"), ("attention_norm", "mlp_norm", "final_norm")
 
 
-def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: nn.Module, sequence: bool = False) -> dict[str, ParallelStyle]:
     """Return how tensor parallelism splits each named layer of a model.
 
-    It is empty for a model whose blocks have none of the known names.
+    It is empty for a model whose blocks have none of the known names. `sequence`: what layers that
+    are split by row return is a sum yet to be made.
     """
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     plan: dict[str, ParallelStyle] = {}
@@ -43,6 +49,8 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             plan[name] = ColwiseParallel()
         elif isinstance(module, nn.Linear) and last in _BY_ROW:
             plan[name] = RowwiseParallel()
+            if sequence:
+                plan[name] = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         elif last == "token_embedding":  # by tokens, as the output head
             plan[name] = RowwiseParallel(input_layouts=Replicate())
     return plan if any(name.endswith(_BY_ROW) for name in plan) else {}
@@ -55,22 +63,16 @@ def wrap(
     activation_checkpointing: str,
     compiled: bool,
     gathered: torch.dtype | None = None,
+    spread: Spreading | None = None,
 ) -> nn.Module:
     """Wrap a model for its layout and return the module to train.
 
     Parameters keep their names; under sharding they become this rank's parts. FSDP gathers the
     matrices of blocks in the dtype `gathered`, in which autocast multiplies them anyway, and
-    reduces in fp32; None: as they are.
+    reduces in fp32; None: as they are. `spread`: lets tensor-parallel ranks share the tokens, too.
     """
     if mesh.tensor is not None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model))
-        for module in loss.model.modules():
-            if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
-                module.split_over_ranks = True
-        _share_head_norms(mesh, loss.model)
-        loss.share_vocabulary(_vocab_shard(mesh, loss.model))
+        _split_layers(mesh, loss, spread)
     recompute_blocks(loss.model, activation_checkpointing)
     if compiled and mesh.sharded:
         loss.compile_blocks()
@@ -102,28 +104,43 @@ def wrap(
     return loss
 
 
-class _SumOfGradients(torch.autograd.Function):
-    """Weights that several ranks use, each for its own heads: their gradient is the sum."""
+def _split_layers(mesh: Mesh, loss: WindowLoss, spread: Spreading | None) -> None:
+    """Split a model's layers over tensor-parallel ranks."""
+    from torch.distributed.tensor.parallel import parallelize_module
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
+    assert mesh.tensor is not None
+    parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model, bool(spread)))
+    for module in loss.model.modules():
+        if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
+            module.split_over_ranks = True
+    if spread is not None:
+        spread(mesh.tensor, loss.model, _BY_ROW)
+    _share_norms(mesh, loss.model, _HEAD_NORMS if spread is None else (*_HEAD_NORMS, *_NORMS))
+    loss.share_vocabulary(_vocab_shard(mesh, loss.model))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
-
-def _share_head_norms(mesh: Mesh, model: nn.Module) -> None:
-    """Let each rank normalize its own heads with the same weights."""
+def _share_norms(mesh: Mesh, model: nn.Module, names: Sequence[str]) -> None:
+    """Let each rank normalize its own heads, or its own tokens, with the same weights."""
     assert mesh.tensor is not None
     group = mesh.tensor.get_group()
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("q_norm", "k_norm"):
-            module.shared = lambda weight: _SumOfGradients.apply(weight, group)
+        if name.rpartition(".")[2] in names:
+            module.shared = functools.partial(_SumOfGradients.apply, group)
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Weights that several ranks use, each for its own heads or tokens: gradients are the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.cat(gradients)
+        dist.all_reduce(total, group=ctx.group)
+        return None, *total.split([len(gradient) for gradient in gradients])
 
 
 def reshard(module: nn.Module) -> None:

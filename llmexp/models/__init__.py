@@ -8,7 +8,7 @@ initial      values drawn in blocks, the same ones however ranks cut the paramet
 loss         `WindowLoss`: token ids and targets -> summed cross-entropy
 chunked      its kernel for large vocabularies, which never holds all logits: on a CPU in tiles
 rows         the same on an accelerator, in chunks of whole rows
-operands     what both have in common
+operands     what both have in common; tokens that ranks share
 recompute    activation checkpointing
 logits       the largest logit of each head of attention
 documents    causal attention, inside documents where a model knows their last id

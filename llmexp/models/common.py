@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.initial import SEEDS, Blocks
+from llmexp.models.operands import Spread, autocast_dtype, products
 from llmexp.models.planned import kind_of
 from llmexp.settings.rules import MUP_HEAD
 from llmexp.settings.values import ConfigError, refuse
@@ -27,6 +28,7 @@ class LanguageModel(nn.Module):
     after the final norm.
     """
 
+    spread: Spread | None = None  # in training, where ranks share the tokens
     document_end: int | None = None  # the last id of a document, to keep attention inside each
     document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
     flops_formula = "6 x matmul parameters + 12 x layers x length x width"
@@ -63,8 +65,15 @@ class LanguageModel(nn.Module):
             attention: Any = block.attention
             attention.logit_scale = math.sqrt(MUP_HEAD) / attention.head_dim
 
+    def to_blocks(self, h_btd: Tensor) -> Tensor:
+        """Return the embedded tokens as the blocks take them: those of this rank."""
+        spread = self.spread if self.training else None
+        return self.dropout(h_btd if spread is None else spread.part(h_btd))
+
     def to_head(self, h_btd: Tensor) -> Tensor:
         """Return the hidden states after the final norm as the output projection takes them."""
+        if self.spread is not None and self.training:
+            h_btd = self.spread.whole(h_btd)
         return h_btd if self.width_ratio == 1 else h_btd / self.width_ratio
 
     def begin(self, device: torch.device) -> None:
@@ -202,14 +211,6 @@ def _normal(std: float, block: Tensor, generator: torch.Generator) -> None:
     block.normal_(std=std, generator=generator)
 
 
-def autocast_dtype(x: Tensor) -> Tensor:
-    """Return x in the dtype that products will have: once for several of them."""
-    kind = x.device.type
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
-
-
 def in_one_product(device: torch.device) -> bool:
     """Return whether queries, keys and values come from one product.
 
@@ -219,7 +220,7 @@ def in_one_product(device: torch.device) -> bool:
     return kind_of(device) == "cuda"
 
 
-def project(attention: Any, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(attention: Any, x_btd: Tensor) -> Sequence[Tensor]:
     """Return queries, keys and values of x.
 
     They come from one product where `in_one_product` says so and tensor parallelism has not split
@@ -228,7 +229,7 @@ def project(attention: Any, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x_btd = autocast_dtype(x_btd)
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     if attention.split_over_ranks or not in_one_product(x_btd.device):
-        return q(x_btd), k(x_btd), v(x_btd)
+        return products(attention, x_btd, q, k, v)
     weight = torch.cat((q.weight, k.weight, v.weight))
     bias = None if q.bias is None else torch.cat((q.bias, k.bias, v.bias))
     sizes = [m.out_features for m in (q, k, v)]

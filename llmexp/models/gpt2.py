@@ -6,6 +6,8 @@ width, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.models.logits import keep_largest
+from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
 
 
@@ -20,6 +23,7 @@ class Attention(nn.Module):
     """Causal multi-head self-attention with biases."""
 
     split_over_ranks = False  # by tensor parallelism
+    spread: Spread | None = None
     largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
     logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
@@ -36,9 +40,9 @@ class Attention(nn.Module):
 
     def heads(self, x_btd: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (b, h, t, k) of this rank's heads."""
-        b, t, _ = x_btd.shape
-        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         parts = project(self, x_btd)
+        b, t, _ = parts[0].shape
+        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         return tuple(x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in parts)
 
     def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
@@ -50,11 +54,24 @@ class Attention(nn.Module):
         return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
+class LayerNorm(nn.LayerNorm):
+    """Torch's. `shared`: takes weights and biases where several ranks have them."""
+
+    shared: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = (self.weight, self.bias)
+        weight, bias = held if self.shared is None else self.shared(*held)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class MLP(nn.Module):
     """Two linear layers around GELU (Hendrycks and Gimpel 2016).
 
     GELU is exact, or its tanh approximation.
     """
+
+    spread: Spread | None = None
 
     def __init__(self, d_model: int, d_ff: int, gelu: str) -> None:
         super().__init__()
@@ -63,7 +80,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(d_ff, d_model)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_btd), approximate=self.approximate))
+        (up_btf,) = products(self, x_btd, self.up_proj)
+        return self.down_proj(F.gelu(up_btf, approximate=self.approximate))
 
 
 class Block(nn.Module):
@@ -71,9 +89,9 @@ class Block(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, gelu: str) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(d_model)
+        self.attention_norm = LayerNorm(d_model)
         self.attention = Attention(d_model, n_heads, dropout)
-        self.mlp_norm = nn.LayerNorm(d_model)
+        self.mlp_norm = LayerNorm(d_model)
         self.mlp = MLP(d_model, d_ff, gelu)
         self.dropout = nn.Dropout(dropout)
 
@@ -116,7 +134,7 @@ class GPT2(LanguageModel):
             self.blocks = nn.ModuleList(
                 Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
             )
-            self.final_norm = nn.LayerNorm(d_model)
+            self.final_norm = LayerNorm(d_model)
         self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 
@@ -138,7 +156,8 @@ class GPT2(LanguageModel):
         if self.document_end is not None:
             documents = find_documents(tokens_bt, self.document_end, self.document_spans)
             positions = documents.positions_bt
-        h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
+        h_btd = self.token_embedding(tokens_bt) + self.position_embedding(positions)
+        h_btd = self.to_blocks(h_btd)
         for block in self.blocks:
             h_btd = block(self.stream(h_btd), past or documents)
         return self.to_head(self.final_norm(h_btd))

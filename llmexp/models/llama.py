@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
 from llmexp.models.documents import Documents, KVCache, attend, find_documents, within
 from llmexp.models.logits import keep_largest
+from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
 from llmexp.settings.values import choice, count, knob, refuse
 
@@ -108,10 +109,10 @@ class Norm(nn.RMSNorm):
     several ranks have them.
     """
 
-    shared: Callable[[Tensor], Tensor] | None = None
+    shared: Callable[..., tuple[Tensor, ...]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.shared is None else self.shared(self.weight)
+        (weight,) = (self.weight,) if self.shared is None else self.shared(self.weight)
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
@@ -119,6 +120,7 @@ class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
 
     split_over_ranks = False  # by tensor parallelism
+    spread: Spread | None = None
     largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
     logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
@@ -140,8 +142,8 @@ class Attention(nn.Module):
 
     def heads(self, x_btd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads."""
-        b, t, _ = x_btd.shape
         q, k, v = project(self, x_btd)  # of some heads only under tensor parallelism: -1 below
+        b, t, _ = q.shape
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q), self.k_norm(k)
         q_bhtk, k_bgtk, v_bgtk = (
@@ -166,6 +168,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
+    spread: Spread | None = None
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         bias = shape.biases == "all"
@@ -174,7 +178,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.d_ff, shape.d_model, bias=bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_btd)) * self.up_proj(x_btd))
+        gate_btf, up_btf = products(self, x_btd, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate_btf) * up_btf)
 
 
 class Block(nn.Module):
@@ -324,7 +329,7 @@ class Llama(LanguageModel):
         t = tokens_bt.shape[1]
         first = 0 if past is None else past.begin(t)
         check_length(first + t, self.max_position_embeddings)
-        h_btd = self.dropout(self.token_embedding(tokens_bt))
+        h_btd = self.token_embedding(tokens_bt)
         # made anew each time: a buffer would not survive `to_empty`, and they are small
         cos, sin = rope_tables(first + t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
         cos, sin = cos[first:], sin[first:]
@@ -335,6 +340,7 @@ class Llama(LanguageModel):
             cos, sin = cos[at][:, None], sin[at][:, None]  # (b, 1, t, k)
         if self.sliding_window is not None and self.sliding_window < t:
             documents = within(self.sliding_window, tokens_bt, documents)
+        h_btd = self.to_blocks(h_btd)
         for block in self.blocks:
             h_btd = block(self.stream(h_btd), cos, sin, past or documents)
         return self.to_head(self.final_norm(h_btd))

@@ -1,12 +1,13 @@
-"""Share between the two kernels of the chunked loss: operands, products, targets, ranks."""
+"""Share between models and the two kernels of the chunked loss: operands, products, ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmexp.models.planned import kind_of
 
@@ -27,6 +28,28 @@ class VocabShard:
     sum: Callable[[Tensor], Tensor]
     max: Callable[[Tensor], Tensor]
     gather: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Spread the tokens of each sequence over ranks, where a block computes token by token.
+
+    `part` takes a rank's tokens (b, s, d) of whole sequences (b, t, d); `whole` is its inverse, of
+    a tensor whose gradient is whole on each rank. `products` returns linear layers' outputs for
+    whole sequences, of their part.
+    """
+
+    part: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]
+    products: Callable[[Tensor, Sequence[nn.Linear]], list[Tensor]]
+
+
+def products(module: Any, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+    """Return the outputs of linear layers that take the same x."""
+    if module.spread is not None and module.training:
+        found: list[Tensor] = module.spread.products(x, linears)
+        return found
+    return [linear(x) for linear in linears]
 
 
 @dataclass(frozen=True)
@@ -163,3 +186,11 @@ def subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:
     else:
         # index_add_ would add atomically, in any order; this one sorts.
         out_vd.index_put_((index_n,), -rows_nd, accumulate=True)
+
+
+def autocast_dtype(x: Tensor) -> Tensor:
+    """Return x in the dtype that products will have: once for several of them."""
+    kind = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

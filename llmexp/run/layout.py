@@ -46,6 +46,11 @@ class Layout:
         return self.nnodes * self.nproc_per_node
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the ranks of each kind: replicas, shards and tensor-parallel ones."""
+        return self.replicate_size, self.shard_size, self.tensor_parallel_size
+
+    @property
     def dp_size(self) -> int:
         """Return the number of ranks that see different sequences."""
         return self.replicate_size * self.shard_size
@@ -88,6 +93,13 @@ def _ranks_over(world: int, size: int, key: str) -> int:
         divisor = max(n for n in range(1, size) if world % n == 0)
         raise refuse(key, size, f"does not divide the {world} ranks", divisor)
     return world // size
+
+
+def check_tokens(length: int, tp: int) -> None:
+    """Raise ConfigError where `tp` ranks cannot share the tokens of a sequence evenly."""
+    if length % tp:
+        text = f"cannot be shared evenly by the {tp} ranks of parallelism.sequence_parallel=true"
+        raise refuse("batch.sequence_length", length, text, -(-length // tp) * tp)
 
 
 def check_split(model: dict[str, Any], tp: int) -> None:

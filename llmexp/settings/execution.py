@@ -45,6 +45,12 @@ class Parallelism:
         acts=where("parallelism.kind", "tp", "fsdp_tp"),
         default=None,
     )
+    sequence_parallel: bool = knob(
+        "these ranks also share the tokens between products: norms, dropout and what a block keeps",
+        True,
+        acts=where("parallelism.kind", "tp", "fsdp_tp"),
+        default=False,
+    )
     replicate_size: int | None = count(
         "copies of the sharded model; null: one a host",
         2,

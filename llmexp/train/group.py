@@ -77,10 +77,9 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
             joined = mesh.join(
                 parts.device.type,
                 p.kind,
-                layout.replicate_size,
-                layout.shard_size,
-                layout.tensor_parallel_size,
+                *layout.sizes,
                 once=p.fsdp_communication == "once",
+                sequence=p.sequence_parallel,
                 backend=p.backend,
                 timeout_s=p.start_timeout_s,
             )

@@ -144,7 +144,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
             window = next(windows)
         hook("backward_start", window=window)  # before the seed: it may draw random numbers
         seed, foreign = loop.config.train.seed, loop.parts.foreign_code
-        seed_step(seed, progress.step, loop.mesh.dp_rank, loop.mesh.device, foreign)
+        seed_step(seed, progress.step, loop.mesh.drawing, loop.mesh.device, foreign)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
         step = train_step(loop.setup, window, lambda: finish_step(loop), gradients_ready)
         progress.step += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmexp import mesh
+from llmexp.mesh.sequence import share_tokens
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
@@ -34,6 +35,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         activation_checkpointing=config.parallelism.activation_checkpointing,
         compiled=config.train.compile is True,
         gathered=torch.bfloat16 if parts.precision == "bf16" else None,
+        spread=share_tokens if joined.sequence else None,
     )
     if joined.sharded:
         parts.begin_model(model, joined.device, fresh)

@@ -277,15 +277,15 @@ def outcome_code(
 
 
 def seed_step(
-    seed: int, step: int, dp_rank: int, device: torch.device, everywhere: bool = True
+    seed: int, step: int, drawing: int, device: torch.device, everywhere: bool = True
 ) -> None:
-    """Seed the RNG of a window from (seed, step, data-parallel rank) alone.
+    """Seed the RNG of a window from (seed, step, `Mesh.drawing`) alone.
 
-    Tensor-parallel ranks draw the same. Nothing that happens between two windows can disturb it,
-    and a resumed run needs no RNG state. Without `everywhere` only torch's is seeded: nobody draws
-    from the others.
+    Tensor-parallel ranks draw the same, unless each has tokens of its own. Nothing that happens
+    between two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere`
+    only torch's is seeded: nobody draws from the others.
     """
-    number = seed_of(f"{seed}/{step}/{dp_rank}")
+    number = seed_of(f"{seed}/{step}/{drawing}")
     # torch.manual_seed queues a call a step where CUDA is not started
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

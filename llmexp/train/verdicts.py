@@ -135,7 +135,7 @@ def diagnosed(loop: Loop) -> str:
         step = loop.progress.step - 1
         window = next(read_ahead(loop.parts, loop.mesh, step))
         seed, foreign = loop.config.train.seed, loop.parts.foreign_code
-        seed_step(seed, step, loop.mesh.dp_rank, loop.mesh.device, foreign)
+        seed_step(seed, step, loop.mesh.drawing, loop.mesh.device, foreign)
         return first_bad(loop.setup, window)
     except Exception as error:  # it only explains
         return f"where is not known: {error!r}"

@@ -56,7 +56,7 @@ class WindowCut:
 
 ONE_RANK = {
     "kind": "single", "nproc_per_node": 1, "nnodes": 1,
-    "tensor_parallel_size": None, "replicate_size": None,
+    "tensor_parallel_size": None, "sequence_parallel": False, "replicate_size": None,
 }  # fmt: skip
 TWO_RANKS = ONE_RANK | {"kind": "ddp", "nproc_per_node": 2}
 

@@ -165,6 +165,26 @@ def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
     assert activations("batch.micro_batch_size=8", FULL) < two / 3
 
 
+@pytest.mark.parametrize("model", [GPT, LLAMA])
+def test_ranks_that_share_the_tokens_share_the_activations(model):
+    """Nothing in a block is whole on a rank; outside are the embedded tokens and the last ones."""
+
+    def activations(layers: int, *ranks: str) -> int:
+        parts = parts_of(*model, f"model.n_layers={layers}", "batch.micro_batch_size=4", *ranks)
+        return rehearse(parts, cut_of(parts), "bf16", device_named("h200"))["activations"]
+
+    four = ["parallelism=tp", "parallelism.nproc_per_node=4"]
+    heads = ["model.n_kv_heads=4"] if model is LLAMA else []
+
+    def a_block(*ranks: str) -> int:
+        return (activations(9, *heads, *ranks) - activations(5, *heads, *ranks)) // 4
+
+    alone, shared = a_block(), a_block(*four, "parallelism.sequence_parallel=true")
+    # or less: the tokens are rounded to bf16 once for all products
+    assert 0.85 * alone / 4 < shared < 1.01 * alone / 4
+    assert a_block(*four) > 1.3 * shared
+
+
 def planned(capsys, *overrides: str) -> str:
     assert run(["plan", *overrides]) == 0
     return " ".join(capsys.readouterr().out.split())

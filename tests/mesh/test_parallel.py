@@ -3,6 +3,7 @@ all along."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -310,8 +311,12 @@ def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
         assert [2 * r["loss_scale"] for r in run.rows()] == [r["loss_scale"] for r in alone.rows()]
 
 
-def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path, settings):
-    """Also with sgd, no clipping and samples of text."""
+@pytest.mark.parametrize(
+    "shared", [pytest.param("false", marks=pytest.mark.slow), "true"], ids=["heads", "tokens too"]
+)
+def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path, settings, shared):
+    """Also with sgd, no clipping and samples of text. Ranks that share the tokens have masks of
+    their own."""
     (tmp_path / "masks.py").write_text(
         "import os, torch\n"
         "def keep(event, context):\n"
@@ -332,14 +337,19 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "train.sample_every=2",
         "train.max_steps=2",
         "train.eval_every=null",
+        f"parallelism.sequence_parallel={shared}",
     ]
     run = train(tmp_path, "run", *settings, *overrides, "data.val_ratio=0", *FOUR)
     assert len(run.rows()) == 2
     masks = [torch.load(tmp_path / f"masks{rank}.pt") for rank in range(4)]
     assert 0.2 < masks[0].double().mean() < 0.4
-    assert torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[2], masks[3])
-    assert not torch.equal(masks[0], masks[2])
+    same = [
+        pair
+        for pair in itertools.combinations(range(4), 2)
+        if torch.equal(*map(masks.__getitem__, pair))
+    ]
+    assert same == ([(0, 1), (2, 3)] if shared == "false" else [])
+    assert masks[0].shape[1] == (12 if shared == "false" else 6)
 
 
 REFUSED = {
@@ -356,6 +366,9 @@ REFUSED = {
     "parallelism=ddp parallelism.nproc_per_node=3": "batch.real_batch_size=8: is not a multiple",
     "parallelism=ddp parallelism.tensor_parallel_size=2": "choose parallelism=tp or fsdp_tp",
     "parallelism=ddp parallelism.replicate_size=2": "choose parallelism=hsdp",
+    "parallelism=fsdp parallelism.sequence_parallel=true": "choose parallelism=tp or fsdp_tp",
+    "parallelism=tp parallelism.nproc_per_node=2 parallelism.sequence_parallel=true "
+    "batch.sequence_length=11": "batch.sequence_length=11: cannot be shared evenly by the 2 ranks",
     "parallelism=fsdp "
     "parallelism.fsdp_communication=twice": "must be one of every_micro_batch, once",
 }
@@ -377,12 +390,29 @@ HEADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["parallelism.sequence_parallel=true", "batch.document_mask=true", "model.norm=post",
+         "parallelism.activation_checkpointing=full"],
+        pytest.param(
+            ["parallelism.sequence_parallel=true", "model.biases=all", "train.compile=true",
+             "parallelism.activation_checkpointing=selective"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "tokens shared too", "and compiled"],
+)  # fmt: skip
 def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
-    tmp_path, settings, capsys
+    tmp_path, settings, capsys, more
 ):
-    """Weights of norms act on the heads of every rank; from the second step on, a lost part of the
-    gradient would show in the losses. The text that is sampled is that of one rank, too."""
+    """Weights of norms act on the heads (or tokens) of every rank; from the second step on, a lost
+    part of the gradient would show in the losses. The text that is sampled is that of one rank,
+    too."""
     split = ["parallelism=tp", "parallelism.nproc_per_node=2"]
+    settings = [*settings, *(m for m in more if "sequence" not in m)]
+    split += more[:1]
     rows, samples = [], []
     for name, more in (("one", ["parallelism=single"]), ("two", split)):
         run = llmexp("train", *HEADS, *settings, *more, f"hydra.run.dir={name}", cwd=tmp_path)

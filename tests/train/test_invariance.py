@@ -48,6 +48,9 @@ RANKS = {
         8, 1, "fsdp_tp", "nproc_per_node=4", "tensor_parallel_size=2",
         "activation_checkpointing=selective"
     ),
+    "fsdp_tp 2x2, tokens shared too": (
+        4, 2, "fsdp_tp", "nproc_per_node=4", "tensor_parallel_size=2", "sequence_parallel=true"
+    ),
 }  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def compare(
 
 
 # Parts of the others; tests/mesh/test_parallel.py holds each layout against one rank.
-PARTS = ("fsdp 2", "hsdp 2x2", "tp 2")
+PARTS = ("fsdp 2", "hsdp 2x2", "tp 2", "fsdp_tp 2x2, selective recomputation")
 FIRST = [name for name in (*CUTS, *RANKS) if name not in PARTS]
 ALL = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)]
 

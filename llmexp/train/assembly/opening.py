@@ -86,9 +86,8 @@ def join_ranks(config: Config) -> mesh.Mesh:
     """Return this process's place among the ranks that share a model. Raises ConfigError."""
     p = config.parallelism
     layout = solve_layout(p, p.nproc_per_node or 1)
-    sizes = layout.replicate_size, layout.shard_size, layout.tensor_parallel_size
     try:
-        return mesh.join(device_of(config), p.kind, *sizes, backend=p.backend)
+        return mesh.join(device_of(config), p.kind, *layout.sizes, backend=p.backend)
     except ValueError as error:
         raise ConfigError(f"parallelism: {error}") from None
 

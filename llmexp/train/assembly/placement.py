@@ -14,9 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from llmexp import mesh
+from llmexp.models.common import LanguageModel
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
-from llmexp.run.layout import Layout, check_split, solve_layout
+from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 from llmexp.settings.config import Config
 from llmexp.settings.values import is_ours, refuse
 from llmexp.update import precision
@@ -129,6 +130,11 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     if tp == 1:
         return
     check_split(config.model, tp)
+    if p.sequence_parallel:
+        check_tokens(config.batch.sequence_length, tp)
+        if not (isinstance(loss.model, LanguageModel) and loss.model.is_ours()):
+            text = f"{config.model['_target_']} is none of the models that know how to share tokens"
+            raise refuse("parallelism.sequence_parallel", True, text, False)
     if config.model.get("qk_norm", "none") not in ("none", "head"):
         given = f"model.qk_norm={config.model['qk_norm']}"
         text = f"{given} normalizes all heads at once, and each rank holds only a part of them"
