@@ -221,6 +221,7 @@ LISTINGS = (
 # Blocks whose lines depend on more than their command: who runs the command sees others.
 BY_HAND = {
     "docs/verify.md": ("verify transfer",),  # two minutes; tests/verify/test_transfer.py
+    "docs/clipping.md": ("experiment=clip_rules",),  # 16 runs; tests/compare/test_output.py
     "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/train/test_averages.py
     # needs Ray; a sweep as that of the README, with a tokenizer of its own
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
@@ -239,7 +240,7 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
     for line in re.sub(r"valid\s+in\s+a\s+sequence", "valid in a sequence", output).splitlines():
         kept = any(re.match(pattern, line) for pattern in keep) or (kept and line.startswith("  "))
         if kept:
-            lines.append(line)
+            lines.append(line.rstrip())
         elif not lines or lines[-1] != "...":
             lines.append("...")
     return lines[:-1] if lines[-1] == "..." else lines
