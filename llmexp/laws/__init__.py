@@ -15,5 +15,5 @@ answer         all of the above in order: paths -> `Answer`
 words          the answer in sentences; numbers with their intervals
 narrowing      the rung, size or seed that would narrow a prediction most
 table          for the terminal, JSON
-page           the HTML page; plots makes its figures
+page           the HTML page and its figures
 """

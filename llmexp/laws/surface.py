@@ -10,14 +10,16 @@ of each run's figure there: (k, runs).
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+from scipy.optimize import nnls
 
 DELTA = 1e-3  # of Huber's function, in log loss
-EXPONENTS = np.geomspace(0.02, 2.0, 33)  # tried before the search
+EXPONENTS = np.geomspace(0.02, 2.0, 17)  # tried before the search
 BOUNDS = (0.005, 4.0)  # of an exponent
 STARTS = 4  # places that the search begins at
 WITHOUT_E = -40.0  # log E of a law without E
-CHUNK = 50_000  # losses that are computed at a time
 
 
 def log_losses(laws: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -53,11 +55,28 @@ def fit(x: np.ndarray, logs: np.ndarray, with_e: bool = True) -> tuple[np.ndarra
     return laws[np.argmin(sums)], float(sums.min())
 
 
+def _starts(x: np.ndarray, logs: np.ndarray, with_e: bool) -> np.ndarray:
+    """Return laws to begin at: the best of a grid of exponents, each with the best E, A and B.
+
+    These are the non-negative least squares of relative differences.
+    """
+    k, loss, found = len(x), np.exp(logs), []
+    for exponents in itertools.product(EXPONENTS, repeat=k):
+        terms = [np.full(len(loss), float(with_e)), *np.exp(-np.array(exponents)[:, None] * x)]
+        factors, rest = nnls((np.array(terms) / loss).T, np.ones(len(loss)))
+        found.append((rest, *factors, *exponents))
+    laws = np.array(sorted(found)[:STARTS])[:, 1:]
+    laws[:, : 1 + k] = np.log(np.maximum(laws[:, : 1 + k], 1e-4 * loss.min()))
+    if not with_e:
+        laws[:, 0] = WITHOUT_E
+    return laws
+
+
 def _moved(laws: np.ndarray, by: np.ndarray) -> np.ndarray:
     """Return the laws over x + by of laws over x."""
-    k = len(by)
-    factors = laws[:, 1 : 1 + k] + laws[:, 1 + k :] * by[:, 0]
-    return np.concatenate([laws[:, :1], factors, laws[:, 1 + k :]], axis=1)
+    k, found = len(by), laws.copy()
+    found[:, 1 : 1 + k] += found[:, 1 + k :] * by[:, 0]
+    return found
 
 
 def refine(
@@ -65,24 +84,13 @@ def refine(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return laws near the given ones that fit samples of log losses best, and their Huber sums.
 
-    Samples and laws are rows. `delta`: infinity makes it least squares.
+    Samples and laws are rows. Each step is to the least squares with Huber's weights about the law
+    (Gauss-Newton); one that does not lower the sum is not taken, and the next one is damped
+    (Levenberg and Marquardt). `delta`: infinity makes it least squares.
     """
-    middle, size = x.mean(axis=1, keepdims=True), max(1, CHUNK // logs.shape[1])
-    laws, sums = _moved(laws, -middle), np.empty(len(logs))
-    for part in (slice(i, i + size) for i in range(0, len(logs), size)):
-        laws[part], sums[part] = _refine(laws[part], x - middle, logs[part], delta, most)
-    return _moved(laws, middle), sums
-
-
-def _refine(
-    laws: np.ndarray, x: np.ndarray, logs: np.ndarray, delta: float, most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Step to the least squares with Huber's weights about each law (Gauss-Newton).
-
-    A step that does not lower the sum is not taken, and the next one is damped (Levenberg and
-    Marquardt).
-    """
-    laws, rest = laws.copy(), log_losses(laws, x) - logs
+    middle = x.mean(axis=1, keepdims=True)
+    laws, x = _moved(laws, -middle), x - middle
+    rest = log_losses(laws, x) - logs
     best, exponents = huber(rest, delta), slice(1 + len(x), None)
     damping, idle = np.full(len(laws), 2e-5), np.zeros(len(laws), int)
     going, diagonal = np.arange(len(laws)), np.arange(laws.shape[1])
@@ -92,9 +100,8 @@ def _refine(
         weighted = by * np.minimum(1, delta / size)[:, None, :]
         square = weighted @ by.transpose(0, 2, 1)
         scale = square[:, diagonal, diagonal]
-        square[:, diagonal, diagonal] += (
-            damping[going, None] * scale + 1e-12 * scale.max(axis=1, keepdims=True) + 1e-300
-        )
+        least = 1e-12 * scale.max(axis=1, keepdims=True) + 1e-300
+        square[:, diagonal, diagonal] += damping[going, None] * scale + least
         step = np.linalg.solve(square, -weighted @ rest[going, :, None])[:, :, 0]
         tried = laws[going] + np.clip(step, -2, 2)
         tried[:, exponents] = np.clip(tried[:, exponents], *BOUNDS)
@@ -109,33 +116,4 @@ def _refine(
         going = going[idle[going] < 3]
         if not len(going):
             break
-    return laws, best
-
-
-def _starts(x: np.ndarray, logs: np.ndarray, with_e: bool) -> np.ndarray:
-    """Return laws to begin at: the best of a grid of exponents, each with the best E, A and B.
-
-    These are the non-negative least squares of relative differences, solved for each choice of
-    which of them are 0.
-    """
-    k, loss = len(x), np.exp(logs)
-    grid = np.stack(np.meshgrid(*[EXPONENTS] * k, indexing="ij")).reshape(k, -1).T
-    powers = np.exp(-grid[:, :, None] * x)
-    columns = np.concatenate([np.ones((len(grid), 1, len(loss))), powers], axis=1) / loss
-    square, right = columns @ columns.transpose(0, 2, 1), columns.sum(axis=2)
-    best, found = np.full(len(grid), np.inf), np.zeros((len(grid), 1 + k))
-    for chosen in range(1, 2 ** (1 + k)):
-        on = [i for i in range(1 + k) if chosen >> i & 1]
-        if on[0] == 0 and not with_e:
-            continue
-        part = square[:, on][:, :, on] + 1e-13 * len(loss) * np.eye(len(on))
-        solved = np.linalg.solve(part, right[:, on, None])[:, :, 0]
-        rest = len(loss) - (solved * right[:, on]).sum(axis=1)
-        good = (solved >= 0).all(axis=1) & (rest < best)
-        best[good], found[good] = rest[good], 0
-        found[np.ix_(good, on)] = solved[good]
-    lowest = np.argsort(best)[:STARTS]
-    factors = np.log(np.maximum(found[lowest], 1e-4 * loss.min()))
-    if not with_e:
-        factors[:, 0] = WITHOUT_E
-    return np.concatenate([factors, grid[lowest]], axis=1)
+    return _moved(laws, middle), best
