@@ -24,8 +24,9 @@ from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
+from llmexp.system.console import banner
 from llmexp.system.redact import clean, warn
-from llmexp.system.text import columns, duration, number, padded, readable_size
+from llmexp.system.text import columns, duration, number, one_line, padded, readable_size
 
 INCOMPLETE = 1
 
@@ -146,9 +147,9 @@ def _show(lines: Sequence[RunLine]) -> None:
 
     console = Console(width=columns(), highlight=False, markup=False, emoji=False)
     count = 5 if console.width >= 80 else 3
+    table = [(line.state, *_cells(line)) for line in lines]
     titles = ("state", "step", "loss", "age", "size")
-    table = [titles, *((line.state, *_cells(line)) for line in lines)]
-    head, *rows = padded([row[:count] for row in table], left=(0,))
+    head, *rows = padded([row[:count] for row in (titles, *table)], left=(0,))
     console.print("  ".join([*head, "run"]))
     groups: dict[Path, list[tuple[RunLine, list[str]]]] = defaultdict(list)
     for line, cells in zip(lines, rows, strict=True):
@@ -164,9 +165,9 @@ def _show(lines: Sequence[RunLine]) -> None:
             row = Text("  ").join([state, *map(Text, (*figures, line.name))])
             console.print(row, soft_wrap=True)
             if line.error:
-                console.print(f"  {line.error[:200]}")
-    total = readable_size(sum(line.size for line in lines))
-    console.print(f"\n{plural(len(lines), 'run')}, {total}")
+                console.print(banner([("", one_line(line.error))], console.width))
+    size = sum(line.size for line in lines)
+    console.print(f"\n{plural(len(lines), 'run')}, {readable_size(size)}")
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:
@@ -198,12 +199,13 @@ def _remove_checkpoints(lines: Sequence[RunLine], yes: bool) -> int:
         except ConfigError:
             continue  # it is in training
         except OSError as error:
-            where = clean(line.path)
-            warn(f"{where}: {error.strerror}; nothing is removed there")
+            warn(f"{clean(line.path)}: {error.strerror}; nothing is removed there")
             failed.append(line.path)
     if freed:
-        tail = "freed" if yes else "would be freed; --yes removes them"
-        print(f"{len(freed)} checkpoints, {readable_size(sum(freed))} {tail}")
+        print(
+            f"{len(freed)} checkpoints, {readable_size(sum(freed))}",
+            "freed" if yes else "would be freed; --yes removes them",
+        )
     elif not failed:
         print("there is nothing to remove")
     return INCOMPLETE if failed else DONE
@@ -217,10 +219,9 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
     steps = checkpoint_folders(where)
     if len(steps) < 2:
         return
-    kept = next((p for p in reversed(steps) if _is_whole(p)), None)
+    kept = next(filter(_is_whole, reversed(steps)), None)
     if kept is None:
-        text = "no checkpoint is whole, so none is removed"
-        warn(f"{clean(where)}: {text}")
+        warn(f"{clean(where)}: no checkpoint is whole, so none is removed")
         return
     for old in steps:
         if old == kept:
