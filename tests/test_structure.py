@@ -45,7 +45,7 @@ SIZES = {
     "tracker": 9_700,
     "compare": 51_350,
     "train": 39_750,
-    "laws": 17_850,
+    "laws": 17_750,
     "evaluate": 2_550,
     "forecast": 11_000,
     "compose": 10_500,

@@ -39,15 +39,18 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     runs: dict[Path, tuple[Path, SweepFolder]] = {}
     places: dict[Path, Path] = {}
     problems: list[str] = []
-    for path in _expanded(paths):
-        if _is_csv(path):
-            found.append(read_csv(path))
-            continue
-        of_path, more = find([path])
-        problems += more
-        for run in of_path:
-            runs.setdefault(run[0].resolve(), run)
-            places.setdefault(run[0], Path("runs") if looks_like_run(path) else path)
+    for given in paths:
+        exact = os.path.lexists(given)
+        names = [] if exact else sorted(glob.glob(str(given), recursive=True))
+        for path in map(Path, names or [str(given)]):
+            if path.suffix.lower() == ".csv" and path.is_file():
+                found.append(read_csv(path))
+                continue
+            of_path, more = find([path])
+            problems += more
+            for run in of_path:
+                runs.setdefault(run[0].resolve(), run)
+                places.setdefault(run[0], Path("runs") if looks_like_run(path) else path)
     records = read(list(runs.values()))
     problems += [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
     points, out = points_of(records)
@@ -67,20 +70,6 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
         raise ConfigError("\n".join([*problems, f"{text}; for example llmexp fit outputs/default"]))
     _tell_apart(found)
     return found, problems
-
-
-def _is_csv(path: Path) -> bool:
-    return path.suffix.lower() == ".csv" and path.is_file()
-
-
-def _expanded(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the paths; in place of a glob that matches CSV files, what it matches."""
-    found: list[Path] = []
-    for path in paths:
-        exact = os.path.lexists(path)
-        names = [] if exact else [Path(n) for n in sorted(glob.glob(str(path), recursive=True))]
-        found += names if any(map(_is_csv, names)) else [Path(path)]
-    return found
 
 
 def _settings(runs: Sequence[Record]) -> Settings:

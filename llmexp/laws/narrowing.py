@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,37 +61,29 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
     if predict is None:
         s.target = AHEAD * math.exp(s.span[1])
     found = _candidates(s, c, budget[0], size[0])
-    widths = {one: _width(s, one) for one in found}
-    best = min(found, key=widths.__getitem__)
+    half = (s.predicted.loss.high - s.predicted.loss.low) / 2
+    widths = [half * _narrowed(s, one) for one in found]
+    best = found[int(np.argmin(widths))]
     why = f"{best.given} narrows the val loss at {flops_text(s.predicted.flops)} FLOPs most"
     if s.edge:
-        why = f"the best size may lie beyond those that were tried: widen to {s.edge} N"
-        smallest = _values(c, size[0])[0]
-        larger = "larger" in s.edge
-        beyond = [one for one in found if one.key == size[0] and (one.value > smallest) == larger]
-        best = next(iter(beyond), None) or next(one for one in found if one.key == budget[0])
-        if not beyond:
-            why = (
-                f"{why.partition(':')[0]}, but {size[0]} can go no smaller than {smallest:g}; a "
-                "larger budget has a larger best size"
-            )
-    words = {
-        one: f"{one.given} to about ±{width:.2g} for {flops_text(_flops(s, one))} FLOPs"
-        for one, width in widths.items()
-    }
-    why += f" (its interval is ±{_half(s):.2g}): {'; '.join([words.pop(best), *words.values()])}."
+        smallest, larger = _values(c, size[0])[0], "larger" in s.edge
+        sizes = [one for one in found if one.key == size[0]]
+        beyond = [one for one in sizes if (one.value > smallest) == larger]
+        best = (beyond or [one for one in found if one.key == budget[0]])[0]
+        why = "the best size may lie beyond those that were tried"
+        why += f": widen to {s.edge} N" if beyond else (
+            f", but {size[0]} can go no smaller than {smallest:g}; a larger budget has a larger "
+            "best size"
+        )  # fmt: skip
+    words = {}
+    for one, width in zip(found, widths, strict=True):
+        flops = float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).sum())
+        words[one] = f"{one.given} to about ±{width:.2g} for {flops_text(flops)} FLOPs"
+    why += f" (its interval is ±{half:.2g}): {'; '.join([words.pop(best), *words.values()])}."
+    words_of_step = ("resume", str(known.sweep.path), best.given)
     tokens = round(float(np.exp(best.tokens).sum()))
-    path = str(known.sweep.path)
-    return Step("rung", why, ("resume", path, best.given), len(best.sizes), tokens,
-                known.hours(tokens))  # fmt: skip
-
-
-def _flops(s: Surface, one: Candidate) -> float:
-    return float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).sum())
-
-
-def _half(s: Surface) -> float:
-    return (s.predicted.loss.high - s.predicted.loss.low) / 2
+    hours = known.hours(tokens)
+    return Step("rung", why, words_of_step, len(best.sizes), tokens, hours)
 
 
 def _values(c: Result, key: str) -> list[float]:
@@ -100,6 +93,17 @@ def _values(c: Result, key: str) -> list[float]:
 
 def _candidates(s: Surface, c: Result, budget: str, size: str) -> list[Candidate]:
     """Return the next size on both sides, the next budget, and all runs with another seed."""
+
+    def added(key: str, value: float, budgets: Any, sizes: np.ndarray) -> Candidate:
+        """Return runs of some budgets and log sizes."""
+        tokens = {
+            "train.max_flops": np.log(budgets) - s.frontier.price.at(sizes),
+            "train.tokens_per_parameter": np.log(budgets) + sizes,
+            "train.max_tokens": np.log(budgets) + 0 * sizes,
+        }
+        usual = np.full(len(sizes), np.log(s.tokens).mean())
+        return Candidate(key, value, sizes, tokens.get(budget, usual))
+
     found, of_sizes, budgets = [], _values(c, size), _values(c, budget)
     x = np.array([number(p.values.get(size)) or 1.0 for p in s.ladder.points])
     line = np.polyfit(np.log(x), np.log(s.sizes), 1)
@@ -107,10 +111,10 @@ def _candidates(s: Surface, c: Result, budget: str, size: str) -> list[Candidate
     for value in (_next(of_sizes[::-1], whole), _next(of_sizes, whole)):
         if value and value not in of_sizes:
             n = np.full(len(budgets), np.polyval(line, math.log(value)))
-            found.append(Candidate(size, value, n, _tokens(s, budget, np.array(budgets), n)))
-    n, more = np.log(np.unique(s.sizes)), _next(budgets, whole=False)
-    found.append(Candidate(budget, more, n, _tokens(s, budget, np.full(len(n), more), n)))
-    seed = 1 + max((int(v) for v in _values(c, SEED)), default=0)
+            found.append(added(size, value, budgets, n))
+    more = _next(budgets, whole=False)
+    found.append(added(budget, more, more, np.log(np.unique(s.sizes))))
+    seed = 1 + max(map(int, _values(c, SEED)), default=0)
     return [*found, Candidate(SEED, seed, np.log(s.sizes), np.log(s.tokens))]
 
 
@@ -123,28 +127,15 @@ def _next(values: Sequence[float], whole: bool) -> float:
     return found if found > 0 else last // 2  # 0 below 1
 
 
-def _tokens(s: Surface, budget: str, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the log tokens of runs of some budgets and log sizes."""
-    each = {
-        "train.max_flops": np.log(values) - s.frontier.price.at(sizes),
-        "train.tokens_per_parameter": np.log(values) + sizes,
-        "train.max_tokens": np.log(values),
-    }
-    return each.get(budget, np.full(len(sizes), np.log(s.tokens).mean()))
-
-
-def _width(s: Surface, added: Candidate) -> float:
-    """Return about half the interval of the predicted loss with the added runs.
+def _narrowed(s: Surface, added: Candidate) -> float:
+    """Return about which share of the interval of the predicted loss is left with added runs.
 
     To the first order: the runs' slopes tell what is known of the law's numbers; the loss of the
     best size moves with these as the loss at that size does.
     """
-    c, law = math.log(s.predicted.flops), s.ensemble.law
-    best = np.array([[s.frontier.sizes(c)[0]], [s.frontier.tokens(c)[0]]])
-    gradient, own = slopes(law, best)[0, :, 0], slopes(law, s.ensemble.x)[0]
-    new = slopes(law, np.array([added.sizes, added.tokens]))[0]
-
-    def spread(known: np.ndarray) -> float:
-        return float(np.linalg.norm(np.linalg.lstsq(known, gradient)[0]))
-
-    return spread(np.concatenate([own, new], axis=1)) / spread(own) * _half(s)
+    c, law, f = math.log(s.predicted.flops), s.ensemble.law, s.frontier
+    own = slopes(law, s.ensemble.x)[0]
+    both = np.hstack([own, slopes(law, np.array([added.sizes, added.tokens]))[0]])
+    gradient = slopes(law, np.array([f.sizes(c)[:1], f.tokens(c)[:1]]))[0, :, 0]
+    now, then = (np.linalg.norm(np.linalg.lstsq(known, gradient)[0]) for known in (own, both))
+    return float(then / now)

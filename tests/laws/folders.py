@@ -46,17 +46,19 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
     (path / "run.json").write_text(json.dumps(facts))
     status = {"state": state, "summary": {"steps": 100}}
     (path / "status.json").write_text(json.dumps(status))
-    rows = [
-        {
-            "step": 50,
-            "tokens_seen": tokens // 2,
-            "train/loss": 5.0,
-            "val/loss": 5.0,
-            "lr": rates[0],
-        },
-        {"step": 100, "tokens_seen": tokens, "train/loss": loss, "val/loss": loss, "lr": rates[1]},
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(path / "metrics.jsonl", "w") as file:
+        for step, seen, value, lr in (
+            (50, tokens // 2, 5.0, rates[0]),
+            (100, tokens, loss, rates[1]),
+        ):
+            row = {
+                "step": step,
+                "tokens_seen": seen,
+                "train/loss": value,
+                "val/loss": value,
+                "lr": lr,
+            }
+            file.write(json.dumps(row) + "\n")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -63,6 +64,13 @@ def ladder(
             loss = law.loss(n, c / K / n) * math.exp(noise * z)
             points.append(Point(f"{len(points)}", {"given": n}, c / K / n, c, loss))
     return Ladder(name, points)
+
+
+def csv_of(path: Path, points: list[Point]) -> Path:
+    """A CSV file with the points."""
+    lines = [f"{p.sizes['given']},{p.tokens},{p.loss}" for p in points]
+    path.write_text("\n".join(["N,D,loss", *lines]) + "\n")
+    return path
 
 
 def beyond(budgets: int) -> float:

@@ -21,17 +21,15 @@ from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, start
 from tests.conftest import llmexp as llmexp_command
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
-from tests.laws.planted import LAWS, Law, ladder
+from tests.laws.planted import LAWS, Law, csv_of, ladder
 from tests.tools import alive, printed, wait_for
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
 
-def csv_of(path, law, *shape, **more):
-    points = ladder(law, *shape, **more).points
-    lines = [f"{p.sizes['given']},{p.tokens},{p.loss}" for p in points]
-    path.write_text("\n".join(["N,D,loss", *lines]) + "\n")
-    return path
+def good(folder, *shape):
+    """A CSV file of Hoffmann's law, budgets x sizes."""
+    return csv_of(folder / "good.csv", ladder(LAWS["hoffmann"], *shape, noise=0.003, seed=1).points)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +72,8 @@ def test_two_ladders_of_one_name_as_json(tmp_path, capsys):
     paths = []
     for i, name in enumerate(("d1", "d2")):
         (tmp_path / name).mkdir()
-        path = csv_of(tmp_path / name / "ladder.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=i)
-        paths.append(str(path))
+        points = ladder(LAWS["hoffmann"], 3, 4, noise=0.003, seed=i).points
+        paths.append(str(csv_of(tmp_path / name / "ladder.csv", points)))
     assert command(["fit", *paths, "--json"]) == 0
     found = printed("fit", capsys.readouterr().out)
     assert [one["name"] for one in found["ladders"]] == ["d1/ladder", "d2/ladder"]
@@ -274,7 +272,7 @@ def test_paths_with_another_number_are_two_ladders_and_parts_of_one_are_one(tmp_
 
 
 def test_a_csv_with_any_case_and_without_tokens(tmp_path):
-    path = csv_of(tmp_path / "points.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    path = good(tmp_path, 4, 5)
     whole = llmexp.fit(path, predict=1e21).data
     assert whole["count"] == "given"
     assert whole["ladders"][0]["runs"] == 20
@@ -319,7 +317,7 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
     ],
 )
 def test_what_is_refused(tmp_path, capsys, words, said):
-    csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=1)
+    good(tmp_path, 3, 4)
     (tmp_path / "bad.csv").write_text("N,D,loss\n1e6,x,3\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
     (tmp_path / "few.csv").write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
@@ -332,12 +330,8 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_python_names_arguments_as_python_does(tmp_path):
-    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 3, 4, noise=0.003, seed=1)
     with pytest.raises(ConfigError, match="form='line': must be one of surface"):
-        llmexp.fit(path, form="line")
+        llmexp.fit(paths["csv"], form="line")  # as Python has it
 
 
 @pytest.mark.parametrize(
@@ -353,7 +347,7 @@ def test_python_names_arguments_as_python_does(tmp_path):
     ],
 )
 def test_what_is_said_beside_the_answer(tmp_path, capsys, words, said):
-    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    path = good(tmp_path, 4, 5)
     assert command(["fit", str(path), *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert said in text
@@ -366,7 +360,7 @@ def test_what_is_said_beside_the_answer(tmp_path, capsys, words, said):
 @pytest.mark.parametrize("columns", [60, 100])
 def test_the_text_fits_the_terminal(tmp_path, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    path = csv_of(tmp_path / "good.csv", LAWS["hoffmann"], 4, 5, noise=0.003, seed=1)
+    path = good(tmp_path, 4, 5)
     assert command(["fit", str(path), "--predict", "1e24", "--why"]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= columns for line in text.splitlines())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from llmexp.__main__ import run as command
 from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
-from llmexp.laws.gain import gain
+from llmexp.laws.gain import Gain, Need, gain
+from llmexp.laws.law import Estimate
 from llmexp.laws.page import page
 from llmexp.laws.power import Power
+from llmexp.laws.table import to_json
 from tests.compare.test_page import BROKEN, EVIL, Outline, array, browser, figures  # noqa: F401
-from tests.laws.planted import LAWS, ladder
+from tests.laws.planted import LAWS, csv_of, ladder
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -61,6 +64,17 @@ def test_an_edge_has_no_stars_and_a_power_law_has_a_curve():
     assert set(drawn) == {"power-planted", "residuals-planted"}
 
 
+def test_what_has_no_end_is_null_in_json_and_any_in_words():
+    answer = made("a")
+    need = Need(1e20, Estimate(1.5, 0.5, math.inf), np.bool_(False))
+    answer.gains = [Gain("m", "a", need, None, None, [need, need])]
+    found = json.loads(to_json(answer))
+    ratio = {"value": 1.5, "low": 0.5, "high": None}
+    assert found["gains"][0]["common"] == {"flops": 1e20, "ratio": ratio, "shown": False}
+    assert found["headline"].startswith("m needs 1.5x [0.5, any] of the compute of a (no diff")
+    page(answer)
+
+
 def test_what_comes_from_names_is_text():
     outline = Outline(page(made(EVIL, "b")))
     assert not any(tag == "img" for tag, _ in outline.tags)
@@ -70,9 +84,7 @@ def test_what_comes_from_names_is_text():
 @pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow)])
 def test_the_page_fits_a_desk_and_a_phone(browser, tmp_path, capsys, scheme):  # noqa: F811
     for name, seed in (("adamw", 1), ("muon", 2)):
-        points = ladder(H, 4, 6, 0.003, seed).points
-        lines = [f"{p.sizes['given']},{p.tokens},{p.loss}" for p in points]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["N,D,loss", *lines]))
+        csv_of(tmp_path / f"{name}.csv", ladder(H, 4, 6, 0.003, seed).points)
     where = tmp_path / "laws.html"
     paths = [str(tmp_path / f"{name}.csv") for name in ("adamw", "muon")]
     assert command(["fit", *paths, "--predict", "1e22", "--html", str(where)]) == 0
