@@ -10,7 +10,7 @@ from typing import Any
 from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.work import TRAIN, Source
 from llmexp.settings.convert import convert_section, convert_value
-from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
+from llmexp.settings.values import ConfigError, Knob, knob, refuse
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -131,23 +131,17 @@ def read_stages(
     stages: Sequence[Mapping[str, Any]], names: list[str], sequence_length: int
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
-    if not isinstance(stages, Sequence) or isinstance(stages, str):
-        raise refuse("data.stages", stages, "a list is needed", "[]")
-    found: dict[int, dict[str, float]] = {}
     like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
-    example = f"for example {typed('data.stages', like)}"
-    for number, value in enumerate(stages):
-        key = f"data.stages[{number}]"
-        if not isinstance(value, Mapping) or set(value) != {"from_tokens", "weights"}:
-            raise refuse(key, value, f"from_tokens and weights are needed; {example}")
-        try:
-            given = convert_section(StageKnobs, value, f"{key}.")
-            weights = {
-                str(name): convert_value(float, weight, f"{key}.weights.{name}", WEIGHT)
-                for name, weight in given.weights.items()
-            }
-        except ConfigError as error:
-            raise ConfigError(f"{error}; {example}", error.key, error.code) from None
+    given_stages: list[StageKnobs] = convert_value(
+        list[StageKnobs], stages, "data.stages", Knob("", like)
+    )
+    found: dict[int, dict[str, float]] = {}
+    for number, given in enumerate(given_stages):
+        key = f"data.stages.{number}"
+        weights = {
+            str(name): convert_value(float, weight, f"{key}.weights.{name}", WEIGHT)
+            for name, weight in given.weights.items()
+        }
         if set(weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
             raise refuse(f"{key}.weights", given.weights, text)

@@ -88,7 +88,6 @@ def write_unit(
             for job, (ids, stops) in jobs:
                 path = path_of(job.chunk)
                 if not shards and (job.pieces or job.counts):
-                    dtype = id_type(work.tokenizer)
                     stem = path.with_suffix("")
                     shards = {
                         split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits

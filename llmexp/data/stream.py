@@ -144,10 +144,10 @@ class TokenStream:
         """Return bool [n, count]: which ids from `starts` on are no targets; None: all are."""
         return None if self.labels is None else self.labels.gather(starts, count) < 0
 
-    def samples(self, piece_tokens: int, pieces: int = 16) -> Iterator[np.ndarray]:
-        """Yield evenly spread pieces of the stream, first and last tokens among them."""
+    def samples(self, piece_tokens: int) -> Iterator[np.ndarray]:
+        """Yield 16 pieces of the stream, spread evenly, first and last tokens among them."""
         count = min(piece_tokens, len(self))
-        starts = np.linspace(0, len(self) - count, pieces).astype(np.int64)
+        starts = np.linspace(0, len(self) - count, 16).astype(np.int64)
         for start in np.unique(starts).tolist():
             yield self.read(start, count)
 

@@ -323,8 +323,8 @@ def pretrained(
     wait([found], download_timeout_s)
     if found.done() and found.exception() is None:
         return as_tokenizer(found.result())
-    why = f"no answer within {download_timeout_s:g} s"
-    why = type(found.exception()).__name__ if found.done() else why
+    silent = f"no answer within {download_timeout_s:g} s"
+    why = type(found.exception()).__name__ if found.done() else silent
     text = f"its files are neither cached nor could they be downloaded ({why})"
     way = "set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them"
     raise refuse("tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")

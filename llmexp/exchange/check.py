@@ -50,7 +50,8 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
             folder, trust_remote_code=False, local_files_only=True
         )
         theirs.model_max_length = int(1e30)  # no warning about the length of these texts
-        text = next(filter(lambda text: _differ(theirs, tokenizer, text), TEXTS), None)
+        ids = {text: theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS}
+        text = next((t for t in TEXTS if ids[t] != tokenizer.encode_ordinary(t)), None)
     except Exception as error:  # whatever its classes raise
         why = one_line(error)
         raise ConfigError(f"AutoTokenizer does not read the tokenizer: {why}") from None
@@ -62,11 +63,6 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     if doubts(tokenizer, files):
         return [found]
     raise ConfigError(f"{found}; --no-check writes the folder all the same")
-
-
-def _differ(theirs: Any, tokenizer: Tokenizer, text: str) -> bool:
-    ids = theirs(text, add_special_tokens=False)["input_ids"]
-    return bool(ids != tokenizer.encode_ordinary(text))
 
 
 def _model(library: Any, folder: Path) -> Any:

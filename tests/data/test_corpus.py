@@ -385,10 +385,11 @@ REFUSED = {
     "shares": ({"val": {"a": {"share": 0.6}, "b": {"share": 0.6}}}, "the shares add up to 1.2"),
     "main": ({"val_main": "near"}, "data.val_main=near: there is no such validation set; known: f"),
     "cache": ({"cache_dir": "FOLDER/web.jsonl"}, "the token cache cannot be written there"),
-    "stage": ({"stages": [{"from_tokens": 9}]}, r"data.stages\[0\]=.*from_tokens and weights"),
+    "stages of words": ({"stages": ["web"]}, "a list of sections is needed; for example 'data.st"),
+    "stage": ({"stages": [{"from_tokens": 9}]}, "data.stages.0.weights: this key is missing"),
     "stage start": (
         {"stages": [{"from_tokens": -5, "weights": {"web": 1.0, "code": 1}}]},
-        r"from_tokens=-5: must be at least 1 .*; for example 'data\.stages=\[{from_tokens: 1000000",
+        r"data.stages.0.from_tokens=-5: must be at least 1",
     ),
     "stage weight": (
         {"stages": [{"from_tokens": 9, "weights": {"web": 1.0}}]},
