@@ -25,7 +25,7 @@ from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.models.common import all_finite
-from llmexp.models.hf import open_weights
+from llmexp.models.hf import weight_files
 from llmexp.runs import rundir
 from llmexp.runs.naming import WEIGHTS, named_checkpoint
 from llmexp.settings.values import ConfigError, typed
@@ -153,7 +153,7 @@ def of_folder(folder: Path) -> WeightSource:
     described = folder / "config.json"
     config = read_object(described, f"{described}: cannot be read")
     family, knobs = from_config(config, str(described))
-    opened = open_weights(folder, lambda text: ConfigError(f"{folder}: {text}"))
+    opened = weight_files(folder, lambda text: ConfigError(f"{folder}: {text}"))
     place = {name: file for file, held in opened.items() for name in held.keys()}  # noqa: SIM118
     prefix = "" if any(name.startswith("transformer.") for name in place) else "transformer."
     names = {prefix + name if family.model_type == "gpt2" else name: name for name in place}

@@ -38,7 +38,7 @@ class HuggingFace(nn.Module):
         self.max_position_embeddings = getattr(config, "max_position_embeddings", None)
         causal, on_meta = library.AutoModelForCausalLM, torch.get_default_device().type == "meta"
         if pretrained:
-            open_weights(Path(str(path)), _wrong(path))
+            weight_files(Path(str(path)), _wrong(path))
         try:
             if pretrained and not on_meta:
                 self.model, found = causal.from_pretrained(
@@ -101,7 +101,7 @@ def _config(path: str | None) -> tuple[Any, Any]:
     return library, config
 
 
-def open_weights(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path, Any]:
+def weight_files(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path, Any]:
     """Return the files of weights of a folder of transformers, opened as safetensors.
 
     Raises `wrong` of the words for a file that is missing or damaged.
@@ -132,7 +132,7 @@ def open_weights(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path
 def check_finite(folder: Path) -> None:
     """Raise ConfigError for weights that hold a value that is not finite."""
     wrong = _wrong(folder)
-    for held in open_weights(folder, wrong).values():
+    for held in weight_files(folder, wrong).values():
         for name in held.keys():  # noqa: SIM118
             if not all_finite(held.get_tensor(name)):
                 raise wrong(f"{name} has values that are not finite")
