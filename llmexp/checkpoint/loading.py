@@ -48,6 +48,7 @@ from llmexp.checkpoint.pieces import (
     room_for,
 )
 from llmexp.checkpoint.stored import copy_overlap, read_entry
+from llmexp.mesh.groups import Mesh, any_rank
 from llmexp.system.fileio import file_state, sha256
 from llmexp.update.faces import finish
 from llmexp.update.states import traits_of
@@ -83,29 +84,31 @@ class Loaded:
 def latest(
     root: Path,
     warn: Callable[[str], None],
-    agree: Callable[[bool], bool] = lambda bad: bad,
+    joined: Mesh | None = None,
     kinds: tuple[str, ...] = KINDS,
-    hash_share: tuple[int, int] | None = (0, 1),
     only: int | None = None,
+    hashed: bool = True,
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`.
 
-    Damaged ones are skipped with a warning. On many ranks all call it: `agree` tells whether its
-    argument is true on any rank, and the ranks that know the damage name it. `kinds` and
-    `hash_share` are those of `read_checkpoint`. None when there is no checkpoint at all. Raises
+    Damaged ones are skipped with a warning. Ranks that are `joined` call together, share out the
+    hashing, and get the same one; those that know a damage name it. `kinds`: see `read_checkpoint`;
+    `hashed` false: no hash is checked. None when there is no checkpoint at all. Raises
     CheckpointError when there are some and all are damaged, and NewerFormat for one of a newer
     format version, on all ranks.
     """
     found = [path for path in checkpoint_folders(root) if only in (None, step_of(path))]
+    share = (0, 1) if joined is None else (joined.rank, joined.world_size)
     for path in reversed(found):
         loaded = None
         try:
-            loaded = read_checkpoint(path, kinds, hash_share)
+            loaded = read_checkpoint(path, kinds, share if hashed else None)
         except NewerFormat:
             raise
         except CheckpointError as error:
             warn(f"checkpoint {path.name} is damaged and not used: {error}")
-        if not agree(loaded is None):
+        bad = loaded is None
+        if not (bad if joined is None else any_rank(joined, bad)[0]):
             return loaded
         if loaded is not None:
             warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
@@ -121,7 +124,7 @@ def unhashed(root: Path) -> Loaded | None:
     """Return the newest checkpoint by its manifest and state: no hash is checked, no tensor found.
 
     None when there is no checkpoint. Raises CheckpointError when all are damaged."""
-    return latest(root, lambda text: None, kinds=(), hash_share=None)
+    return latest(root, lambda text: None, kinds=(), hashed=False)
 
 
 def read_checkpoint(

@@ -104,18 +104,13 @@ def open_checkpoint(
     `joined`: ranks that share out the hashing. Raises CheckpointError.
     """
     root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
-    found: Loaded | None
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
-    if joined is not None:
-        share, ranks = (joined.rank, joined.world_size), joined
-        found = loading.latest(
-            root, warn, lambda bad: mesh.any_rank(ranks, bad)[0], kinds, share, step
-        )
-    elif step is not None:
+    found: Loaded | None
+    if joined is None and step is not None:
         found = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
     else:
-        found = loading.latest(root, warn, kinds=kinds)
+        found = loading.latest(root, warn, joined, kinds, step)
     if found is None:
         raise loading.CheckpointError(f"{path}: has no checkpoint yet")
     if weights == "model":

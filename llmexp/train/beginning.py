@@ -66,13 +66,8 @@ def checkpoint_at(
     """Return the newest whole checkpoint below `root`, or that of the step `only`.
 
     It is the same on all ranks."""
-    return loading.latest(
-        root,
-        console.line if joined.rank == 0 else log_line,
-        lambda bad: mesh.any_rank(joined, bad)[0],
-        hash_share=(joined.rank, joined.world_size),
-        only=only,
-    )
+    warn = console.line if joined.rank == 0 else log_line
+    return loading.latest(root, warn, joined, only=only)
 
 
 def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> loading.Loaded:

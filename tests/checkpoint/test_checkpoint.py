@@ -15,6 +15,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -525,7 +527,8 @@ def on_four_ranks(rank: int, folder: str) -> None:
         for layout, world in LAYOUTS.items():
             # the others have no cut that these two do not have
             if rank < world and (layout == "single" or {saved, layout} & {"fsdp3", "fsdp_tp"}):
-                loaded = loading.latest(root / saved, print, hash_share=(rank, world))
+                alone: Any = SimpleNamespace(rank=rank, world_size=world, distributed=False)
+                loaded = loading.latest(root / saved, print, alone)
                 assert loaded is not None
                 model, optimizer = build(layout, meshes, 20)
                 with CommDebugMode() as counted:
@@ -539,11 +542,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
 
     # Four ranks share out the hashing; damage that one of them finds sends all of them to the
     # checkpoint before.
-    def agree(bad: bool) -> bool:
-        flag = torch.tensor(int(bad))
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
-
+    joined: Any = SimpleNamespace(rank=rank, world_size=4, distributed=True)
     save_all("hsdp", "shared", 1, 30)
     save_all("hsdp", "shared", 2, 31)
     save_all("hsdp", "shared", 3, 32)
@@ -559,9 +558,9 @@ def on_four_ranks(rank: int, folder: str) -> None:
         warnings: list[str] = []
         if chosen is None:
             with pytest.raises(loading.CheckpointError, match="all 3 checkpoints are damaged"):
-                loading.latest(root / "shared", warnings.append, agree, hash_share=(rank, 4))
+                loading.latest(root / "shared", warnings.append, joined)
         else:
-            loaded = loading.latest(root / "shared", warnings.append, agree, hash_share=(rank, 4))
+            loaded = loading.latest(root / "shared", warnings.append, joined)
             assert loaded is not None
             assert loaded.step == chosen
         (said,) = [w for w in warnings if path.name in w]

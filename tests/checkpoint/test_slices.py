@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,7 +104,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(root: Path, rank: int) -> bool:
     model, optimizer = state(1)
-    loaded = loading.latest(root, print, hash_share=(rank, RANKS))
+    joined: Any = SimpleNamespace(rank=rank, world_size=RANKS, distributed=False)
+    loaded = loading.latest(root, print, joined)
     assert loaded is not None
     loading.restore_model(loaded, model)
     loading.restore_optimizers(loaded, model, [optimizer])
