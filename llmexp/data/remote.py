@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import glob
-import hashlib
 import importlib
 import io
 import json
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.data.cache import cached, read_entry, write_entry
+from llmexp.data.cache import cached, entry_path, read_entry, write_entry
 from llmexp.data.files import match_files, patterns_of, sha256_of
 from llmexp.settings.values import ConfigError, refuse
 
@@ -114,8 +113,7 @@ class RemoteCache:
 
         `key`: the knob that the question is about.
         """
-        name = hashlib.sha256(question.encode()).hexdigest()[:32]
-        entry = self.cache / "notes" / f"remote-{name}.json"
+        entry = entry_path(self.cache, "remote", question)
         found = {} if self.anew else read_entry(entry)
         if {"answer", "day"} <= found.keys():
             self.remembered[key] = str(found["day"])

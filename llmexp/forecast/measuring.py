@@ -29,7 +29,6 @@ from llmexp.system.child import (
     start_worker,
 )
 from llmexp.train.calibration import ASKED, FILE
-from llmexp.train.group import numbered
 from llmexp.train.sizes import POLL_S, STORE
 
 ERRORS = "stderr.log"
@@ -130,6 +129,6 @@ class AllRanks:
             if failed and end == math.inf and self._store.check([failed]):
                 end = time.monotonic() + late_s
             if time.monotonic() > end:
-                raise Lost(f"{numbered(waiting)} was lost while sizes were tried")
+                raise Lost(f"{mesh.numbered(waiting)} was lost while sizes were tried")
             time.sleep(POLL_S)
         return [self._store.get(f"{key}/{rank}") for rank in range(self._world)]

@@ -23,6 +23,7 @@ from llmexp.mesh.groups import (
     maximum,
     mean_of_split,
     meeting_store,
+    numbered,
     ranks_where,
     shorten_timeout,
     total,

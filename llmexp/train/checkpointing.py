@@ -76,7 +76,7 @@ def refuse_changed_data(loop: Loop) -> None:
     except DataChanged as error:
         text = str(error)
     if ranks := mesh.ranks_where(joined, text is not None):
-        where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
+        where = f" ({mesh.numbered(ranks)})" if joined.distributed else ""
         since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
         if text is None:
             time.sleep(1.0)  # give the rank that knows the file time to report first
@@ -103,7 +103,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
         error = failed
     if failing := mesh.ranks_where(loop.mesh, error is not None):
         loop.saving = None
-        save_failed(loop, due.step, error, ", ".join(map(str, failing)), must)
+        save_failed(loop, due.step, error, mesh.numbered(failing), must)
     elif not due.committing:
         due.committing = True
         if loop.out.main:
@@ -128,11 +128,9 @@ def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: 
             time.sleep(1.0)  # give the rank that knows the cause time to report first
         limit = f"checkpoint.max_failures={most} in a row"
         limit = "the run may not end without it" if must else limit
-        raise TrainingFailed(
-            f"{what} ({error or f'rank {ranks} could not write'}); {limit}"
-        ) from error
+        raise TrainingFailed(f"{what} ({error or f'{ranks} could not write'}); {limit}") from error
     if loop.out.main:
-        reason = error or f"rank {ranks} could not write; its log says why"
+        reason = error or f"{ranks} could not write; its log says why"
         saved = loop.saved_step
         newest = "there is none yet" if saved is None else f"the newest is of step {saved}"
         count = f"failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"

@@ -96,9 +96,10 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
     ):
         digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):
+            who = mesh.numbered(differing, "has", "have")
             raise ConfigError(
-                f"{path}: rank {', '.join(map(str, differing))} has another {what} than rank 0; "
-                "all hosts need one shared run folder and the same versions"
+                f"{path}: {who} another {what} than rank 0; all hosts need one shared run folder "
+                "and the same versions"
             )
     return joined
 
@@ -169,31 +170,18 @@ def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: 
     waited = {note["rank"]: note["host"] for note in notes}
     absent = [r for r in range(world_size) if r not in waited]
     if absent and late:
-        return (
-            f"{numbered(absent)} did not arrive within {timeout_s:g} s (hung, stopped or cut off)"
-        )
+        how = f"did not arrive within {timeout_s:g} s (hung, stopped or cut off)"
+        return f"{mesh.numbered(absent)} {how}"
     if absent:
-        return f"{numbered(absent)} was lost (killed, or its host is down)"
+        return f"{mesh.numbered(absent)} was lost (killed, or its host is down)"
     hosts = {host: [r for r in sorted(waited) if waited[r] == host] for host in waited.values()}
     if not late or len(hosts) == 1:
         return ""
-    there = ", ".join(f"{host} ({numbered(hosts[host])})" for host in sorted(hosts))
+    there = ", ".join(f"{host} ({mesh.numbered(hosts[host])})" for host in sorted(hosts))
     return (
         f"all ranks waited {timeout_s:g} s for each other and none arrived; is the network between "
         f"their hosts cut? {there}"
     )
-
-
-def numbered(ranks: list[int]) -> str:
-    """Return `rank 3`, or `ranks 0-7, 9`: ascending numbers in words."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    words = (f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
 def leave_note(path: Path, rank: int, **account: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     if overflowed and not scaler.enabled:
         finish_last_save(loop)
         ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
-        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        where = f" on {mesh.numbered(ranks)}" if ranks else ""
         return (
             f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
             f"applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"

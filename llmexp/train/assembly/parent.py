@@ -25,6 +25,7 @@ from llmexp.settings.knobs import SEED, deciding_data, deciding_result, differin
 from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
+from llmexp.system.text import first_of
 from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
 
@@ -120,8 +121,7 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         new = flatten({"model": config.model})
         changed = differing(old, new)
         keys = [key for key in new if key in changed]
-        given = ", ".join(f"{key}={short_value(new[key])}" for key in keys[:3])
-        given += f" and {len(keys) - 3} more" * (len(keys) > 3)
+        given = first_of([f"{key}={short_value(new[key])}" for key in keys])
         has = f", and {run} has {short_value(old.get(keys[0]))}" if len(keys) == 1 else ""
         why = f"a fork has the model of its parent{has}" if keys else f"{run}: {error}"
         begin = typed("model.init_from", f"{run}@{step}")
