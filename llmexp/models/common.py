@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.models.initial import SEEDS, Blocks
+from llmexp.models.logits import keep_largest
 from llmexp.models.operands import Spread, autocast_dtype, products
 from llmexp.models.planned import kind_of
 from llmexp.settings.rules import MUP_HEAD
@@ -24,8 +26,8 @@ class LanguageModel(nn.Module):
     """Hold what GPT2 and Llama share.
 
     A model makes its parameters on the meta device and then calls `begin`. It has `blocks`, an
-    embedding's `dropout`, `head_weight` (v, d) and `features(tokens)`, the hidden states (b, t, d)
-    after the final norm.
+    embedding's `dropout`, a `final_norm`, `head_weight` (v, d) and `features(tokens)`, the hidden
+    states (b, t, d) after the final norm.
     """
 
     spread: Spread | None = None  # in training, where ranks share the tokens
@@ -34,7 +36,9 @@ class LanguageModel(nn.Module):
     flops_formula = "6 x matmul parameters + 12 x layers x length x width"
     blocks: nn.ModuleList
     dropout: nn.Dropout
+    final_norm: nn.Module
     head_weight: Tensor
+    max_position_embeddings: int
     residual: str  # the dtype of the residual stream: full, as the parameters', or autocast
     sliding_window: int | None = None  # tokens that a token looks back to; None: all
     base_width: int | None = None  # where model.parametrization is mup
@@ -65,15 +69,30 @@ class LanguageModel(nn.Module):
             attention: Any = block.attention
             attention.logit_scale = math.sqrt(MUP_HEAD) / attention.head_dim
 
-    def to_blocks(self, h_btd: Tensor) -> Tensor:
-        """Return the embedded tokens as the blocks take them: those of this rank."""
-        spread = self.spread if self.training else None
-        return self.dropout(h_btd if spread is None else spread.part(h_btd))
+    def placed(self, tokens_bt: Tensor, past: KVCache | None) -> tuple[int, Documents | None]:
+        """Return the position of the first token, and where documents lie.
 
-    def to_head(self, h_btd: Tensor) -> Tensor:
-        """Return the hidden states after the final norm as the output projection takes them."""
-        if self.spread is not None and self.training:
-            h_btd = self.spread.whole(h_btd)
+        Raises ConfigError for too long a sequence.
+        """
+        t = tokens_bt.shape[1]
+        first = 0 if past is None else past.begin(t)
+        check_length(first + t, self.max_position_embeddings)
+        if self.document_end is None:
+            return first, None
+        return first, find_documents(tokens_bt, self.document_end, self.document_spans)
+
+    def through_blocks(self, h_btd: Tensor, *given: Any) -> Tensor:
+        """Return what blocks and final norm make of embedded tokens, as the output head takes it.
+
+        With `residual` = autocast the residual stream is in the dtype of products: half the traffic
+        in 16 bits, and less exact. `given`: what each block takes beside it.
+        """
+        spread = self.spread if self.training else None
+        h_btd = self.dropout(h_btd if spread is None else spread.part(h_btd))
+        for block in self.blocks:
+            h_btd = block(autocast_dtype(h_btd) if self.residual == "autocast" else h_btd, *given)
+        h_btd = self.final_norm(h_btd)
+        h_btd = h_btd if spread is None else spread.whole(h_btd)
         return h_btd if self.width_ratio == 1 else h_btd / self.width_ratio
 
     def begin(self, device: torch.device) -> None:
@@ -113,14 +132,6 @@ class LanguageModel(nn.Module):
         std = INIT_STD / math.sqrt(2 * len(self.blocks)) if residual else INIT_STD
         return std / math.sqrt(ratio)
 
-    def stream(self, h_btd: Tensor) -> Tensor:
-        """Return the residual stream in the dtype of the parameters.
-
-        With `residual` = autocast it is in the dtype of products: half the traffic in 16 bits, and
-        less exact.
-        """
-        return autocast_dtype(h_btd) if self.residual == "autocast" else h_btd
-
     def is_ours(self) -> bool:
         """Return whether this is the class itself, not a subclass that may compute otherwise."""
         return type(self).__module__.startswith("llmexp.models.")
@@ -145,6 +156,33 @@ class LanguageModel(nn.Module):
         first: Any = self.blocks[0]
         width: int = first.attention.q_proj.out_features
         return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * width
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention; `heads` makes queries, keys and values of this rank's heads."""
+
+    split_over_ranks = False  # by tensor parallelism
+    spread: Spread | None = None
+    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
+    logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
+    grouped = False  # several query heads share a key and value head
+    head_dim: int
+    dropout: float
+    out_proj: nn.Module
+
+    def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def forward(self, x_btd: Tensor, *given: Any) -> Tensor:
+        """Return (b, t, d). `given`: what `heads` takes beside x, then documents, cache or None."""
+        *tables, documents = given
+        q_bhtk, k_bgtk, v_bgtk = self.heads(x_btd, *tables)
+        if self.largest_h is not None and self.training:
+            keep_largest(self, q_bhtk, k_bgtk, documents)
+        dropout = self.dropout if self.training else 0.0
+        y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped, self.logit_scale)
+        y_btd: Tensor = self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
+        return y_btd
 
 
 def parameter_counts(model: Any) -> tuple[int | None, int | None]:

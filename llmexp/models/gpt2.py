@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
-from llmexp.models.documents import Documents, KVCache, attend, find_documents
-from llmexp.models.logits import keep_largest
+from llmexp.models.common import (
+    LanguageModel,
+    SelfAttention,
+    check_divides,
+    embedding,
+    project,
+)
+from llmexp.models.documents import Documents, KVCache
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
 
 
-class Attention(nn.Module):
+class Attention(SelfAttention):
     """Causal multi-head self-attention with biases."""
-
-    split_over_ranks = False  # by tensor parallelism
-    spread: Spread | None = None
-    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
-    logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -38,20 +38,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def heads(self, x_btd: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (b, h, t, k) of this rank's heads."""
         parts = project(self, x_btd)
         b, t, _ = parts[0].shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         return tuple(x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in parts)
-
-    def forward(self, x_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
-        q_bhtk, k_bhtk, v_bhtk = self.heads(x_btd)
-        if self.largest_h is not None and self.training:
-            keep_largest(self, q_bhtk, k_bhtk, documents)
-        dropout = self.dropout if self.training else 0.0
-        y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout, scale=self.logit_scale)
-        return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -148,16 +140,8 @@ class GPT2(LanguageModel):
 
         Raises ValueError for too long a sequence.
         """
-        t = tokens_bt.shape[1]
-        first = 0 if past is None else past.begin(t)
-        check_length(first + t, self.max_position_embeddings)
-        positions = torch.arange(first, first + t, device=tokens_bt.device)
-        documents = None
-        if self.document_end is not None:
-            documents = find_documents(tokens_bt, self.document_end, self.document_spans)
-            positions = documents.positions_bt
+        first, documents = self.placed(tokens_bt, past)
+        positions = torch.arange(first, first + tokens_bt.shape[1], device=tokens_bt.device)
+        positions = positions if documents is None else documents.positions_bt
         h_btd = self.token_embedding(tokens_bt) + self.position_embedding(positions)
-        h_btd = self.to_blocks(h_btd)
-        for block in self.blocks:
-            h_btd = block(self.stream(h_btd), past or documents)
-        return self.to_head(self.final_norm(h_btd))
+        return self.through_blocks(h_btd, past or documents)

@@ -13,15 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import LanguageModel, check_divides, check_length, embedding, project
-from llmexp.models.documents import Documents, KVCache, attend, find_documents, within
-from llmexp.models.logits import keep_largest
+from llmexp.models.common import (
+    LanguageModel,
+    SelfAttention,
+    check_divides,
+    embedding,
+    project,
+)
+from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
 from llmexp.settings.values import choice, count, knob, refuse
@@ -116,13 +121,8 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
-class Attention(nn.Module):
+class Attention(SelfAttention):
     """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
-
-    split_over_ranks = False  # by tensor parallelism
-    spread: Spread | None = None
-    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
-    logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -140,8 +140,11 @@ class Attention(nn.Module):
             sizes = (wide, narrow) if self.qk_norm == "full" else (self.head_dim,) * 2
             self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
 
-    def heads(self, x_btd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads."""
+    def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads.
+
+        `tables`: cosine and sine of the rotary positions.
+        """
         q, k, v = project(self, x_btd)  # of some heads only under tensor parallelism: -1 below
         b, t, _ = q.shape
         if self.qk_norm == "full":  # over all heads at once
@@ -151,18 +154,7 @@ class Attention(nn.Module):
         )
         if self.qk_norm == "head":
             q_bhtk, k_bgtk = self.q_norm(q_bhtk), self.k_norm(k_bgtk)
-        q_bhtk = apply_rope(q_bhtk, cos, sin)
-        return q_bhtk, apply_rope(k_bgtk, cos, sin), v_bgtk
-
-    def forward(
-        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
-    ) -> Tensor:
-        q_bhtk, k_bgtk, v_bgtk = self.heads(x_btd, cos, sin)
-        if self.largest_h is not None and self.training:
-            keep_largest(self, q_bhtk, k_bgtk, documents)
-        dropout = self.dropout if self.training else 0.0
-        y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped, self.logit_scale)
-        return self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
+        return apply_rope(q_bhtk, *tables), apply_rope(k_bgtk, *tables), v_bgtk
 
 
 class MLP(nn.Module):
@@ -194,15 +186,12 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(
-        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | KVCache | None = None
-    ) -> Tensor:
+    def forward(self, h_btd: Tensor, *given: Any) -> Tensor:
+        """Return the residual stream after the block. `given`: see `SelfAttention.forward`."""
         if self.after:
-            attended_btd = self.attention_norm(self.attention(h_btd, cos, sin, documents))
-            h_btd = h_btd + self.dropout(attended_btd)
+            h_btd = h_btd + self.dropout(self.attention_norm(self.attention(h_btd, *given)))
             return h_btd + self.dropout(self.mlp_norm(self.mlp(h_btd)))
-        attended_btd = self.attention(self.attention_norm(h_btd), cos, sin, documents)
-        h_btd = h_btd + self.dropout(attended_btd)
+        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), *given))
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
@@ -327,20 +316,14 @@ class Llama(LanguageModel):
     def features(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
         """Return the hidden states (b, t, d) after the final norm, or raise ValueError."""
         t = tokens_bt.shape[1]
-        first = 0 if past is None else past.begin(t)
-        check_length(first + t, self.max_position_embeddings)
+        first, documents = self.placed(tokens_bt, past)
         h_btd = self.token_embedding(tokens_bt)
         # made anew each time: a buffer would not survive `to_empty`, and they are small
         cos, sin = rope_tables(first + t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
         cos, sin = cos[first:], sin[first:]
-        documents = None
-        if self.document_end is not None:
-            documents = find_documents(tokens_bt, self.document_end, self.document_spans)
+        if documents is not None:
             at = documents.positions_bt
             cos, sin = cos[at][:, None], sin[at][:, None]  # (b, 1, t, k)
         if self.sliding_window is not None and self.sliding_window < t:
             documents = within(self.sliding_window, tokens_bt, documents)
-        h_btd = self.to_blocks(h_btd)
-        for block in self.blocks:
-            h_btd = block(self.stream(h_btd), cos, sin, past or documents)
-        return self.to_head(self.final_norm(h_btd))
+        return self.through_blocks(h_btd, cos, sin, past or documents)
