@@ -54,7 +54,7 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     records = read(list(runs.values()))
     problems += [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
     points, out = points_of(records)
-    settings = _settings(list(points))
+    settings = _settings(list(points), axis)
     groups = _apart(settings, places)
     origins = [places[group[0].path] for group in groups]
     for name, group, origin in zip(_names(groups, settings, origins), groups, origins, strict=True):
@@ -72,10 +72,11 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     return found, problems
 
 
-def _settings(runs: Sequence[Record]) -> Settings:
+def _settings(runs: Sequence[Record], axis: str | None) -> Settings:
     """Return what of the config of each run could set ladders apart."""
-    forks = any(r.parent for r in runs)  # a cooldown is of its trunk's ladder
-    skipped = (*_SCALE, "schedule.") if forks else _SCALE
+    skipped = (*_SCALE, axis) if axis else _SCALE
+    if any(r.parent for r in runs):
+        skipped += ("schedule.",)  # a cooldown is of its trunk's ladder
     return {
         r: {k: v for k, v in r.config.items() if not k.startswith(skipped) and not is_execution(k)}
         for r in runs

@@ -124,10 +124,11 @@ def read_csv(path: Path) -> Ladder:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            lines, fields = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    heads = {(h or "").strip().lower(): h for h in (lines[0] if lines else ())}
+    heads = {h.strip().lower(): h for h in fields}
     names = {c: heads[c.lower()] for c in _COLUMNS if c.lower() in heads}
     if "loss" not in names or len(names) < 3:
         raise ConfigError(
@@ -150,6 +151,8 @@ def read_csv(path: Path) -> Ladder:
         d = given.get("D") or given["C"] / 6 / n
         flops = given.get("C") or 6 * n * d
         ladder.points.append(Point(label, {GIVEN: n}, d, flops, given["loss"], values))
+    if not ladder.points:
+        raise ConfigError(f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1")
     return ladder
 
 

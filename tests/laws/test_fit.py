@@ -168,11 +168,13 @@ def test_branches_of_a_trunk_are_points_of_the_token_axis(tmp_path):
     assert apart.out == one["left_out"]
 
 
-def test_a_power_law_over_a_knob(tmp_path):
-    for i, batch in enumerate((8, 16, 32, 64, 128, 256)):
-        run(tmp_path / str(i), 1.5 + batch**-0.5, BLOCKS[2], 10**7,
-            batch__real_batch_size=batch)  # fmt: skip
-    whole = llmexp.fit(tmp_path, form="power", by="batch.real_batch_size").data
+@pytest.mark.parametrize("key", ["batch.real_batch_size", "clip.max_norm"])
+def test_a_power_law_over_a_knob(tmp_path, key):
+    """Also where each value has a path of its own, which is another ladder over tokens."""
+    for i, value in enumerate((8, 16, 32, 64, 128, 256)):
+        knob = {key.replace(".", "__"): value}
+        run(tmp_path / str(i) / "run", 1.5 + value**-0.5, BLOCKS[2], 10**7, **knob)
+    whole = llmexp.fit(*sorted(tmp_path.iterdir()), form="power", by=key).data
     assert "no account" not in " ".join(whole["notes"])
     found = whole["ladders"][0]
     assert found["law"]["p"]["value"] == pytest.approx(0.5, rel=1e-6)
@@ -312,6 +314,8 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{csv}", "--count", "some"], "--count some: must be one of head, all, blocks"),
         (["{folder}"], "there is no run to fit"),
         (["{bad}"], "line 2: D=x: must be a number"),
+        (["{csv}", "{head}"], "head.csv: has no line of numbers above 0"),
+        (["{csv}", "{inf}"], "inf.csv: has no line of numbers above 0"),
         (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
         (["{few}"], "train at least 3 sizes at 3 budgets"),
     ],
@@ -319,14 +323,16 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
 def test_what_is_refused(tmp_path, capsys, words, said):
     good(tmp_path, 3, 4)
     (tmp_path / "bad.csv").write_text("N,D,loss\n1e6,x,3\n")
+    (tmp_path / "head.csv").write_text("N,D,loss\n")
+    (tmp_path / "inf.csv").write_text("N,D,loss\n1e6,2e7,inf\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
     (tmp_path / "few.csv").write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
     (tmp_path / "one.csv").write_text("N,D,loss\n1e6,1e7,3\n")
     flat = [f"{n},{d},3" for n in (1e6, 2e6, 4e6) for d in (1e7, 2e7, 4e7, 8e7)]
     (tmp_path / "flat.csv").write_text("\n".join(["N,D,loss", *flat]))
     (tmp_path / "empty").mkdir()
-    names = {"csv": "good.csv", "folder": "empty", "bad": "bad.csv", "thin": "thin.csv",
-             "few": "few.csv", "one": "one.csv", "flat": "flat.csv"}  # fmt: skip
+    names = {"csv": "good.csv", "folder": "empty"}
+    names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf")}
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err
