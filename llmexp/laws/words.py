@@ -195,22 +195,23 @@ def flops_text(flops: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def plain(e: Estimate) -> str:
-    """Return `0.49 [0.45, 0.54]`; `any` for an end that there is not."""
-    if not all(map(math.isfinite, (e.value, e.low, e.high))):
+def plain(e: Estimate, size: float = 1.0, unit: str = "") -> str:
+    """Return `0.49 [0.45, 0.54]`, in units of a size; `any` for an end that there is not."""
+    half = (e.high - e.low) / size / 2
+    if not math.isfinite(e.value + half):
         return f"{_short(e.value)} [{_short(e.low)}, {_short(e.high)}]"
-    d = _decimals(e.low, e.high)
-    return f"{e.value:.{d}f} [{e.low:.{d}f}, {e.high:.{d}f}]"
+    # one or two digits of the half width
+    d = max(0, min(6, math.ceil(-math.log10(half / 3)))) if half > 0 else 4
+    value, low, high = (f"{v / size:,.{d}f}" for v in (e.value, e.low, e.high))
+    return f"{value}{unit} [{low}, {high}]"
 
 
 def sized(e: Estimate, what: str = "") -> str:
     """Return `8.2 M parameters [6.9, 9.8]`: ends in the unit of the value, if near enough."""
     (size, unit), what = _unit(e.value), f" {what}" if what else ""
-    if not e.high < 100 * e.value or e.low < e.value / 100:
-        return f"{big(e.value)}{what} [{big(e.low)}, {big(e.high)}]"
-    d = _decimals(e.low / size, e.high / size)
-    low, high = (f"{v / size:,.{d}f}" for v in (e.low, e.high))
-    return f"{e.value / size:,.{d}f}{unit}{what} [{low}, {high}]"
+    if e.value / 100 <= e.low and e.high < 100 * e.value:
+        return plain(e, size, unit + what)
+    return f"{big(e.value)}{what} [{big(e.low)}, {big(e.high)}]"
 
 
 def factor(e: Estimate) -> str:
@@ -235,12 +236,6 @@ def big(value: float) -> str:
 
 def _unit(value: float) -> tuple[float, str]:
     return next(((s, u) for s, u in UNITS if value >= 0.9995 * s), UNITS[-1])
-
-
-def _decimals(low: float, high: float) -> int:
-    """Return how many decimals show an interval: one or two digits of its half width."""
-    half = (high - low) / 2
-    return max(0, min(6, math.ceil(-math.log10(half / 3)))) if half > 0 else 4
 
 
 def _short(value: float) -> str:
