@@ -85,7 +85,7 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
         warn(model.note)
     if names:
         tasks_folder = args.tasks_folder or config.train.tasks_folder
-        found |= evaluate_tasks(model, names, tasks_folder, args.by == "item")
+        found |= evaluate_tasks(model, names, tasks_folder, args.by == "item", joined)
     else:
         found |= evaluate_sets(model, config, tokens, args.by == "document")
     if (opened.path / RECORD).is_file():
@@ -229,7 +229,9 @@ def _tasks(args: argparse.Namespace) -> list[str]:
     """Return the names of the tasks; none where sets are evaluated. Raises ConfigError."""
     flag, given = ("--tasks", args.tasks) if args.lm_eval is None else ("--lm-eval", args.lm_eval)
     names = [name.strip() for name in (given or "").split(",") if name.strip()]
-    beside = {"--tokens": args.tokens, "data=...": args.overrides}
+    taken = "parallelism" if args.lm_eval is None else None
+    beside = {o: True for o in args.overrides if key_of(o).partition(".")[0] != taken}
+    beside["--tokens"] = args.tokens
     if args.lm_eval is not None:
         beside |= {"--tasks": args.tasks, "--by item": args.by == "item"}
     for other, there in beside.items():

@@ -157,20 +157,24 @@ def evaluate_sets(
 
 @precision.settings_kept()
 def evaluate_tasks(
-    model: PlacedModel, names: Sequence[str], folder: str | None, by_item: bool
+    model: PlacedModel,
+    names: Sequence[str],
+    folder: str | None,
+    by_item: bool,
+    joined: mesh.Mesh | None = None,
 ) -> dict[str, Any]:
     """Return the figures of tasks, and with `by_item` the scores of each item.
 
-    Raises ConfigError.
+    `joined`: ranks that share the model. Raises ConfigError.
     """
     precision.apply(model.precision)
     batch, tokenizer = model.opened.config.batch, model.opened.tokenizer
     found = []
     tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
-    alone = mesh.join(model.device.type, "single", 1, 1, 1)
+    ranks = joined or mesh.join(model.device.type, "single", 1, 1, 1)
     tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:
-        figures, samples = scoring.score_task(task, model.loss, alone, model.precision, tokens)
+        figures, samples = scoring.score_task(task, model.loss, ranks, model.precision, tokens)
         found.append({"task": task.name, "items": len(task.items), **figures})
         if by_item:
             found[-1]["scores"] = samples

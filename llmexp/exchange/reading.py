@@ -57,10 +57,11 @@ class WeightSource:
     factor: Callable[[str], float] = lambda name: 1.0
 
 
-def open_source(given: Any, hashed: bool = True) -> WeightSource:
+def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSource:
     """Return the weights of a Hugging Face folder, or of RUN[@STEP].
 
-    The hashes of a checkpoint are compared where `hashed`. Raises ConfigError.
+    `share`: (rank, ranks) that hash the files of a checkpoint together; None: nobody does. Raises
+    ConfigError.
     """
     if not isinstance(given, str):
         raise ConfigError("is no folder; for example model.init_from=gpt2-folder")
@@ -90,7 +91,6 @@ def open_source(given: Any, hashed: bool = True) -> WeightSource:
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
             raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS
-    share = (0, 1) if hashed else None
     loaded = loading.read_checkpoint(checkpoint_folder(root, step), ("model",), share)
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
@@ -256,19 +256,13 @@ def _fits(
     return given[1:] == wanted[1:] and (given[0], wanted[0]) in growing.values()
 
 
-def check_values(source: WeightSource) -> None:
-    """Raise ConfigError for a tensor with a value that is not finite."""
-    for rule in source.rules:
-        if not all_finite(source.read(rule.theirs, None)):
-            raise ConfigError(f"{source.name}: {rule.theirs} has values that are not finite")
-
-
 @torch.no_grad()
 def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any]) -> None:
     """Copy the weights, which `check_weights` has found to fit, into the model of a section.
 
     A rank reads what it holds alone. Rows that they do not have stay as they are. Another
-    parametrization computes the same with other weights: these are converted.
+    parametrization computes the same with other weights: these are converted. Raises ConfigError
+    for values that are not finite.
     """
     own, factor = named_tensors(model), multipliers(section)
     for rule in source.rules:
@@ -284,6 +278,9 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
             box[:1] = [(start + a, start + a + count) for a, _ in box[:1]]
             if count and held.numel():
                 part = source.read(rule.theirs, (box[::-1] if turned else box) or None)
+                if not all_finite(part):
+                    text = f"{rule.theirs} has values that are not finite"
+                    raise ConfigError(f"{source.name}: {text}")
                 part, ratio = part.T if turned else part, source.factor(name) / factor(name)
                 target = held[:count] if shape else held
                 target.copy_(part if ratio == 1 else part.double() * ratio)

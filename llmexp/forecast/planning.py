@@ -126,10 +126,13 @@ class Planner:
             text = f"not known: the model does not run without memory ({why})"
             return Memory([("memory", text)], {})
         need, fits_host, more = self._host(forecast, config)
-        rows += more
         texts = {
-            label.replace(" ", "_"): text for label, text in rows if label in ("hint", "would fit")
+            prefix + label.replace(" ", "_"): text
+            for prefix, found in (("", rows), ("host_", more))
+            for label, text in found
+            if label in ("hint", "would fit")
         }
+        rows += more
         needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
         figures: dict[str, Any] = {"memory_bytes": forecast.figures()}
         figures |= {"host_bytes": need.figures(), "fits": fits and fits_host, **texts}

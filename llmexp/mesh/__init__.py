@@ -37,6 +37,7 @@ from llmexp.mesh.split import (
     local_part,
     norms,
     ranks_here,
+    share_here,
     share_work,
     sum_of_parts,
     summed,

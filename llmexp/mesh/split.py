@@ -121,6 +121,11 @@ def ranks_here() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def share_here() -> tuple[int, int]:
+    """Return this process's rank and how many there are: (0, 1) without a group."""
+    return (dist.get_rank() if dist.is_initialized() else 0), ranks_here()
+
+
 def share_work(work: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return `work` of each whole matrix, at most one for each rank, which does its own alone.
 

@@ -50,6 +50,9 @@ class HuggingFace(nn.Module):
                 )
                 if missing := sorted(found["missing_keys"]):  # which the library would draw
                     raise ConfigError(f"its weights lack {', '.join(missing[:8])}")
+                for name, p in self.model.named_parameters():
+                    if not all_finite(p):
+                        raise ConfigError(f"{name} has values that are not finite")
             else:
                 self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:
@@ -127,15 +130,6 @@ def weight_files(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path
         except (OSError, SafetensorError) as error:
             raise wrong(f"{file.name}: cannot be read: {error}; download it again") from None
     return opened
-
-
-def check_finite(folder: Path) -> None:
-    """Raise ConfigError for weights that hold a value that is not finite."""
-    wrong = _wrong(folder)
-    for held in weight_files(folder, wrong).values():
-        for name in held.keys():  # noqa: SIM118
-            if not all_finite(held.get_tensor(name)):
-                raise wrong(f"{name} has values that are not finite")
 
 
 def _object(file: Path, wrong: Callable[[str], ConfigError]) -> dict[str, Any]:

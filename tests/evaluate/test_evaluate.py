@@ -59,7 +59,7 @@ def evaluated(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "tp"])
 def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
     alone = evaluated(capsys, "run", "--tokens", "200")
     words = ["--tokens", "200", f"parallelism={kind}", "parallelism.nproc_per_node=2"]
@@ -71,6 +71,30 @@ def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
         assert {key: other[key] for key in figures} == pytest.approx(figures, rel=1e-11)
         assert one.keys() == other.keys()
     assert alone == shared
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_ranks_that_share_a_model_score_tasks_as_one(there, capsys, kind):
+    """Batches are as with one rank, whichever rank computes them: sharded weights give the same
+    bits, split products sums in another order, in fp64."""
+    with open("short.jsonl", "w") as file:
+        for i in range(7):
+            item = {
+                "id": str(i),
+                "context": "ab" * (i % 3 + 1),
+                "choices": ["cde", "xyz"[: 1 + i % 3]],
+            }
+            file.write(json.dumps(item | {"answer": i % 2}) + "\n")
+    words = ["run", "--tasks", "short", "--tasks-folder", ".", "--by", "item"]
+    alone = evaluated(capsys, *words)
+    ranks_of = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    done = llmexp("evaluate", *words, "--json", *ranks_of, cwd=there)
+    assert done.code == 0, done.err
+    shared = json.loads(done.out)
+    if kind == "fsdp":
+        assert shared == alone
+    for one, other in zip(alone["tasks"][0]["scores"], shared["tasks"][0]["scores"], strict=True):
+        assert other["loglikelihoods"] == pytest.approx(one["loglikelihoods"], rel=1e-11)
 
 
 def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
@@ -89,8 +113,12 @@ def test_ranks_that_cannot_share_are_refused(there, capsys):
     for words, said in (
         (["parallelism=ddp", two], "parallelism.kind=ddp: ranks that share a model hold parts"),
         (
-            ["parallelism=fsdp", two, "--tasks", "tiny_facts"],
-            "--tasks tiny_facts: takes no data=...",
+            ["parallelism=fsdp", two, "data.seed=1", "--tasks", "tiny_facts"],
+            "--tasks tiny_facts: takes no data.seed=1",
+        ),
+        (
+            ["parallelism=fsdp", two, "--lm-eval", "arc_easy"],
+            "--lm-eval arc_easy: takes no parallelism=fsdp",
         ),
         (["parallelism=fsdp", "train.seed=1"], "evaluate changes only the data and the ranks"),
     ):

@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_are_refused(
     broken(tmp_path / "hf", what)
     model = config.model | {"init_from": str(tmp_path / "hf"), "vocab_size": 257}
     with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
-        assemble(replace(config, model=model))
+        assemble(replace(config, model=model)).new_model()  # values where they are read, once
     assert str(refusal.value).startswith("model.init_from=")
 
 
@@ -204,7 +204,12 @@ def test_a_run_that_cannot_be_begun_from_is_refused(
     content = bytearray((step / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (step / "model.safetensors").write_bytes(content)
-    assert "does not match the size and sha256" in refusal(run)
+    assert command(["plan", *TINY, f"model.init_from={run}"]) == 0  # which reads no values
+    layout = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "hydra.run.dir=two"]
+    done = llmexp("train", *TINY, f"model.init_from={run}", *layout, cwd=tmp_path)
+    assert done.code == 2
+    assert f"model.init_from={run}: " in done.err
+    assert "does not match the size and sha256" in done.err
 
 
 def test_a_model_of_transformers_trains_as_ours_does(
@@ -240,16 +245,19 @@ def test_a_model_of_transformers_trains_as_ours_does(
         ("cut", "cannot be read"),
         ("pickle", "holds pickled weights (pytorch_model.bin)"),
         ("gone", "model.safetensors is missing"),
-        ("not finite", "transformer.ln_f.bias has values that are not finite"),
     ):
         shutil.copytree(folder, tmp_path / what)
         broken(tmp_path / what, what)
         assert text in told(capsys, "plan", "model=hf", f"model.path={tmp_path / what}", *TINY[6:7])
-    shutil.copytree(folder, tmp_path / "lacking")
-    broken(tmp_path / "lacking", "lacking")
-    with pytest.raises(ConfigError, match="its weights lack transformer") as lacking:
-        HuggingFace(str(tmp_path / "lacking"))
-    assert lacking.value.key == "model.path"
+    for what, text in (
+        ("lacking", "its weights lack transformer"),
+        ("not finite", "transformer.ln_f.bias has values that are not finite"),
+    ):
+        shutil.copytree(folder, tmp_path / what)
+        broken(tmp_path / what, what)
+        with pytest.raises(ConfigError, match=text) as lacking:
+            HuggingFace(str(tmp_path / what))
+        assert lacking.value.key == "model.path"
 
 
 MARK = "import pathlib\npathlib.Path({!r}).write_text('ran')\n"

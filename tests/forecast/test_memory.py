@@ -273,7 +273,11 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     assert host["save"] == near(4 * size / 2)
     assert not found["fits"]
     # the room to read with is each rank's, whatever the hosts
-    assert "hosts" not in found.get("would_fit", "")
+    assert "host_would_fit" not in found
+    wide = ["model.d_model=512", "model.d_ff=2048"]
+    small = of_host(*wide, "plan.device=l4", "plan.memory_gib=0.01", "plan.host_gib=0.045")
+    assert "checkpoint.async=false" in small["host_would_fit"]
+    assert "checkpoint" not in small.get("would_fit", "")  # what the device takes
     needed = HostNeed({"save": 1.0, "load": 3.0}, {"save": 12.0, "load": 0.0}, 2)
     assert (needed.total, needed.hosts(6), needed.hosts(10), needed.hosts(26)) == (26, None, 3, 1)
     assert of_host("plan.device=l4", "plan.host_gib=1")["fits"]

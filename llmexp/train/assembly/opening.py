@@ -14,7 +14,7 @@ from llmexp.checkpoint import loading
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import begin_with, open_checkpoint
+from llmexp.exchange.reading import open_checkpoint
 from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import give_memory
 from llmexp.models.loss import WindowLoss
@@ -104,8 +104,7 @@ def open_weights(folder: Path, config: Config) -> Opened:
     Raises ConfigError.
     """
     tokenizer, model = _unloaded(config)
-    if (initial := initial_weights(config.model, model, True)) is not None:
-        begin_with(model, initial[0], config.model)
+    initial_weights(config.model, model, True)
     return Opened(folder, 0, config, tokenizer, model)
 
 

@@ -11,19 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from llmexp import mesh
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import (
-    WeightSource,
-    begin_with,
-    check_values,
-    check_weights,
-    open_source,
-)
+from llmexp.exchange.reading import WeightSource, begin_with, check_weights, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
-from llmexp.models.hf import check_finite
 from llmexp.run.layout import Layout
 from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
@@ -49,19 +43,20 @@ def prepare_tasks(
 
 
 def initial_weights(
-    section: dict[str, Any], model: nn.Module, whole: bool
+    section: dict[str, Any], model: nn.Module, read: bool
 ) -> tuple[WeightSource, list[str]] | None:
     """Return the weights that the model section names, and what grows beyond them; None for none.
 
-    `whole`: read and check all values, too. Raises ConfigError where they do not fit the model."""
+    `read`: give them to the model, and check values and hashes on the way; else names and sizes
+    alone are checked. Raises ConfigError where they do not fit the model."""
     section = fill(section, "model")
     if (given := section.get("init_from")) is None:
         return None
     try:
-        source = open_source(given, hashed=whole)
+        source = open_source(given, mesh.share_here() if read else None)
         grown = check_weights(source, section, model)
-        if whole:
-            check_values(source)
+        if read:
+            begin_with(model, source, section)
         return source, grown
     except ValueError as error:
         raise ConfigError(f"model.init_from={given}: {error}") from None
@@ -81,16 +76,9 @@ def initial_notes(
     used = tokenizer if uses_tokenizer else None
     if parent is not None:
         return _check_ids("fork.run", Path(parent), used)
-    _check_hugging_face(fill(section, "model"))
-    if (found := initial_weights(section, model, True)) is None:
+    if (found := initial_weights(section, model, False)) is None:
         return []
     return [*found[1], *_check_ids("model.init_from", found[0].folder, used)]
-
-
-def _check_hugging_face(section: dict[str, Any]) -> None:
-    """Raise ConfigError where the weights of model=hf hold a value that is not finite."""
-    if section["_target_"] == TRANSFORMERS and section.get("pretrained", True):
-        check_finite(Path(str(section["path"])))
 
 
 def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]:
@@ -162,8 +150,7 @@ def begin_model(
             cast(LanguageModel, model).init_weights(piece_of)
     model.to(device)
     if fresh:
-        if (initial := initial_weights(section, model, False)) is not None:
-            begin_with(model, initial[0], fill(section, "model"))
+        initial_weights(section, model, True)
         perturb(model, seed, twin, piece_of)
 
 
