@@ -30,7 +30,7 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 13_050,
+    "settings": 13_000,
     "run": 9_750,
     "system": 6_650,
     "models": 14_500,

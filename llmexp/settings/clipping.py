@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmexp.settings.values import choice, count, knob, where
+from llmexp.settings.values import choice, count, knob, optional, usual, where
 
 MOVING = ("zscore", "quantile")  # rules whose limit of the norm follows the norms before
 BY_NORM = ("norm", *MOVING)
@@ -24,42 +24,37 @@ class Clip:
         "how gradients are clipped, once per optimizer step, after unscaling",
         "norm | value | zscore | quantile | adaptive | per_group | update | none",
     )
-    max_norm: float | None = knob(
+    max_norm: float | None = optional(
         "limit of the global gradient norm; beside zscore and quantile an upper bound; null: none",
         1.0,
         above=0,
         acts=where("clip.kind", *BY_NORM),
-        default=None,
     )
-    max_value: float | None = knob(
+    max_value: float | None = optional(
         "limit of each gradient entry; null: no limit",
         0.5,
         above=0,
         acts=where("clip.kind", "value"),
-        default=None,
     )
-    z: float = knob(
+    z: float = usual(
         "standard deviations above the mean of the norms from which zscore clips",
         2.5,
         above=0,
         acts=where("clip.kind", "zscore"),
-        default=2.5,
     )
-    decay: float = knob(
+    decay: float = usual(
         "decay per update of mean and variance of the norms",
         0.97,
         above=0,
         below=1,
         acts=where("clip.kind", "zscore"),
-        default=0.97,
     )
-    quantile: float = knob(
+    quantile: float = usual(
         "quantile of the last norms that is the limit",
         0.9,
         above=0,
         below=1,
         acts=where("clip.kind", "quantile"),
-        default=0.9,
     )
     window: int = count(
         "updates whose norms the quantile is of",
@@ -73,12 +68,11 @@ class Clip:
         acts=where("clip.kind", *MOVING),
         default=25,
     )
-    ratio: float = knob(
+    ratio: float = usual(
         "largest norm of a unit's gradient, of the norm of its weights",
         0.01,
         above=0,
         acts=where("clip.kind", "adaptive"),
-        default=0.01,
     )
     limits: list[GroupLimit] = knob(
         "limits of the norm by pattern of parameter names; the first that matches counts",
@@ -86,17 +80,15 @@ class Clip:
         acts=where("clip.kind", "per_group"),
         default=[],
     )
-    threshold: float = knob(
+    threshold: float = usual(
         "largest RMS of AdamW's update of a tensor, before the rate (StableAdamW: 1)",
         1.0,
         above=0,
         acts=where("clip.kind", "update"),
-        default=1.0,
     )
-    qk_limit: float | None = knob(
+    qk_limit: float | None = optional(
         "beside any rule: queries and keys of a head are scaled down after a step whose largest "
         "attention logit was above it (QK-Clip: 100); null: never",
         100.0,
         above=0,
-        default=None,
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp.settings.clipping import Clip
 from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
-from llmexp.settings.values import Where, choice, count, knob, where
+from llmexp.settings.values import Where, choice, count, knob, optional, usual, where
 
 SKIPPING = where(
     "metrics.skip_outliers",
@@ -46,20 +46,18 @@ class Batch:
         4096,
         default=None,
     )
-    ramp: str | None = knob(
+    ramp: str | None = optional(
         "sequences per optimizer step from so many tokens on, such as {0: 32, 1e6: 64}; the "
         "accumulation of each stage follows; null: real_batch_size throughout",
         "{0:32,1e6:64}",
-        default=None,
     )
     sequence_length: int = count("tokens per sequence", 128)
-    memory_gib: float | None = knob(
+    memory_gib: float | None = optional(
         "GiB of a rank for auto; null: nine tenths",
         16.0,
         above=0,
         affects="rounding",
         acts=where("batch.micro_batch_size", "auto"),
-        default=None,
     )
     document_mask: bool = knob("keep attention and targets inside documents", True, default=False)
 
@@ -71,18 +69,16 @@ class Train:
         "budget in passes over the training sequences, fractions allowed", 1.5, above=0
     )
     max_tokens: int | None = count("budget in target tokens", 1_000_000)
-    max_flops: float | None = knob(
+    max_flops: float | None = optional(
         "budget in floating-point operations, as the model counts them for a token",
         1e14,
         above=0,
-        default=None,
     )
-    tokens_per_parameter: float | None = knob(
+    tokens_per_parameter: float | None = optional(
         "budget in target tokens for each parameter of the model, its head with them, tables of "
         "embeddings without",
         20.0,
         above=0,
-        default=None,
     )
     tail: str = choice(
         "what happens to a last window that the data do not fill",
@@ -108,12 +104,11 @@ class Train:
         affects="rounding",
         default=0,
     )
-    ema: float | None = knob(
+    ema: float | None = optional(
         "decay per update of an average of the weights, scored and saved beside them; null: none",
         0.999,
         above=0,
         at_most=0.99999,
-        default=None,
     )
     device: str = choice("where to compute", "auto | cpu | cuda", affects="rounding")
     log_every: int = count("optimizer steps between rows", 10, affects="nothing")
@@ -134,12 +129,11 @@ class Train:
         acts=where("train.tasks"),
         default=None,
     )
-    tasks_folder: str | None = knob(
+    tasks_folder: str | None = optional(
         "folder with NAME.jsonl of each task; null: $LLMEXP_TASKS, else what is shipped",
         "tasks",
         affects="nothing",
         acts=where("train.tasks"),
-        default=None,
     )
     sample_every: int | None = count(
         "optimizer steps between text samples; null: only at the end",
@@ -193,13 +187,12 @@ class Metrics:
         above=0,
         decides=SKIPPING,
     )
-    outlier_window: int = knob(
+    outlier_window: int = usual(
         "optimizer steps in the trailing window",
         128,
         at_least=8,
         acts=where("metrics.outlier_sigma"),
         decides=SKIPPING,
-        default=128,
     )
     skip_outliers: bool = knob(
         "skip the update of an outlier step", acts=where("metrics.outlier_sigma"), default=False
@@ -223,13 +216,12 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    run: str | None = knob("parent, RUN or RUN@STEP; null: none", "outputs/trunk", default=None)
-    step: int | None = knob(
+    run: str | None = optional("parent, RUN or RUN@STEP; null: none", "outputs/trunk")
+    step: int | None = optional(
         "step of the parent's checkpoint; null: the newest",
         4000,
         at_least=0,
         acts=where("fork.run"),
-        default=None,
     )
     moments: str = choice(
         "what becomes of the parent's moments",

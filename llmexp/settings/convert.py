@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping
@@ -258,26 +259,23 @@ def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
 
 def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
     """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float."""
-    a_switch, example = isinstance(value, bool), knob.example
+    a_switch, example, needed = isinstance(value, bool), knob.example, ""
     if kind is bool and not a_switch:
-        needed = "true, false or auto" if knob.auto else "true or false"
-        raise refuse(key, value, f"{needed} is needed", "true")
-    if kind is str and not isinstance(value, str):
+        needed, example = "true, false or auto" if knob.auto else "true or false", "true"
+    elif kind is str and not isinstance(value, str):
         hint = " (YAML reads off, no, on, yes without quotes as true or false)" if a_switch else ""
         raise refuse(key, value, f"a text is needed, not {type(value).__name__}{hint}", example)
-    if kind not in (int, float):
-        return value
-    if a_switch or not isinstance(value, (int, float)):
-        needed = "a whole number" if kind is int else "a number"
-        needed += " is needed, or auto" if knob.auto else " is needed"
-        raise refuse(key, value, needed, example)
-    if kind is int:
-        if not math.isfinite(value) or value != int(value):  # 1e6 is meant as an int
-            raise refuse(key, value, "a whole number is needed", example)
-        return int(value)
-    if not math.isfinite(value):
-        raise refuse(key, value, "a finite number is needed", example)
-    return float(value)
+    elif kind in (int, float):
+        a_number = isinstance(value, (int, float)) and not a_switch
+        whole = a_number and math.isfinite(value) and value == int(value)  # 1e6 is meant as an int
+        if kind is int and not whole:
+            needed = "a whole number"
+        elif not a_number or not math.isfinite(value):
+            needed = "a finite number" if a_number else "a number"
+    if needed:
+        auto = ", or auto" if knob.auto and kind is not bool else ""
+        raise refuse(key, value, f"{needed} is needed{auto}", example)
+    return kind(value) if kind in (int, float) else value
 
 
 def check_range(value: Any, key: str, knob: Knob) -> None:
@@ -287,14 +285,9 @@ def check_range(value: Any, key: str, knob: Knob) -> None:
         raise refuse(key, value, f"must be one of {', '.join(knob.choices)}.{near}")
     if isinstance(value, str):
         return
-    wrong = ""
-    if knob.at_least is not None and value < knob.at_least:
-        wrong = f"must be at least {knob.at_least:g}"
-    elif knob.at_most is not None and value > knob.at_most:
-        wrong = f"must be at most {knob.at_most}"
-    elif knob.above is not None and not value > knob.above:
-        wrong = f"must be above {knob.above:g}"
-    elif knob.below is not None and not value < knob.below:
-        wrong = f"must be below {knob.below:g}"
-    if wrong:
-        raise refuse(key, value, f"{wrong} ({knob.doc})", knob.example)
+    for word, limit, inside in (
+        ("at least", knob.at_least, operator.ge), ("at most", knob.at_most, operator.le),
+        ("above", knob.above, operator.gt), ("below", knob.below, operator.lt),
+    ):  # fmt: skip
+        if limit is not None and not inside(value, limit):
+            raise refuse(key, value, f"must be {word} {limit} ({knob.doc})", knob.example)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmexp.settings.values import choice, count, knob, time_limit, where
+from llmexp.settings.values import choice, count, knob, optional, time_limit, usual, where
 
 RANKS = where("parallelism.kind", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")  # several
 
@@ -20,8 +20,8 @@ class Precision:
         "else fp32",
         "auto | fp32 | tf32 | bf16 | fp16 | fp64",
     )
-    init_scale: float = knob(
-        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16"), default=65536.0
+    init_scale: float = usual(
+        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16")
     )
     growth_interval: int = count(
         "optimizer steps in a row without an overflow before the loss scale doubles",
@@ -97,8 +97,8 @@ class Tracker:
     kind: str = choice("mirror of the rows", "wandb | tensorboard | trackio | mlflow | none")
     also: list[str] = knob("trackers besides that one", ["tensorboard"], default=[])
     project: str | None = knob("wandb project; null: $WANDB_PROJECT, else llmexp", "my-project")
-    entity: str | None = knob(
-        "wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team", default=None
+    entity: str | None = optional(
+        "wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team"
     )
     name: str | None = knob(
         "name of the run; null: $WANDB_NAME, else made from the overrides; a run of a sweep adds "
@@ -135,12 +135,11 @@ class Checkpoint:
     every: int | None = count(
         "optimizer steps between checkpoints; null: by time, or only at the end", 100
     )
-    every_minutes: float | None = knob(
+    every_minutes: float | None = optional(
         "minutes after the last checkpoint until the next one, after the step that is under way; "
         "null: by steps only",
         30.0,
         above=0,
-        default=None,
     )
     async_: bool | str = knob(
         "write in the background, after copying the state to host memory; auto: on CUDA",

@@ -13,7 +13,7 @@ import typing
 from typing import Annotated, Any
 
 from llmexp.settings import rules
-from llmexp.settings.values import Knob, Where, choice, count, knob, where
+from llmexp.settings.values import Knob, Where, choice, count, knob, optional, where
 
 # Knobs that llmexp reads itself: no arguments of the functions.
 COMMON = {
@@ -26,11 +26,10 @@ COMMON = {
 class ModelKnobs:
     init_from = Annotated[
         str | None,
-        knob(
+        optional(
             "weights to begin with: a Hugging Face folder, a run's folder, or FOLDER@STEP of a "
             "run; null: drawn by train.seed",
             "outputs/trunk@4000",
-            default=None,
         ),
     ]
     init_grow = Annotated[

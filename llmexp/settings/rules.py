@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from llmexp.settings.values import Where, choice, count, knob
+from llmexp.settings.values import Where, choice, count, knob, optional, usual
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
 LIBRARY = "llmexp.update.library.library"  # target of optimizer=library, which has a name
@@ -21,15 +21,14 @@ SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule 
 class ShapeRule:
     """Give a model its sizes by its depth."""
 
-    aspect: float = knob("features of width for each layer", 64.0, above=0, default=64.0)
+    aspect: float = usual("features of width for each layer", 64.0, above=0)
     head_width: int = count(
         "features of a head; the width is rounded to a multiple of it", 64, default=64
     )
-    mlp_factor: float | None = knob(
+    mlp_factor: float | None = optional(
         "width of the MLP over that of the model; null: 4, of Llama 8/3",
         4.0,
         above=0,
-        default=None,
     )
     multiple: int = count("the width of the MLP is rounded to a multiple of it", 64, default=64)
     queries_per_kv: int = count(
@@ -48,11 +47,10 @@ class Group:
 
 size = Annotated[
     Any,
-    knob(
+    optional(
         "parameters, such as 38M, from which model.shape_rule makes the nearest shape: with the "
         "head, without tables of embeddings; null: the sizes decide",
         "38M",
-        default=None,
     ),
 ]
 depth = Annotated[
@@ -65,11 +63,10 @@ depth = Annotated[
 ]
 shape_rule = Annotated[
     ShapeRule | None,
-    knob(
+    optional(
         "how sizes follow from model.size or model.depth: {aspect: 64, head_width: 64, "
         "mlp_factor: 4, multiple: 64, queries_per_kv: 1}; null: so, with 8/3 for Llama's MLP",
         acts=Where(ONE_NUMBER),
-        default=None,
     ),
 ]
 groups = Annotated[
@@ -87,14 +84,14 @@ groups = Annotated[
 class Reference:
     """Hold what was best at one size of run, and that size; null: the rule does not need it."""
 
-    lr: float | None = knob("rate of the reference", 3e-3, above=0, default=None)
-    weight_decay: float | None = knob("its weight decay", 0.1, above=0, default=None)
-    N: float | None = knob(
-        "its parameters, with the head, without tables of embeddings", 1e7, above=0, default=None
+    lr: float | None = optional("rate of the reference", 3e-3, above=0)
+    weight_decay: float | None = optional("its weight decay", 0.1, above=0)
+    N: float | None = optional(
+        "its parameters, with the head, without tables of embeddings", 1e7, above=0
     )
-    D: float | None = knob("its tokens", 2e8, above=0, default=None)
-    C: float | None = knob("its floating-point operations", 1e16, above=0, default=None)
-    B: float | None = knob("its tokens per optimizer step", 65536, above=0, default=None)
+    D: float | None = optional("its tokens", 2e8, above=0)
+    C: float | None = optional("its floating-point operations", 1e16, above=0)
+    B: float | None = optional("its tokens per optimizer step", 65536, above=0)
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,10 @@ class Powers:
 class Exponents:
     """Hold a power law for each value that a rule sets; null: it leaves the value alone."""
 
-    B: Powers | None = knob("tokens per optimizer step, by N, D or C", {"D": 0.38}, default=None)
-    lr: Powers | None = knob("rate, by N, D, C or B", {"N": -0.33, "B": 0.5}, default=None)
-    weight_decay: Powers | None = knob(
-        "weight decay, by N, D, C, B or lr", {"B": 1, "lr": -1, "D": -1}, default=None
+    B: Powers | None = optional("tokens per optimizer step, by N, D or C", {"D": 0.38})
+    lr: Powers | None = optional("rate, by N, D, C or B", {"N": -0.33, "B": 0.5})
+    weight_decay: Powers | None = optional(
+        "weight decay, by N, D, C, B or lr", {"B": 1, "lr": -1, "D": -1}
     )
 
 

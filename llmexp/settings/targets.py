@@ -62,17 +62,12 @@ def _defined_in(found: Any) -> str:
     For a function this is the module whose globals it uses, beneath partial and wraps. A class must
     be found again in the module that it names. Other callables have none: the empty string.
     """
-    while True:
-        if isinstance(found, functools.partial):
-            found = found.func
-        elif (
-            callable(found)
-            and getattr(found, "__wrapped__", None) is not None
-            and not isinstance(found, type)
-        ):
-            found = found.__wrapped__
-        else:
+    while callable(found) and not isinstance(found, type):
+        is_partial = isinstance(found, functools.partial)
+        inner = found.func if is_partial else getattr(found, "__wrapped__", None)
+        if inner is None:
             break
+        found = inner
     module = str(getattr(found, "__module__", None))
     if isinstance(found, types.FunctionType):
         return module if module == found.__globals__.get("__name__") else ""
@@ -97,9 +92,9 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(key, dotted, "this function has another name now", new)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
-    text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
-    way = "a package of your own is allowed by its name on the command line: --allow mypackage"
-    not_allowed = refuse(key, dotted, f"{text}; {way}")
+    text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "
+    text += "own is allowed by its name on the command line: --allow mypackage"
+    not_allowed = refuse(key, dotted, text)
     if not _inside(module_name, packages):
         raise not_allowed
     try:
@@ -195,16 +190,15 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
         except Exception as error:
             if type(error).__name__ == "OutOfMemoryError":  # torch's
                 raise
-            text = str(error)
-            if isinstance(error, ValueError) and (f"{section}." in text or f"{section}=" in text):
-                raise ConfigError(text) from error
-            if inside_allowed(_defined_in(target)) or _own_frames(error):
-                raise ConfigError(
-                    f"{section}: {values['_target_']} failed: {described(error)}"
-                ) from error
-            if isinstance(error, ValueError):
-                raise ConfigError(f"{section}: {error}") from error
-            raise
+            text, is_value = str(error), isinstance(error, ValueError)
+            named = is_value and (f"{section}." in text or f"{section}=" in text)
+            if not named and (inside_allowed(_defined_in(target)) or _own_frames(error)):
+                text = f"{section}: {values['_target_']} failed: {described(error)}"
+            elif not is_value:
+                raise
+            elif not named:
+                text = f"{section}: {text}"
+            raise ConfigError(text) from error
 
     return call
 

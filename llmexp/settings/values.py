@@ -221,6 +221,16 @@ def knob(doc: str, example: Any = None, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"knob": found})
 
 
+def optional(doc: str, example: Any = None, **more: Any) -> Any:
+    """Return the field of a knob that is null where a config does not list it."""
+    return knob(doc, example, default=None, **more)
+
+
+def usual(doc: str, example: Any, **more: Any) -> Any:
+    """Return the field of a knob that has its example where a config does not list it."""
+    return knob(doc, example, default=example, **more)
+
+
 def choice(doc: str, words: str, **more: Any) -> Any:
     """Return the field of a knob that takes one of the words, which ` | ` separates."""
     choices = tuple(words.split(" | "))
@@ -234,7 +244,7 @@ def count(doc: str, example: int, **more: Any) -> Any:
 
 def time_limit(doc: str, example: float, **more: Any) -> Any:
     """Return the field of a time limit, which is its own default where it is not listed."""
-    return knob(f"seconds {doc}", example, above=0, at_most=1_000_000, default=example, **more)
+    return usual(f"seconds {doc}", example, above=0, at_most=1_000_000, **more)
 
 
 def nested(node: Any) -> Iterable[tuple[Any, Any]]:

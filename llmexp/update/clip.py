@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,13 +35,17 @@ def clip_norm(
         if norm.device.type == "cpu":
             return norm, False, None
         return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
-    held = [mesh.local_part(g) for g in gradients]
-    if norm.device.type == "cpu" and not by_update:
-        return (*_clip_on_host(held, norm, max_norm), None)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if not by_update:
+    if by_update:
+        return norm * factor, factor < 1, factor
+    held = [mesh.local_part(g) for g in gradients]
+    if norm.device.type != "cpu":
         torch._foreach_mul_(held, factor)
-    return norm * factor, factor < 1, factor if by_update else None
+        return norm * factor, factor < 1, None
+    clipped = bool(norm.isfinite() and factor < 1)  # else its update is skipped, or the factor is 1
+    if clipped:
+        torch._foreach_mul_(held, float(factor))
+    return float(norm * factor if clipped else norm), clipped, None
 
 
 def clip_values(
@@ -57,21 +60,6 @@ def clip_values(
     torch._foreach_clamp_min_(held, -max_value)
     torch._foreach_clamp_max_(held, max_value)
     return mesh.global_norm(joined, gradients), largest > max_value, largest
-
-
-def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: Any) -> tuple[float, bool]:
-    """Clip by norm on a CPU, and skip the multiplication where the factor is 1.
-
-    Reading the norm costs nothing there. Each operation rounds as that of a tensor does.
-    """
-    rounded = np.float64 if norm.dtype == torch.float64 else np.float32
-    before = rounded(norm.item())
-    if not np.isfinite(before):  # its update is skipped
-        return float(before), False
-    factor = min(rounded(1) / (before + rounded(1e-6)) * rounded(max_norm), rounded(1))
-    if factor < 1:
-        torch._foreach_mul_(held, float(factor))
-    return float(before * factor), bool(factor < 1)
 
 
 def clip_groups(

@@ -40,15 +40,16 @@ def evaluating(optimizers: Sequence[Optimizer], module: nn.Module) -> Iterator[d
     faced: list[Any] = [o for o in optimizers if has_faces(o)]
     parameters = [p for o in faced for g in o.param_groups for p in g["params"]]
     kept = {id(p): p.detach().clone() for p in parameters}
-    if faced:
-        mesh.reshard(module)
+    if not faced:
+        yield kept
+        return
+    mesh.reshard(module)
     for optimizer in faced:
         optimizer.eval()
     try:
         yield kept
     finally:
-        if faced:
-            mesh.reshard(module)
+        mesh.reshard(module)
         for optimizer in faced:
             optimizer.train()
         with torch.no_grad():
@@ -60,8 +61,8 @@ def finish(optimizer: Optimizer) -> None:
     """Make states of what a checkpoint had of them, and put the weights to train with in place."""
     trained = [(p, state.pop(TRAINED, None)) for p, state in optimizer.state.items()]
     for state in optimizer.state.values():
-        held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        whole = together({key: v for key, v in state.items() if key not in held}, held)
+        held = {key: state.pop(key) for key in [*state] if isinstance(state[key], Tensor)}
+        whole = together(state, held)
         state.clear()
         state |= whole
     begin(optimizer)

@@ -42,31 +42,23 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
     if not groups:
         return
     places = groups_by_name(model, optimizers, groups)
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        for group in optimizer.param_groups:
-            of_all = [places.get(id(p)) for p in group["params"]]
-            found = {place for place in of_all if place is not None}
-            if found and isinstance(optimizer, torch.optim.LBFGS):
-                text = "takes one rate for all parameters; leave the groups out"
-                raise refuse("optimizer", name, text, "adamw")
-            for number in found:
-                decay = groups[number].weight_decay
-                if decay != 1 and "weight_decay" not in group:
-                    text = f"{name} has no weight decay that this could multiply; leave it out"
-                    raise refuse(f"{KEY}.{number}.weight_decay", decay, text)
-
-    decayed = {
-        places.get(id(p))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if group.get("weight_decay")
-        for p in group["params"]
-    }
-    for number, found_group in enumerate(groups):
-        if found_group.weight_decay != 1 and number not in decayed:
-            text = "the weight decay of all its parameters is 0 without it; leave it out"
-            raise refuse(f"{KEY}.{number}.weight_decay", found_group.weight_decay, text)
+    for number, given in enumerate(groups):
+        text = "the weight decay of all its parameters is 0 without it"
+        for optimizer, group in [(o, group) for o in optimizers for group in o.param_groups]:
+            if number not in [places.get(id(p)) for p in group["params"]]:
+                continue
+            name = type(optimizer).__name__
+            if isinstance(optimizer, torch.optim.LBFGS):
+                why = "takes one rate for all parameters; leave the groups out"
+                raise refuse("optimizer", name, why, "adamw")
+            if "weight_decay" not in group:
+                text = f"{name} has no weight decay that this could multiply"
+                break
+            if group["weight_decay"]:
+                text = ""
+        if text and given.weight_decay != 1:
+            key = f"{KEY}.{number}.weight_decay"
+            raise refuse(key, given.weight_decay, f"{text}; leave it out")
 
     def factors(p: nn.Parameter) -> tuple[float, float]:
         place = places.get(id(p))

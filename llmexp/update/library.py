@@ -13,8 +13,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -29,10 +28,17 @@ from llmexp.update.states import Traits, apart, is_packed, straighten, together
 
 PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
 # Code that may not be used for everything, by the licence in its file or its project.
-RESEARCH_ONLY = {
-    "pytorch_optimizer.Fromage": "CC BY-NC-SA 4.0",
-    "pytorch_optimizer.Nero": "CC BY-NC-SA 4.0",
+RESEARCH_ONLY = (
+    "its licence, CC BY-NC-SA 4.0, is for research only; llmexp does not offer it; a function of "
+    "your own may return it: docs/own.md"
+)
+NOT_OFFERED = {
+    "pytorch_optimizer.Fromage": RESEARCH_ONLY,
+    "pytorch_optimizer.Nero": RESEARCH_ONLY,
+    "torch.optim.Muon": "is for matrices alone, and a model has vectors; choose optimizer=muon, "
+    "which gives them to AdamW",
 }
+INSTALL = "not installed: pip install 'llmexp[optimizers]'"
 # Those that update each entry of a tensor by itself at any step, by their formulas.
 EACH_ENTRY = re.compile(
     r"torch\.optim\.(ASGD|Ada(delta|grad|m|max|mW)|NAdam|RAdam|RMSprop|SGD)"
@@ -72,21 +78,15 @@ def dotted_name(name: str) -> str:
             continue
         if _is_optimizer(getattr(module, short, None), one):
             found = f"{one}.{short}"
-            if found == "torch.optim.Muon":
-                text = "is for matrices alone, and a model has vectors; choose optimizer=muon"
-                raise refuse("optimizer.name", name, f"{text}, which gives them to AdamW")
-            if (licence := RESEARCH_ONLY.get(found)) is not None:
-                text = f"its licence, {licence}, is for research only; llmexp does not offer it"
-                way = "a function of your own may return it: docs/own.md"
-                raise refuse("optimizer.name", name, f"{text}; {way}")
+            if found in NOT_OFFERED:
+                raise refuse("optimizer.name", name, NOT_OFFERED[found])
             return found
         known |= {n for n, kind in vars(module).items() if _is_optimizer(kind, one)}
+    text = f"there is no such optimizer.{nearest(short, known)}"
     if absent:
-        packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
-        text = f"{packages} not installed: pip install 'llmexp[optimizers]'"
-        near = nearest(short, known)
-        raise refuse("optimizer.name", name, f"is not in what is installed;{near} {text}")
-    raise refuse("optimizer.name", name, f"there is no such optimizer.{nearest(short, known)}")
+        packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} {INSTALL}"
+        text = f"is not in what is installed;{nearest(short, known)} {packages}"
+    raise refuse("optimizer.name", name, text)
 
 
 def _imported(package: str) -> Any:
@@ -98,11 +98,10 @@ def _imported(package: str) -> Any:
     logging.disable(logging.WARNING)
     try:
         return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] == package.partition(".")[0]:
-            return None
-        raise ConfigError(f"optimizer.name: importing {package} failed: {error}") from None
     except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else ""
+        if str(absent).partition(".")[0] == package.partition(".")[0]:
+            return None
         raise ConfigError(f"optimizer.name: importing {package} failed: {error}") from None
     finally:
         logging.disable(before)
@@ -112,8 +111,7 @@ def _kind(dotted: str) -> Any:
     """Return the class of this name. Raises ConfigError where its package is not installed."""
     package, _, name = dotted.rpartition(".")
     if (module := _imported(package)) is None:
-        text = f"{package} is not installed: pip install 'llmexp[optimizers]'"
-        raise refuse("optimizer.name", dotted, text)
+        raise refuse("optimizer.name", dotted, f"{package} is {INSTALL}")
     return getattr(module, name)
 
 
@@ -161,7 +159,7 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
                 f"optimizer.{name}: {dotted} has no such argument.{hint(name, list(taken))}"
             )
         _check_list(dotted, name, knobs[name], taken[name].default)
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in knobs.items()}
+    given = _with_tuples(knobs)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = _constructed(dotted, parameters, lr, given)
     optimizer.llmexp_traits = tried(dotted, json.dumps(given, sort_keys=True, default=str))
@@ -180,6 +178,10 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
 
     optimizer.step = stepped
     return optimizer
+
+
+def _with_tuples(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in knobs.items()}
 
 
 def _check_list(dotted: str, name: str, value: Any, default: Any) -> None:
@@ -212,29 +214,11 @@ def _constructed(
         if "lr" not in group:
             raise refuse("optimizer.name", dotted, "has no learning rate in its groups", "AdamW")
         group["initial_lr"] = lr  # a number: torchao's rate is a tensor
-    if dotted.startswith("torchao."):
-        optimizer.step = _eager(optimizer.step, parameters)
+    if dotted.startswith("torchao.") and not parameters[0].is_cuda:
+        # compiling takes longer there than it saves
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     faces.begin(optimizer)
     return optimizer
-
-
-def _eager(step: Callable[..., Any], parameters: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a step that compiles nothing on a CPU, where that takes longer than it saves."""
-
-    def stepped(*args: Any) -> Any:
-        if parameters[0].is_cuda:
-            return step(*args)
-        with torch.compiler.set_stance("force_eager"):
-            return step(*args)
-
-    return stepped
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Compute on the CPU, with gradients at hand, and leave the random numbers as they were."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
 
 
 @functools.cache
@@ -244,12 +228,13 @@ def tried(dotted: str, knobs: str) -> Traits:
     Raises ConfigError for one that needs more than gradients, or that does not go on from a
     checkpoint bit for bit.
     """
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(knobs).items()}
-    with _apart():
-        whole = _tiny(1)
+    given = _with_tuples(json.loads(knobs))
+    # on the CPU, with gradients at hand; the random numbers stay as they were
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = [nn.Parameter(one) for one in _tiny(0, 1)]
         one = _constructed(dotted, whole, TRIED_LR, given)
         before = [_plain_group(g) for g in one.param_groups]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         state = torch.get_rng_state()
         _take_steps(dotted, one, whole, range(2))
         if not all(isinstance(p, Tensor) for p in one.state):
@@ -263,10 +248,10 @@ def tried(dotted: str, knobs: str) -> Traits:
         other = [nn.Parameter(p.detach().clone()) for p in whole]
         two = _constructed(dotted, other, TRIED_LR, given)
         _hand_over(one, two)
-        halves = _tiny(2)
+        halves = [nn.Parameter(one) for one in _tiny(0, 2)]
         _take_steps(dotted, _constructed(dotted, halves, TRIED_LR, given), halves, range(4))
         for optimizer, parameters in ((one, whole), (two, other)):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             _take_steps(dotted, optimizer, parameters, range(2, 4))
         if not all(torch.equal(p, q) for p, q in zip(whole, other, strict=True)):
             text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
@@ -285,21 +270,21 @@ def tried(dotted: str, knobs: str) -> Traits:
     return Traits(dotted, tuple(sorted(counters)), draws, parts, like_adam, state_bytes)
 
 
-def _tiny(parts: int) -> list[nn.Parameter]:
+def _tiny(seed: int, parts: int) -> list[Tensor]:
     """Return a matrix and a vector of known values, whole or in `parts`.
 
     The matrix is large enough that even its half is kept in few bits by torchao.
     """
-    numbers = torch.Generator().manual_seed(0)
+    numbers = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
-    return [nn.Parameter(one.clone()) for tensor in tensors for one in tensor.chunk(parts)]
+    return [one.clone() for tensor in tensors for one in tensor.chunk(parts)]
 
 
 def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
     """Return by how much four steps move the matrix, by a multiple of known gradients."""
-    there = _tiny(1)
+    there = [nn.Parameter(one) for one in _tiny(0, 1)]
     _take_steps(dotted, _constructed(dotted, there, TRIED_LR, knobs), there, range(4), factor)
-    return there[0].detach() - _tiny(1)[0].detach()
+    return there[0].detach() - _tiny(0, 1)[0]
 
 
 def _take_steps(
@@ -311,10 +296,8 @@ def _take_steps(
 ) -> None:
     """Take steps by a multiple of known gradients. Raises ConfigError."""
     for number in steps:
-        numbers = torch.Generator().manual_seed(number + 1)
-        parts = len(parameters) // 2
-        whole = [factor * torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
-        gradients = [one.clone() for tensor in whole for one in tensor.chunk(parts)]
+        numbers = _tiny(number + 1, len(parameters) // 2)
+        gradients = [factor * one for one in numbers]
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
         try:

@@ -51,25 +51,20 @@ class Limit:
     def of(self, norm: Tensor) -> Any:
         """Return the limit for a norm: a number, a 0-dim tensor on a device, or None."""
         if self._kind == "quantile" and self._updates >= self._needed:
-            return self._bounded(float(np.quantile(self._norms, self._quantile)))
+            limit = float(np.quantile(self._norms, self._quantile))
+            return limit if self._most is None else min(limit, self._most)
         if self._kind == "zscore" and self._mean is not None:
-            return self._by_deviation(norm, self._mean, math.sqrt(self._variance) + EPSILON)
+            far = self._z * (math.sqrt(self._variance) + EPSILON)
+            limit_0 = self._by_deviation(norm, self._mean, far)
+            return limit_0.item() if norm.device.type == "cpu" else limit_0
         return self._most
 
-    def _bounded(self, limit: float) -> float:
-        return limit if self._most is None else min(limit, self._most)
-
-    def _by_deviation(self, norm: Tensor, mean: float, deviation: float) -> Any:
-        if norm.device.type == "cpu":
-            above = float(norm) - mean
-            if not above > self._z * deviation:
-                return self._most
-            return self._bounded(mean + (self._z * deviation) ** 2 / above)
-        above_0 = norm.double() - mean
-        limit = mean + (self._z * deviation) ** 2 / above_0
-        far = torch.full_like(limit, math.inf if self._most is None else self._most)
-        found = torch.where(above_0 > self._z * deviation, limit, far)
-        return torch.minimum(found, far).to(norm.dtype)
+    def _by_deviation(self, norm: Tensor, mean: float, far: float) -> Tensor:
+        """Return the limit of a norm that may be more than `far` above the mean."""
+        above = norm.double() - mean
+        limit = torch.full_like(above, far**2) / above + mean
+        found = torch.where(above > far, limit, math.inf)
+        return found.clamp(max=math.inf if self._most is None else self._most).to(norm.dtype)
 
     def add(self, norm: float, clipped_norm: float) -> None:
         """Take the finite norms, before and after clipping, of an applied update."""

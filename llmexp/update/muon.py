@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -42,28 +41,21 @@ def polynomials(given: Any, steps: int) -> tuple[list[Triple], float]:
     `given`: a name of `POLYNOMIALS`, three numbers for all iterations, or a list of threes. Raises
     ConfigError.
     """
-    key, words = "optimizer.ns_coefficients", f"one of {', '.join(POLYNOMIALS)}"
-    text = f"{words}, three numbers or a list of threes is needed"
-    if isinstance(given, str):
-        if given not in POLYNOMIALS:
-            raise refuse(key, given, text, "polar_express")
-        rows: Sequence[Any] = POLYNOMIALS[given]
-    else:
-        flat = isinstance(given, Sequence) and not any(isinstance(v, Sequence) for v in given)
-        rows = [given] if flat else given
+    rows: Any = POLYNOMIALS.get(given) if isinstance(given, str) else given
+    if isinstance(rows, Sequence) and not any(isinstance(v, Sequence) for v in rows):
+        rows = [rows]
     try:
         found = [(float(a), float(b), float(c)) for a, b, c in rows]
-    except (TypeError, ValueError):
-        raise refuse(key, given, text, [3.4445, -4.775, 2.0315]) from None
-    if not found:
-        raise refuse(key, given, text, [3.4445, -4.775, 2.0315])
+        found[0]
+    except (TypeError, ValueError, IndexError):
+        text = f"one of {', '.join(POLYNOMIALS)}, three numbers or a list of threes is needed"
+        example = "polar_express" if isinstance(given, str) else [3.4445, -4.775, 2.0315]
+        raise refuse("optimizer.ns_coefficients", given, text, example) from None
     safety = SAFETY if given == "polar_express" else 1.0
     if safety > 1:  # all but the last polynomial, as in algorithm 1
         scaled = [(a / safety, b / safety**3, c / safety**5) for a, b, c in found[:-1]]
         found = [*scaled, found[-1]]
-    return list(
-        itertools.islice(itertools.chain(found, itertools.repeat(found[-1])), steps)
-    ), safety
+    return (found + found[-1:] * steps)[:steps], safety
 
 
 def orthogonalize(matrix: Tensor, rows: Sequence[Triple], safety: float, eps: float) -> Tensor:

@@ -65,14 +65,22 @@ def adamw(
     weight_decay: OptimizerKnobs.weight_decay = 0.1,
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019), fused where torch can, decay on matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(
-        decay_groups(parameters, weight_decay),
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=eps,
-        fused=_fused(parameters),
-    )
+    return _adamw(_trained(model), lr, (beta1, beta2), eps, weight_decay)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _adamw(
+    parameters: list[nn.Parameter],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> AdamW:
+    groups = decay_groups(parameters, weight_decay)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_fused(parameters))
 
 
 def sgd(
@@ -83,7 +91,7 @@ def sgd(
     weight_decay: OptimizerKnobs.weight_decay = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, decay on matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = _trained(model)
     return SGD(
         decay_groups(parameters, weight_decay),
         lr=lr,
@@ -126,9 +134,9 @@ def muon(
     """
     outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     outer.add(id(getattr(model, "head_weight", None)))
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = _trained(model)
     hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
-    rest = [p for p in parameters if not (p.ndim == 2 and id(p) not in outer)]
+    rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
     if not hidden:
         raise refuse("optimizer", "muon", "the model has no hidden matrices", "adamw")
     return [
@@ -142,13 +150,7 @@ def muon(
             weight_decay=weight_decay,
             adjust_lr_fn=adjust_lr,
         ),
-        AdamW(
-            decay_groups(rest, weight_decay),
-            lr=lr if adamw_lr is None else adamw_lr,
-            betas=(beta1, beta2),
-            eps=eps,
-            fused=_fused(rest),
-        ),
+        _adamw(rest, lr if adamw_lr is None else adamw_lr, (beta1, beta2), eps, weight_decay),
     ]
 
 
@@ -205,9 +207,8 @@ def lion(
     m <- beta2 m + (1 - beta2) g. The paper takes rates 3 to 10 times lower than AdamW's, and a
     weight decay as many times larger.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     knobs = {"lr": lr, "beta1": beta1, "beta2": beta2}
-    return Lion(decay_groups(parameters, weight_decay), knobs)
+    return Lion(decay_groups(_trained(model), weight_decay), knobs)
 
 
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,6 +10,10 @@ from torch.optim import Optimizer
 from llmexp.settings.parts import OptimizerKnobs
 from llmexp.settings.values import count, knob
 from llmexp.update.library import built
+
+
+def _of_adam(beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, Any]:
+    return {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
 
 
 def adafactor(
@@ -43,7 +47,7 @@ def schedule_free(
     weight_decay: OptimizerKnobs.weight_decay = 0.0,
 ) -> Optimizer:
     """Schedule-free AdamW (Defazio et al. 2024), evaluated at an average of its weights."""
-    knobs = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    knobs = _of_adam(beta1, beta2, eps, weight_decay)
     return built(model, "schedulefree.AdamWScheduleFree", lr, knobs)
 
 
@@ -62,9 +66,9 @@ def soap(
     ] = 10_000,
 ) -> Optimizer:
     """SOAP (Vyas et al. 2024): AdamW in the eigenbasis of Shampoo's preconditioner."""
-    knobs = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    knobs |= {"precondition_frequency": precondition_frequency}
-    knobs |= {"max_precondition_dim": max_precondition_dim}
+    knobs = _of_adam(beta1, beta2, eps, weight_decay)
+    knobs["precondition_frequency"] = precondition_frequency
+    knobs["max_precondition_dim"] = max_precondition_dim
     return built(model, "pytorch_optimizer.SOAP", lr, knobs)
 
 
@@ -77,5 +81,4 @@ def adamw_8bit(
     weight_decay: OptimizerKnobs.weight_decay = 0.1,
 ) -> Optimizer:
     """AdamW with 8-bit moments (Dettmers et al. 2021) by torchao, in blocks of 256 entries."""
-    knobs = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    return built(model, "torchao.optim.AdamW8bit", lr, knobs)
+    return built(model, "torchao.optim.AdamW8bit", lr, _of_adam(beta1, beta2, eps, weight_decay))

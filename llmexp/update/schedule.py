@@ -22,8 +22,11 @@ def warmup_updates(
     return round((warmup_ratio or 0.0) * total_updates)
 
 
-def _warmup_and_decay(update: int, start: int, total: int) -> tuple[float, float]:
+def _warmup_and_decay(
+    update: int, total: int, steps: int | None, ratio: float | None
+) -> tuple[float, float]:
     """Return (warm-up factor, progress of the decay from 0 at the peak to 1 on the last update)."""
+    start = warmup_updates(total, steps, ratio)
     if update < start:
         return (update + 1) / start, 0.0
     peak = max(start - 1, 0)
@@ -37,9 +40,7 @@ def constant(
     warmup_ratio: ScheduleKnobs.warmup_ratio = None,
 ) -> float:
     """Warm-up, then 1."""
-    return _warmup_and_decay(
-        update, warmup_updates(total_updates, warmup_steps, warmup_ratio), total_updates
-    )[0]
+    return _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)[0]
 
 
 def linear(
@@ -50,8 +51,7 @@ def linear(
     end_ratio: ScheduleKnobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, then a straight line to `end_ratio`."""
-    start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
-    rise, progress = _warmup_and_decay(update, start, total_updates)
+    rise, progress = _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)
     return rise * (1 + (end_ratio - 1) * progress)
 
 
@@ -63,8 +63,7 @@ def cosine(
     end_ratio: ScheduleKnobs.end_ratio = 0.1,
 ) -> float:
     """Warm-up, then half a cosine to `end_ratio` (Loshchilov & Hutter 2017, without restarts)."""
-    start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
-    rise, progress = _warmup_and_decay(update, start, total_updates)
+    rise, progress = _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)
     return rise * (end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

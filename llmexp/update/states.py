@@ -57,8 +57,8 @@ def taken_apart(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {name: taken_apart(f"{key}.{name}", v, tensors) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        whole = [taken_apart(f"{key}.{number}", v, tensors) for number, v in enumerate(value)]
-        return whole if isinstance(value, list) else tuple(whole)
+        kind = type(value)
+        return kind(taken_apart(f"{key}.{number}", v, tensors) for number, v in enumerate(value))
     return copy.deepcopy(value)
 
 
@@ -79,8 +79,7 @@ def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: put_together(v, tensors) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        whole = [put_together(v, tensors) for v in value]
-        return whole if isinstance(value, list) else tuple(whole)
+        return type(value)(put_together(v, tensors) for v in value)
     return value
 
 
