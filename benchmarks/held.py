@@ -97,7 +97,7 @@ def rank(job: dict[str, Any]) -> None:
     gc.collect()
 
     peak = Peak()
-    loaded = loading.latest(root, print, hash_share=(joined.rank, joined.world_size))
+    loaded = loading.latest(root, print, joined)
     assert loaded is not None
     setup = set_up(parts, joined, fresh=False)
     loading.restore_model(loaded, setup.model)

@@ -55,28 +55,22 @@ class WindowLoss(nn.Module):
         super().__init__()
         self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
         self.shard: VocabShard | None = None
-        self.chunked = self._has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
+        self.chunked = self.has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
         self.run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = False
 
-    def _has_head(self) -> bool:
+    def has_head(self) -> bool:
+        """Return whether the model gives its features and its output head apart."""
         head_weight = getattr(self.model, "head_weight", None)
         return hasattr(self.model, "features") and head_weight is not None
 
     def share_vocabulary(self, shard: VocabShard) -> None:
         """Take this rank's output head as a part of the vocabulary from now on.
 
-        Only the chunked loss can handle that.
-
-        `model.head_weight` is then a DTensor split by rows, or this rank's rows themselves. Raises
-        ValueError where the model has no head of its own that could be split.
+        Only the chunked loss can handle that, of a model that `has_head`. `model.head_weight` is
+        then a DTensor split by rows, or this rank's rows themselves.
         """
-        if not self._has_head():
-            raise ValueError(
-                f"tensor parallelism: {type(self.model).__name__} lacks features() or head_weight, "
-                "so its output head cannot be split over ranks; use e.g. parallelism=fsdp"
-            )
         self.shard = shard
         self.chunked = True
 

@@ -590,10 +590,9 @@ def test_without_targets_it_returns_the_models_logits(kernel: str) -> None:
     assert not window_loss(tokens).requires_grad
 
 
-def test_a_head_that_cannot_be_split_is_named() -> None:
+def test_a_head_that_is_split_is_chunked() -> None:
     shard = Threads(1).shard(0, 50)
-    with pytest.raises(ValueError, match="tensor parallelism: Foreign lacks features"):
-        WindowLoss(Foreign()).share_vocabulary(shard)
+    assert not WindowLoss(Foreign()).has_head()
     window_loss = by_kernel(tiny(), "plain")
     window_loss.share_vocabulary(shard)
     assert window_loss.loss_kernel(torch.device("cpu")) == "chunked(rows=512, vocab=50 of 50)"

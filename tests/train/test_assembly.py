@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmexp.models.gpt2 import GPT2
 from llmexp.settings.config import plain
@@ -88,6 +88,28 @@ def test_the_config_keeps_variables_and_parts_get_their_values(monkeypatch) -> N
 class Broken(GPT2):
     def forward(self, tokens_bt: Tensor) -> Tensor:
         raise ArithmeticError("broken")
+
+
+class Logits(nn.Module):
+    """A model with layers of known names and a head, which gives its logits alone."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.inner = GPT2(**sizes)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.inner.head_weight
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return self.inner(tokens_bt)
+
+
+def test_a_model_without_features_is_not_split_over_its_vocabulary(monkeypatch) -> None:
+    monkeypatch.setenv("LLMEXP_ALLOW", "tests")
+    two = ["parallelism=tp", "parallelism.nproc_per_node=2", f"model._target_={__name__}.Logits"]
+    with pytest.raises(ConfigError, match="there is no plan for splitting the layers of"):
+        assemble(composed(*SMALL, *two))
 
 
 def test_a_model_that_has_no_room_here_is_not_tried(monkeypatch) -> None:

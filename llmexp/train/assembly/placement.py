@@ -139,7 +139,7 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
         given = f"model.qk_norm={config.model['qk_norm']}"
         text = f"{given} normalizes all heads at once, and each rank holds only a part of them"
         raise refuse("parallelism", p.kind, text, "fsdp")
-    if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
+    if not mesh.tensor_parallel_plan(loss.model) or not loss.has_head():
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
         raise refuse("parallelism", p.kind, text, "fsdp")
     if not is_ours(target := config.optimizer.get("_target_")):
