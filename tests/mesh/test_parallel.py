@@ -234,24 +234,25 @@ def test_ranks_save_by_time_together(tmp_path, settings, whole):
 
 def test_a_run_moves_through_every_layout(tmp_path, settings):
     """1 -> 2 -> 4 -> 2 -> 4 -> 1 ranks, each resumed from a checkpoint that another layout has
-    saved: the same rows of data, losses, norms and parameters as the run that stayed where it
-    was."""
+    saved, for two steps: the same rows of data, losses, norms and parameters as the run that stayed
+    where it was."""
     settings = [
         *settings,
         "precision=fp64",
-        "train.max_steps=8",
-        "train.eval_every=4",
-        "checkpoint.every=1",
+        "train.max_steps=14",
+        "train.eval_every=2",
+        "checkpoint.every=2",
         "checkpoint.async=true",
         "model.parametrization=mup",
         "model.base_width=4",
     ]
     stayed = train(tmp_path, "stayed", *settings)
-    run = Result(0, "", "", cut_after(stayed, tmp_path, 1))
-    for number, (name, (kind, *more)) in enumerate(LAYOUTS.items(), 1):
+    run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
+    for end, (name, (kind, *more)) in zip(range(4, 15, 2), LAYOUTS.items(), strict=True):
         overrides = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
+        overrides.append(f"train.stop_step={end}")
         again = llmexp("resume", str(run.folder), *overrides, cwd=tmp_path)
-        assert again.code == 0, again.err
+        assert again.code == (75 if end < 14 else 0), again.err
         derived = run.json("run.json")
         assert derived["parallelism"] == name
         assert derived["real_batch_size"] == 8
@@ -259,7 +260,8 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
             derived["gradient_accumulation_steps"] * derived["dp_size"]
             == 1 * 8 / derived["micro_batch_size"]
         )
-        for ours, theirs in zip(run.rows(), stayed.rows(), strict=True):
+        assert len(run.rows()) == end
+        for ours, theirs in zip(run.rows(), stayed.rows(), strict=False):
             assert ours["data_digest"] == theirs["data_digest"]
             measured = {
                 "noise_scale",
@@ -269,11 +271,8 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
             assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
-        for key, value in weights(stayed, 8).items():
-            assert torch.allclose(weights(run, 8)[key], value, rtol=0, atol=1e-11), key
-        folder = tmp_path / f"part{number}"
-        folder.mkdir()
-        run = Result(0, "", "", cut_after(run, folder, number + 1))
+        for key, value in weights(stayed, end).items():
+            assert torch.allclose(weights(run, end)[key], value, rtol=0, atol=1e-11), key
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp_tp"])

@@ -86,6 +86,11 @@ def garbage(tmp_path_factory) -> Result:
     return planted(tmp_path_factory.mktemp("replay"), "garbage", 1, "precision=fp64")
 
 
+@pytest.fixture(scope="module")
+def repeated(garbage) -> dict:
+    return replayed(garbage, STEP)
+
+
 def test_shares_are_those_of_the_gradient(garbage):
     """By an independent pass over each sequence, from the checkpoint of the step before."""
     found = replayed(garbage, 21)
@@ -121,8 +126,8 @@ def test_shares_are_those_of_the_gradient(garbage):
 @pytest.mark.parametrize(
     "way", ["fsdp", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "tp"))]
 )
-def test_ranks_find_the_same(garbage, tmp_path, way):
-    one = replayed(garbage, STEP)["here"]["sequences"]
+def test_ranks_find_the_same(repeated, tmp_path, way):
+    one = repeated["here"]["sequences"]
     two = ["precision=fp64", f"parallelism={way}", "parallelism.nproc_per_node=2"]
     found = replayed(planted(tmp_path, "garbage", 1, *two), STEP)
     assert found["cause"] == "data"
@@ -132,15 +137,15 @@ def test_ranks_find_the_same(garbage, tmp_path, way):
             assert here[key] == pytest.approx(there[key], rel=1e-9)
 
 
-def test_other_starts_rates_limits_and_without_the_window(garbage):
+def test_other_starts_rates_limits_and_without_the_window(garbage, repeated):
     assert replayed(garbage, STEP, "--from", "0")["repeated_from"] == 0
     later = replayed(garbage, STEP, "--from", "32")
     assert (later["from"], later["repeated_from"]) == (32, 20)
-    assert later["times_here"] == replayed(garbage, STEP)["times_here"]  # of the run itself
+    assert later["times_here"] == repeated["times_here"]  # of the run itself
     changed = replayed(garbage, STEP, "--lr", "0.5", "--clip", "0.25", "--after", "2")["here"]
     assert changed["lr"] == pytest.approx(0.5)
     assert changed["grad_norm_post_clip"] == pytest.approx(0.25, rel=1e-4)
-    assert changed["loss_after"] != replayed(garbage, STEP)["here"]["loss_after"]
+    assert changed["loss_after"] != repeated["here"]["loss_after"]
     without = replayed(garbage, STEP, "--skip")
     assert [step for step, _, _ in without["later"]] == list(range(STEP + 1, 33))
     assert f"without the window of step {STEP}" in without["sentence"]
