@@ -497,10 +497,16 @@ def column(tab: Any, number: int) -> list[str]:
     )
 
 
-def test_sorting_by_click_and_by_keyboard(show):
-    entries = grid(n=30, **FOUR_BY_THREE)
+def test_the_table_sorts_and_the_legend_hides(show):
+    entries = grid(n=30, **{CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]})
     entries[2] = entry(2, entries[2].values, n=30, state="failed")  # without a figure
-    tab = show(comparison(entries))
+    made = labelled(comparison(entries))
+    tab = show(made)
+    the_table_sorts_by_click_and_by_keyboard(tab, entries)
+    the_legend_hides_and_shows_alone(tab, made)
+
+
+def the_table_sorts_by_click_and_by_keyboard(tab, entries):
     buttons = tab.locator(".runs th button")
     heads = buttons.all_inner_texts()
     loss, rate = heads.index("Final val loss"), heads.index("Tokens/s")
@@ -518,9 +524,7 @@ def test_sorting_by_click_and_by_keyboard(show):
     assert rates == sorted(rates)
 
 
-def test_the_legend_hides_and_shows_alone(show):
-    made = labelled(comparison(grid(n=30, **{CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]})))
-    tab = show(made)
+def the_legend_hides_and_shows_alone(tab, made):
     names = [e.name for e in made.settings]
     items = tab.locator(f"{PLOT} .legend .legendtoggle")
 
@@ -570,9 +574,8 @@ def test_menus_of_smoothing_axis_and_range_change_what_is_drawn(show):
     assert drawn(tab, others)[0]["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
 
 
-def test_the_menu_of_one_run_alone_keeps_its_choice(show):
+def the_menu_of_one_run_alone_keeps_its_choice(tab):
     """Plotly would follow the property where the options set but one."""
-    tab = show(comparison([entry(0, {}, n=30)]))
     choose(tab, 1, "not smoothed")
     choose(tab, 0, "Steps")
     heads = tab.locator(f"{PLOT} .updatemenu-header").all_text_contents()
@@ -627,6 +630,8 @@ def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, tmp_path, count,
     }
     made = labelled(comparison(grid(n=30, **keys[count])))
     tab = show(made, 1400, scheme, beside=count == 6)
+    if count == 1:
+        the_menu_of_one_run_alone_keeps_its_choice(tab)
     for width in (1400, 390):
         tab.set_viewport_size({"width": width, "height": 844})
         tab.wait_for_function(
@@ -665,14 +670,12 @@ def figures_follow_the_scheme_and_paper_is_white(tab):
         )
 
     ink_becomes(light=False)
-    tab.emulate_media(color_scheme="light")
-    ink_becomes(light=True)
-    tab.emulate_media(color_scheme="dark")
-    ink_becomes(light=False)
     tab.emulate_media(media="print")
     ink_becomes(light=True)
     tab.emulate_media(media="screen")
     ink_becomes(light=False)
+    tab.emulate_media(color_scheme="light")
+    ink_becomes(light=True)
 
 
 def without_its_library_the_page_says_what_it_needs(tab, folder):

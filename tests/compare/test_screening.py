@@ -9,8 +9,10 @@ import math
 import numpy as np
 import pytest
 
+from llmexp.cli.next import proposed
 from llmexp.compare.comparing import compare
 from llmexp.compare.screening import design, discoveries, screen
+from llmexp.compare.table import to_json
 from llmexp.sweep.main import size_of
 from tests.conftest import TINY, llmexp
 from tests.tools import printed
@@ -151,7 +153,7 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(tmp_path)
     words = ["--screen", "sweep.screen=8", *QUICK, *KEYS, "hydra.sweep.dir=s"]
     done = llmexp("train", *words, cwd=tmp_path)
     assert done.code == 0, done.err + done.out
-    found = printed("compare", llmexp("compare", "s", "--json", cwd=tmp_path).out)
+    found = printed("compare", to_json(compare([tmp_path / "s"])))
     assert (found["screen"]["runs"], found["screen"]["resolution"]) == (8, 4)
     first = found["screen"]["effects"][0]
     assert (first["key"], first["levels"], first["found"]) == ("optimizer.lr", [1e-4, 3e-2], True)
@@ -165,10 +167,10 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(tmp_path)
     assert "Only more seeds" not in " ".join(found["why"])  # the screen tells from one
     page = (tmp_path / "s" / "compare.html").read_text()
     assert all(name in page for name in ("half-normal quantile", "Effects on "))
-    step = json.loads(llmexp("next", "s", "--json", cwd=tmp_path).out)
-    assert step["rule"] == "screen"
-    assert "optimizer.lr=0.03,0.0001" in step["words"]
-    assert step["words"][-1] == "sweep.decide=true"
+    step = proposed([tmp_path / "s"])
+    assert step.rule == "screen"
+    assert "optimizer.lr=0.03,0.0001" in step.words
+    assert step.words[-1] == "sweep.decide=true"
     # One run fewer, and nothing is judged.
     (run,) = (tmp_path / "s").glob("3-*")
     (run / "status.json").write_text(json.dumps({"state": "failed"}))

@@ -110,11 +110,15 @@ def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
     assert (len(times), waiting) == (4, {})
 
 
-def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path):
+def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path, capsys, monkeypatch):
     """The grid of `train --help`: the warning has a command that, pasted, has equal budgets."""
-    plan = llmexp("plan", "-m", *SYNTHETIC, *GRID, cwd=tmp_path)
-    assert plan.code == 0, plan.err
-    told = plan.err.splitlines()
+    monkeypatch.chdir(tmp_path)
+
+    def planned(*words: str) -> tuple[str, str]:
+        assert run(["plan", *words]) == 0
+        return capsys.readouterr()
+
+    told = planned("-m", *SYNTHETIC, *GRID)[1].splitlines()
     assert told[0] == (
         "warning: these points train on unequal numbers of tokens (accum=1: 192, accum=2: 384, "
         "accum=4: 768)."
@@ -123,27 +127,21 @@ def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path):
     assert command[:3] == ["llmexp", "train", "-m"]
     assert "train.max_steps=8" not in command
     assert command[-1] == "train.max_tokens=192"
-    settled = llmexp("plan", *command[2:], cwd=tmp_path)
-    assert (settled.code, settled.err) == (0, "")
-    assert {line.split()[4] for line in settled.out.splitlines()[1:7]} == {"8", "4", "2"}  # steps
+    out, err = planned(*command[2:])
+    assert err == ""
+    assert {line.split()[4] for line in out.splitlines()[1:7]} == {"8", "4", "2"}  # steps
 
-    started = llmexp(
-        "train", "-m", *SYNTHETIC, *GRID, "train.max_steps=2", "sweep.max_parallel=2", cwd=tmp_path
-    )
+    two = ["batch.gradient_accumulation_steps=1,2", "train.max_steps=2"]
+    started = llmexp("train", "-m", *SYNTHETIC, *two, cwd=tmp_path)
     assert started.code == 0, started.err
     assert started.err.startswith(
         "warning: these points train on unequal numbers of tokens (accum=1: 48, "
     )
-    for quiet in (
-        ["experiment=accumulation_scaling"],
-        ["clip.max_norm=0.5,1.0"],
-        ["experiment=throughput_grid"],
-    ):
-        assert (
-            "tokens" not in llmexp("plan", "-m", *TINY, *quiet, "data=synthetic", cwd=tmp_path).err
-        )
-    on_purpose = llmexp("plan", "-m", *SYNTHETIC, "train.max_steps=8,16", cwd=tmp_path)
-    assert on_purpose.err.startswith("note: the budget is swept, from 192 to 384 tokens")
+    for quiet in ("experiment=accumulation_scaling", "clip.max_norm=0.5,1.0",
+                  "experiment=throughput_grid"):  # fmt: skip
+        assert "tokens" not in planned("-m", *TINY, quiet, "data=synthetic")[1]
+    on_purpose = planned("-m", *SYNTHETIC, "train.max_steps=8,16")[1]
+    assert on_purpose.startswith("note: the budget is swept, from 192 to 384 tokens")
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -182,19 +183,27 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
         )
 
 
-def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
-    base = ["-m", *RUN, "train.max_steps=2"]
-    first = llmexp(
-        "train",
-        *base,
-        "clip.max_norm=0.5,1.0",
-        "sweep.negligible=0.5",
-        "hydra.sweep.dir=s",
-        cwd=tmp_path,
-    )
-    assert first.code == 0, first.err
-    before = {p: p.read_bytes() for p in (tmp_path / "s").glob("[01]-*/*.json*")}
-    again = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
+PAIR = ["train", "-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0"]
+
+
+@pytest.fixture(scope="module")
+def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("pair")
+    done = llmexp(*PAIR, "sweep.negligible=0.5", "hydra.sweep.dir=s", cwd=where)
+    assert done.code == 0, done.err
+    return where / "s"
+
+
+@pytest.fixture
+def pair(trained_pair: Path, tmp_path: Path) -> Path:
+    """A finished sweep of two points of two steps in the folder s."""
+    return shutil.copytree(trained_pair, tmp_path / "s")
+
+
+def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path, pair):
+    base = PAIR[1:-1]
+    before = {p: p.read_bytes() for p in pair.glob("[01]-*/*.json*")}
+    again = llmexp(*PAIR, "hydra.sweep.dir=s", cwd=tmp_path)
     assert again.code == 2
     assert "holds a sweep already; to go on with it: sweep.resume=s" in again.err
     # Written in another way, with other names and intervals, and in another order: the same points.
@@ -544,11 +553,9 @@ def test_a_file_that_is_no_ledger(tmp_path, text):
     assert refused is None or (refused.code == 2 and "Traceback" not in refused.err)
 
 
-def test_points_are_known_by_their_folders_too(tmp_path):
+def test_points_are_known_by_their_folders_too(tmp_path, pair):
     """Points are known by the config in their folders too: nothing runs twice."""
-    command = ["-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0"]
-    assert llmexp("train", *command, "hydra.sweep.dir=s", cwd=tmp_path).code == 0
-    tree = written(tmp_path / "s")
+    tree = written(pair)
     for point in tree["points"]:
         point["identity"] = None
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(tree))
@@ -563,9 +570,7 @@ def test_points_are_known_by_their_folders_too(tmp_path):
         True,
         True,
     ), lost.err
-    wider = llmexp(
-        "train", *command[:-1], "clip.max_norm=0.5,1.0,2.0", "sweep.resume=s", cwd=tmp_path
-    )
+    wider = llmexp(*PAIR[:-1], "clip.max_norm=0.5,1.0,2.0", "sweep.resume=s", cwd=tmp_path)
     assert wider.code == 0, wider.err
     assert "sweep.json: is not there and is written anew, from 2 runs" in wider.out
     tree = sweep_json(tmp_path / "s")
@@ -590,11 +595,9 @@ def test_points_are_known_by_their_folders_too(tmp_path):
     assert tree["swept"] == ["clip.max_norm"]
 
 
-def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
+def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
     """Its files know fewer knobs, and its points by other hashes; a point that was cut goes on."""
-    command = ["-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s"]
-    assert llmexp("train", *command, cwd=tmp_path).code == 0
-    for path in (tmp_path / "s").glob("*/config.yaml"):
+    for path in pair.glob("*/config.yaml"):
         config = yaml.safe_load(path.read_text())
         del (
             config["user"],
