@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmexp.compare import table
-from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
+from llmexp.compare.comparing import NEGLIGIBLE, NO_RUN, compare
 from llmexp.compare.records import Result
+from llmexp.compare.target import UNITS
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
@@ -86,27 +87,7 @@ def write_file(flag: str, path: Path, text: str) -> None:
     warn(f"wrote {path}")
 
 
-# Options of before --out, and the file that it would write in their place.
-_REPLACED = {"--csv": "table.csv", "--markdown": "table.md", "--html": "page.html",
-             "--png": "page.html"}  # fmt: skip
-
-
-def _refuse_replaced(arguments: Sequence[str]) -> None:
-    """Raise ConfigError, with the option of today, for an option of before --out."""
-    for i, word in enumerate(arguments):
-        option, _, value = word.partition("=")
-        value = value or next(iter(arguments[i + 1 :]), "")
-        if option == "--json" and value.endswith(".json"):
-            raise ConfigError(f"--json prints; to write a file: --out {value}")
-        if option in _REPLACED:
-            told = f"; for example --out {_REPLACED[option]}"
-            if option == "--png":
-                told += ", whose figures a button saves as pictures"
-            raise ConfigError(f"{option} is --out FILE now, by the ending of its name{told}")
-
-
 def _arguments(arguments: list[str]) -> argparse.Namespace:
-    _refuse_replaced(arguments)
     parser = Parser(
         prog="llmexp compare",
         description="Compare runs: which setting is best, by how much, and is the difference real.",
@@ -119,7 +100,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         help="runs, sweeps, folders of them, globs (default: outputs)",
     )
     parser.add_argument(
-        "--align", default="tokens", help=f"what runs must have had alike: {', '.join(ALIGNMENTS)}"
+        "--align", default="tokens", help=f"what runs must have had alike: {', '.join(UNITS)}"
     )
     parser.add_argument(
         "--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec"

@@ -16,7 +16,6 @@ def main(arguments: list[str]) -> int:
 def answer_of(sweep: Path) -> SweepAnswer:
     """Compare the runs of a sweep; plotly is imported only where an answer is asked for."""
     from llmexp.compare.comparing import compare
-    from llmexp.compare.mirrored import mirrored
-    from llmexp.compare.page import page
+    from llmexp.compare.page import mirrored
 
-    return mirrored(compare([sweep]), page)
+    return mirrored(compare([sweep]))

@@ -20,9 +20,9 @@ comparing      all of the above in order: runs -> `Result`
 clipping       what the rules of clipping did
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing
-page           the HTML page of a comparison; plotting, plot_verdict, plot_training,
-               plot_settings, plot_layers, plot_screen and plot_search make its figures
-mirrored       the answer as a tracker gets it
+page           the HTML page of a comparison, and the answer as a tracker gets it; plotting,
+               plot_verdict, plot_training, plot_settings, plot_layers, plot_screen and plot_search
+               make its figures
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts

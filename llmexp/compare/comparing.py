@@ -21,14 +21,13 @@ from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
 from llmexp.compare.screened import screen_of
-from llmexp.compare.target import aimed, target_of
+from llmexp.compare.target import UNITS, aimed, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import as_dict, rounded
 
 UNFINISHED = ("preempted", "cut", "running")
-ALIGNMENTS = ("tokens", "steps", "time")
 NO_RUN = "there is no run to show; for example llmexp compare outputs/default"
 
 
@@ -49,9 +48,9 @@ def compare(
     they are compared by where they first do. Raises ConfigError for an option that there is not;
     what cannot be read is among `problems`.
     """
-    if align not in ALIGNMENTS:
+    if align not in UNITS:
         raise ConfigError(
-            f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
+            f"--align {align}: must be one of {', '.join(UNITS)}; for example --align steps"
         )
     size = None if negligible is None else _size(negligible)
     if target is not None and sort is not None:
@@ -99,7 +98,9 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     at = None if read is None else read.at
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
-    better = _better(records)
+    # which way the figures of hooks are better, as these have declared it
+    declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
+    better = {key: way for key, way in declared if way in ("lower", "higher")}
     records = [
         replace(r, out=out.get(r, ""), figures=figures(r, align, read, more)) for r in records
     ]
@@ -118,8 +119,6 @@ def findings(
     found = _ranked(found, metric, mixed)
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
-    columns = _columns(found, metric, mixed, at, align, better)
-    metric = next((column for column in columns if column.key == metric.key), metric)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
     of_sweeps = {r.negligible for r in records}
     if negligible is None and len(of_sweeps) == 1:
@@ -127,7 +126,7 @@ def findings(
     result = Result(
         settings=found,
         differing=differing,
-        columns=columns,
+        columns=(),
         metric=metric,
         align=align,
         align_at=at,
@@ -139,15 +138,11 @@ def findings(
         mixed=mixed,
         limiting=None if read is None else taking_part[read.limiting],
     )
+    result.columns = _columns(result, better)
+    result.metric = next((c for c in result.columns if c.key == metric.key), metric)
     judge(result)
     result.screen = screen_of(result) if result.comparable else None
     return result
-
-
-def _better(records: Sequence[Record]) -> dict[str, str]:
-    """Return which way the figures of hooks are better, as these have declared it."""
-    declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
-    return {key: way for key, way in declared if way in ("lower", "higher")}
 
 
 def _metric(
@@ -187,45 +182,35 @@ def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setti
     return sorted(found, key=place)
 
 
-def _columns(
-    found: Sequence[Setting],
-    metric: Column,
-    mixed: bool,
-    at: float | None,
-    align: str,
-    better: Mapping[str, str],
-) -> tuple[Column, ...]:
-    """Return the columns of which an s has a figure, the one that orders first.
+def _columns(f: Result, better: Mapping[str, str]) -> tuple[Column, ...]:
+    """Return the columns of which a setting has a figure, the one that orders first.
 
     The loss at the common position is there only where it is not the final one.
     """
-    known = {key for e in found for key in e.figures}
-    alive = [e.figures for e in found if not e.out]
+    known, first = {key for e in f.settings for key in e.figures}, f.metric.key
+    alive = [e.figures for e in f.settings if not e.out]
     titles = {}
     # what was stopped, or runs, has a loss of its own
-    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in found)
+    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in f.settings)
     if all(of.get("val/loss") == of.get("final val/loss") for of in alive):
-        final = metric.key == "final val/loss"
+        final = first == "final val/loss"
         if final or not unfinished:
             known.discard("val/loss" if final else "final val/loss")
             titles["final val/loss"] = "val loss"
-    elif at is not None:
-        titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
+    elif f.align_at is not None:
+        titles["val/loss"] = f"val loss at {rounded(f.align_at)} {UNITS[f.align]}"
     if "own_tokens" in known:
         titles |= {"tokens_seen": "tokens with parent", "train_time": "own time (s)"}
-    for key in [key for key in known if is_of_named_set(key) and key != metric.key]:
+    for key in [key for key in known if is_of_named_set(key) and key != first]:
         # A named set shows what orders: its loss, or bits per byte where tokenizers differ; the
         # main one's stands there already.
         what = key.rpartition("/")[2]
         again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
-        if again or what != ("bits_per_byte" if mixed else "loss"):
+        if again or what != ("bits_per_byte" if f.mixed else "loss"):
             known.remove(key)
-    columns = [
-        replace(c, title=titles.get(c.key, c.title))
-        for c in columns_of(known, better)
-        if c.key in known
-    ]
-    return tuple(sorted(columns, key=lambda c: c.key != metric.key))
+    columns = [c for c in columns_of(known, better) if c.key in known]
+    columns.sort(key=lambda c: c.key != first)
+    return tuple(replace(c, title=titles.get(c.key, c.title)) for c in columns)
 
 
 def _batch(records: Sequence[Record]) -> str:
@@ -252,7 +237,7 @@ def tokenizer_of(record: Record) -> str:
 
 
 def _tokenizer_note(record: Record) -> str:
-    name, print_ = record.facts.get("tokenizer") or "unknown", tokenizer_of(record)
-    if not print_:
+    if not (print_ := tokenizer_of(record)):
         return ""
+    name = record.facts.get("tokenizer") or "unknown"
     return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})"

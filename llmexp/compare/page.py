@@ -18,11 +18,13 @@ from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.plotting import looks
 from llmexp.compare.records import TWIN, Record, Result
-from llmexp.compare.table import shown_columns
+from llmexp.compare.table import columns_in_full, shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import as_dict, number, shown
+from llmexp.tracker.answer import SweepAnswer
+from llmexp.tracker.wandb import MARKS
 
 
 def write_beside(comparison: Result, where: Path) -> Path:
@@ -31,6 +33,25 @@ def write_beside(comparison: Result, where: Path) -> Path:
         fileio.write_whole(where / LIBRARY, str(get_plotlyjs()))
     fileio.write_whole(where / "compare.html", page(comparison, inline=False))
     return where / "compare.html"
+
+
+def mirrored(c: Result) -> SweepAnswer:
+    """Return the answer of a sweep as a tracker gets it, with a verdict for each run."""
+    full, settings = columns_in_full(c), c.settings
+    table = {
+        "name": full.pop("name"), "mark": [s.mark for s in settings],
+        "difference": [s.apart for s in settings], "half": [s.half for s in settings],
+        "basis": [s.basis for s in settings], "seeds": [len(s.runs) for s in settings],
+        "state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"},
+    }  # fmt: skip
+    marks = {}
+    for s in settings:
+        for run in s.runs:
+            figures = (None, None) if run.out else (s.apart, s.half)
+            values = (run.out or s.mark or None, *figures)
+            marks[run.path] = dict(zip(MARKS, values, strict=True))
+    notes = "\n".join([c.headline, "", *(f"- {note}" for note in c.notes)])
+    return SweepAnswer(notes.strip(), table, page(c), marks)
 
 
 def page(comparison: Result, inline: bool = True) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare, findings
-from llmexp.compare.mirrored import mirrored
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
@@ -218,16 +217,16 @@ def report_sweep(current: Current) -> list[str]:
     ran = [state for state in states.values() if state not in ("queued", "infeasible")]
     if len(ran) < 2 or "finished" not in ran:
         return []
-    from llmexp.compare.page import page, write_beside
-
     if current.knobs.report == "throughput":
         cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
         return [aligned(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
+    from llmexp.compare.page import mirrored, write_beside
+
     comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]
     lines = [*table.lines(comparison, columns()), *damage, f"page   {written}"]
-    sent = deliver(ledger.path, lambda: mirrored(comparison, page), lambda: current.stopped)
+    sent = deliver(ledger.path, lambda: mirrored(comparison), lambda: current.stopped)
     return [*lines, sent] if sent else lines
 
 

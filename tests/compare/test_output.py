@@ -185,9 +185,6 @@ def test_a_full_disk_under_the_page_is_named(sweep, capsys, monkeypatch):
     [
         (["--out", "table.txt"], "--out table.csv"),
         (["--out", "no/such/folder/x.html"], "--out /tmp/x.html"),
-        (["--csv"], "--out table.csv"),
-        (["--html=x.html"], "--out page.html"),
-        (["--json", "x.json"], "--out x.json"),
         (["--align", "days"], "--align steps"),
         (["--sort", "x"], "--sort val/loss"),
     ],
