@@ -147,7 +147,6 @@ def grid_cells(
     Where a cell has several, it is the best one, which comes first.
     """
     rows, columns = scale(settings, down), scale(settings, across)
-    found: dict[tuple[int, int], Setting] = {}
-    for e in settings:
-        found.setdefault((rows.index(e.values[down]), columns.index(e.values[across])), e)
-    return found
+    return {
+        (rows.index(e.values[down]), columns.index(e.values[across])): e for e in reversed(settings)
+    }

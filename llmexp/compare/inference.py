@@ -55,11 +55,8 @@ class Difference:
     @property
     def basis(self) -> str:
         """Return what it rests on, in words, such as: 3 seeds."""
-        return (
-            f"{self.seeds} seeds"
-            if self.seeds == self.most
-            else (f"{self.seeds} to {self.most} seeds")
-        )
+        most = "" if self.seeds == self.most else f" to {self.most}"
+        return f"{self.seeds}{most} seeds"
 
     @property
     def text(self) -> str:
@@ -203,13 +200,9 @@ def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str,
     for i, s, _ in cells:
         of_seed.setdefault(s, set()).add(i)
     shared = {s: found for s, found in of_seed.items() if len(found) > 1}
-    reached, waiting = {0}, [0]
-    while waiting:
-        i = waiting.pop()
-        for found in shared.values():
-            if i in found:
-                waiting += found - reached
-                reached |= found
+    reached = {0}
+    while further := {i for s in shared.values() if s & reached for i in s} - reached:
+        reached |= further
     count = sum(map(len, shared.values()))
     spare = count - settings - len(shared) + 1
     if len(reached) < settings or spare < max(1, settings - 1):
@@ -271,10 +264,10 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Diff
     # of those that are equal but for rounding the first
     best = int(np.argmax(np.isclose(means, means.min(), 1e-12, 0.0)))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
-    left, going, found = count, True, {}
+    left, found = count, {}
     for i in sorted(pairs, key=lambda i: -pairs[i].t):
         d = replace(pairs[i], rivals=left, alpha=alpha)
-        going = going and d.mean > d.half
-        found[i] = d, going
-        left -= going
+        worse = len(found) == count - left and d.mean > d.half  # as all before it
+        found[i] = d, worse
+        left -= worse
     return best, found

@@ -5,7 +5,6 @@ Seeds are the only witnesses for settings.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -58,7 +57,8 @@ def judge(f: Result) -> None:
             f.effects = effects(ranked, varying(rivals, f.factors), standing.seen, sign)
     for s in f.settings:
         s.mark = s.out or _mark(s, f)
-    f.settings = _in_order(f)
+    judged = {*f.ranked, *f.without}  # those of one budget together, last those that are left out
+    f.settings = sorted(f.settings, key=lambda s: s.budget if s in judged else len(f.budgets))
 
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
@@ -161,23 +161,13 @@ def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -
     return Verdict.UNDECIDED
 
 
-def _in_order(f: Result) -> list[Setting]:
-    """Return the settings in order, those of one budget together, last those that are left out."""
-    found: list[list[Setting]] = [[] for _ in (*f.budgets, "left out")]
-    judged = {*f.ranked, *f.without}
-    for s in f.settings:
-        found[s.budget if s in judged else -1].append(s)
-    return list(itertools.chain(*found))
-
-
 def _mark(s: Setting, f: Result) -> str:
     """Return the word for a setting that takes part."""
     if f.target and not f.reached:  # nothing tells settings apart that never get there
         return ""
-    if not s.seeds:
-        return "not evaluated" if f.ranked and "val" in f.metric.key else ""
     if s not in f.ranked:
-        return ""
+        lacks = not s.seeds and f.ranked and "val" in f.metric.key
+        return "not evaluated" if lacks else ""
     if s.verdict is None:
         settled = f.verdicts <= {Verdict.WORSE, Verdict.ROUNDING, *SMALL}
         best = Verdict.WORSE in f.verdicts and settled and f.comparable and not f.without

@@ -93,11 +93,7 @@ def layer_plots(c: Result) -> list[Plot]:
 
 
 def _plot(
-    c: Result,
-    name: str,
-    title: str,
-    measured: Mapping[Setting, Measured],
-    caption: str,
+    c: Result, name: str, title: str, measured: Mapping[Setting, Measured], caption: str
 ) -> Plot:
     """Return a map with a menu of figures and one of settings."""
     cells = sum(len(z) for m in measured.values() for z in m.values.values())
@@ -106,9 +102,9 @@ def _plot(
     figures: list[tuple[str, list[Any]]] = []
     for key in keys:
         maps = [m.values.get(key, np.full((1, len(m.tokens)), np.nan)) for m in thin.values()]
-        ends = _span(maps)
-        colours = {"coloraxis.cmin": ends[0], "coloraxis.cmax": ends[1]}
-        figures.append((key, [{"z": [_grid(z) for z in maps]}, colours]))
+        low, high = _span(maps)
+        colours = {"coloraxis.cmin": low, "coloraxis.cmax": high}
+        figures.append((key, [{"z": list(map(_grid, maps))}, colours]))
     look, layers = looks(c), max(len(z) for m in thin.values() for z in m.values.values())
     traces = [
         go.Heatmap(

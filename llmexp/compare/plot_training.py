@@ -77,10 +77,11 @@ def losses(c: Result) -> Plot | None:
         y = {"y": [packed(lines[i].y[k]) for i in smoothed], "meta": label}
         levels.append((label, [y, {}, smoothed]))
     ranges = [
-        ("later losses", _range("linear", later)),
-        ("all losses", _range("linear", None)),
-        ("log-log", _range("log", None)),
-    ]
+        (name, [{}, {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None,
+                     "yaxis.range": span}, [0]])
+        for name, kind, span in (("later losses", "linear", later),
+                                 ("all losses", "linear", None), ("log-log", "log", None))
+    ]  # fmt: skip
     several = any(len(e.runs) > 1 for e in c.settings)
     forks = any(r.parent for r in c.runs)
     caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.settings) > 1)
@@ -95,11 +96,6 @@ def losses(c: Result) -> Plot | None:
     )
     traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
     return plot("losses", "Losses over training", traces, layout, caption)
-
-
-def _range(kind: str, span: list[float] | None) -> list[Any]:
-    types = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
-    return [{}, types, [0]]
 
 
 def points(c: Result) -> int:
@@ -183,19 +179,17 @@ def _layout(c: Result, axis: str, title: str) -> dict[str, Any]:
 
 def _axis(c: Result, axis: str, target: float | None = None) -> dict[str, Any]:
     """Return an axis, with a line where the runs are compared, and one at the target."""
-    here: list[dict[str, Any]] = []
-    stroke = {"dash": "dot", "color": GREY, "width": 1}
+    place: dict[str, Any] = {}
     if target is not None:
-        place: dict[str, Any] = dict(x0=0, x1=1, xref="paper", y0=target, y1=target)
-        here = [dict(type="line", line=stroke, **place)]
+        place = dict(x0=0, x1=1, xref="paper", y0=target, y1=target)
     elif axis == c.align and c.align_at is not None and len(c.settings) > 1:
         place = dict(x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper")
-        here = [dict(type="line", line=stroke, **place)]
+    stroke = {"dash": "dot", "color": GREY, "width": 1}
     return {
         "xaxis.title.text": AXES[axis],
         "xaxis.hoverformat": ",.1f" if axis == "time" else ",.0f",
         "xaxis.range": None,
-        "shapes": here,
+        "shapes": [dict(type="line", line=stroke, **place)] if place else [],
     }
 
 
@@ -204,8 +198,9 @@ def _later(lines: Sequence[Line]) -> list[float]:
 
     Those before would press the others flat.
     """
-    values = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
-    low, high = float(min(y.min() for y in values)), float(max(y.max() for y in values))
+    later = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
+    values = np.concatenate(later)
+    low, high = float(values.min()), float(values.max())
     pad = 0.05 * (high - low) or 0.05
     return [low - pad, high + pad]
 

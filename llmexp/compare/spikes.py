@@ -21,12 +21,9 @@ def spikes_of(record: Record) -> dict[str, float]:
 
 def rose_first(setting: Setting) -> tuple[str, int] | None:
     """Return the module that rose first most often in most runs, and how many these are."""
-    found = Counter[str]()
-    for record in setting.runs:
-        first = as_dict(as_dict(record.status.get("spikes")).get("rose_first"))
-        if module := first.get("module"):
-            found[str(module)] += 1
-    return next(iter(found.most_common(1)), None)
+    spikes = (as_dict(record.status.get("spikes")) for record in setting.runs)
+    modules = (as_dict(found.get("rose_first")).get("module") for found in spikes)
+    return next(iter(Counter(map(str, filter(None, modules))).most_common(1)), None)
 
 
 def spiked(f: Result) -> Iterator[str]:

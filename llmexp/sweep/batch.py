@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare, findings
@@ -179,10 +179,10 @@ def open_ledger(current: Current) -> None:
     current.opened = ledger
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held
-    current.stack.callback(conclude, current, say)
+    current.stack.callback(conclude, current)
 
 
-def conclude(current: Current, say: Callable[[str], None]) -> None:
+def conclude(current: Current) -> None:
     """End the ledger; print the answer, why points did not finish, and where everything is."""
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from llmexp.sweep import ray, show, slurm
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task, is_longer
+from llmexp.sweep.points import Point
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import Display
 from llmexp.system.child import REFUSED, say
@@ -122,9 +123,7 @@ def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Di
         time.sleep(launcher.pause_s if left else 0)
 
 
-def at_work(
-    current: Current, tasks: Sequence[Task], say: Callable[[str], None]
-) -> list[slurm.Submitted]:
+def at_work(current: Current, tasks: Sequence[Task]) -> list[slurm.Submitted]:
     """Return jobs of an earlier command for these tasks that have not ended, in Slurm."""
     if current.launcher != "slurm":
         return []
@@ -251,11 +250,12 @@ def run_points(
     Those that have been there before are passed over.
     """
     stops, ledger = stops or {}, current.ledger
-    left = []
-    for task in tasks:
-        finished = ledger.look(task.entry) == "finished" and not is_longer(task.point)
-        if not finished and not at_its_stop(task, stops):
-            left.append(task)
+    left = [
+        task
+        for task in tasks
+        if (ledger.look(task.entry) != "finished" or is_longer(task.point))
+        and not at_its_stop(task, stops)
+    ]
     done = len(tasks) - len(left)
     if left and done:
         say(f"{done} of {len(tasks)} points {'is' if done == 1 else 'are'} there already")
@@ -280,7 +280,7 @@ def goes_again(task: Task, stops: Mapping[str, int]) -> bool:
 def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> None:
     """Queue the points' runs and wait until all have ended, or have been stopped."""
     # jobs of an earlier command that are not over
-    jobs = at_work(current, tasks, say)
+    jobs = at_work(current, tasks)
     busy = {job.task.path for job in jobs}
     free, deadline = [], time.monotonic() + ORPHAN_S
     for task in tasks:
@@ -302,13 +302,11 @@ def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) 
 
 def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> list[Task]:
     """Make the folders of the points' runs; return the points where that succeeded."""
-    ledger, queued = current.ledger, []
-    points = []
+    ledger, queued, points = current.ledger, list[Task](), list[Point]()
     for task in tasks:
         stop = {"stop_step": stops.get(task.entry.folder)}
-        points.append(
-            dataclasses.replace(task.point, config=with_knobs(task.point.config, train=stop))
-        )
+        config = with_knobs(task.point.config, train=stop)
+        points.append(dataclasses.replace(task.point, config=config))
     for task, refused in zip(tasks, current.checker.queue(points), strict=True):
         if not refused:
             ledger.look(task.entry)

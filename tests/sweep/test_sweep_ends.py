@@ -105,7 +105,7 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
     for kind, state in kinds:
         current = current_sweep(tmp_path, signals=[signal.SIGTERM], **kind)
         current.ledger.points = [LedgerEntry(0, "a", "0-a", None, [], state="finished")]
-        conclude(current, lambda text: None)
+        conclude(current)
         assert current.ledger.state == state
 
 
