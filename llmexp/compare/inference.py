@@ -264,7 +264,7 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Diff
     # of those that are equal but for rounding the first
     best = int(np.argmax(np.isclose(means, means.min(), 1e-12, 0.0)))
     pairs = {i: model.pair(best, i) for i in range(count) if i != best}
-    left, found = count, {}
+    left, found = count, dict[int, tuple[Difference, bool]]()
     for i in sorted(pairs, key=lambda i: -pairs[i].t):
         d = replace(pairs[i], rivals=left, alpha=alpha)
         worse = len(found) == count - left and d.mean > d.half  # as all before it

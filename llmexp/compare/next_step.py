@@ -102,13 +102,7 @@ def confirm_search(k: Known) -> Step | None:
         return _resumed(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
-    if not any("hydra/sweeper" in argument for argument in k.sweep.arguments):
-        return _resumed(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
-    fresh = fresh_seeds({r.seed for r in k.runs}, FEW)
-    found = [{key: _values([k.settings[e] for e in some], key) for key in k.keys}
-             for some in (best, best[:1])]  # fmt: skip
-    changes = next(c for c in found if math.prod(map(len, c.values())) <= FEW**2)
-    return k.step("confirm", why, changes | {SEED: fresh}, anew=True)
+    return _resumed(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
 
 
 def confirm_screen(k: Known) -> Step | None:

@@ -66,8 +66,7 @@ class Record:
     @cached_property
     def essence(self) -> dict[str, str]:
         """Return what of the config decides a result, as text by key, in order."""
-        whole = {TWIN: 0, **self.config}  # a run of before the twins is its own twin 0
-        return {key: repr(whole[key]) for key in sorted(whole) if not is_execution(key)}
+        return {k: repr(v) for k, v in sorted(self.config.items()) if not is_execution(k)}
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -199,20 +199,14 @@ def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):
     step = step_of(path)
     assert (step.rule, step.words) == ("confirm", ("resume", str(path), "sweep.search.confirm=3"))
     assert step.runs == 9
-    # of an earlier version, which left the search to a sweeper of Hydra's
-    ledger["arguments"] = ["hydra/sweeper=optuna"]
-    (path / "sweep.json").write_text(json.dumps(ledger))
-    step = step_of(path)
-    grid = ("optimizer.lr=0.0031,0.0042,0.0077", "train.seed=2,3,4")
-    assert step.rule == "confirm"
-    fixed = ("train.max_steps=400", "model=gpt_tiny", "tracker=none")
-    assert step.words == ("train", "-m", *fixed, *grid)
-    assert step.runs == 9
 
 
-def test_unequal_budgets_are_made_equal(tmp_path):
+@pytest.mark.parametrize("known", [{}, {"tokens_per_step": None}])
+def test_unequal_budgets_are_made_equal(tmp_path, known):
+    """Also where run.json does not say how long a step is."""
     for steps, lr in ((400, 1e-3), (200, 3e-3)):
-        facts = {"overrides": [f"train.max_steps={steps}", "model=gpt_tiny", f"optimizer.lr={lr}"]}
+        words = [f"train.max_steps={steps}", "model=gpt_tiny", f"optimizer.lr={lr}"]
+        facts = {"overrides": words, **known}
         make_run(tmp_path / str(steps), steps=steps, optimizer__lr=lr, facts=facts)
     step = step_of(tmp_path)
     assert step.rule == "budget"
