@@ -4,7 +4,6 @@ In reading order:
 
 train        one run or a sweep (-m)
 worker       starts the process that trains while `train` still composes, and waits for it
-queue        how a run made with --queue is started
 resume       go on with a run or a sweep
 plan         check everything, print the banner, start nothing
 prepare      tokenise the data into the cache

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import with_steps
 from llmexp.compose.origin import refuse_unused
-from llmexp.settings.config import plain
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import say
 
@@ -103,7 +105,29 @@ def start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path
         assert worker is not None
         code, path = worker.run(request)
         if args.queue and code == 0 and path is not None:
-            from llmexp.cli.queue import how_to_start
-
             say(how_to_start(path, config))
         return code, path
+
+
+def how_to_start(path: Path, config: Config) -> str:
+    """Return the folder of a run that was queued, and the commands that start it."""
+    from llmexp.sweep.slurm import fixed_here
+
+    lines = [f"folder      {path}"]
+    if rundir.read_status(path).get("state") != "queued":  # it was finished before
+        return lines[0]
+    if note := fixed_here(config, path):
+        lines.append(f"note        {note}")
+    needed = {"PYTHON": sys.executable}
+    if os.environ.get("LLMEXP_ALLOW"):
+        needed |= {k: os.environ[k] for k in ("LLMEXP_ALLOW", "PYTHONPATH")}
+    python = " ".join(f"{k}={shlex.quote(v)}" for k, v in needed.items())
+    nodes, root = config.parallelism.nnodes, conf_dir().parent / "launchers"
+    sbatch, torchrun = (shlex.quote(str(root / name)) for name in ("slurm.sbatch", "torchrun.sh"))
+    run_dir = shlex.quote(str(path.absolute()))
+    where, meet = "on any host", ""
+    if nodes > 1:
+        where, meet = "on each host", "LLMEXP_RDZV_ENDPOINT=HOST1:29400 "
+    lines.append(f"with Slurm  {python} sbatch --nodes={nodes} {sbatch} {run_dir}")
+    lines.append(f"{where:<11} {meet}{python} {torchrun} {run_dir}")
+    return "\n".join(lines)

@@ -53,8 +53,9 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.addmm.dtype_out:
             return kwargs["out"]  # torch 2.11 cannot run it without memory
-        out = _real(func, args, kwargs) if _is_bookkeeping(func, args, kwargs) else None
-        out = func(*args, **kwargs) if out is None else out
+        real = _is_bookkeeping(func, args, kwargs)
+        with unset_fake_temporarily() if real else contextlib.nullcontext():
+            out = func(*args, **kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
                 self._add(tensor.untyped_storage())
@@ -134,8 +135,3 @@ def _is_bookkeeping(func: Any, args: Any, kwargs: Any) -> bool:
     if func is aten.copy_.default:
         return args[0].dtype == torch.int32 and not isinstance(args[0], FakeTensor)
     return func is aten.empty.memory_format and kwargs.get("dtype") == torch.int32
-
-
-def _real(func: Any, args: Any, kwargs: Any) -> Any:
-    with unset_fake_temporarily():
-        return func(*args, **kwargs)

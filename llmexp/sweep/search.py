@@ -165,11 +165,6 @@ def written(value: Any, of: Any) -> str:
     return f"{min(max(float(f'{value:.{digits}g}'), of.low), of.high):.12g}"
 
 
-def optuna_value(text: str, of: Any) -> Any:
-    """Return the value of an override as Optuna has it."""
-    return type(of.low)(float(text)) if hasattr(of, "low") else text
-
-
 def suggest(
     space: Mapping[str, Any], trials: Sequence[Trial], sampler: str, count: int
 ) -> list[dict[str, str]]:
@@ -212,7 +207,10 @@ def frozen(trial: Trial, space: Mapping[str, Any]) -> Any:
     if trial.state == "PRUNED":
         known["intermediate_values"] = {trial.step: trial.value}
     try:
-        params = {key: optuna_value(trial.params[key], of) for key, of in space.items()}
+        params = {
+            key: type(of.low)(float(trial.params[key])) if hasattr(of, "low") else trial.params[key]
+            for key, of in space.items()
+        }
         return optuna.trial.create_trial(params=params, distributions=dict(space), **known)
     except (KeyError, ValueError):
         return None

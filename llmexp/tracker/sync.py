@@ -17,6 +17,7 @@ from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
+from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
@@ -211,9 +212,8 @@ def planned_line(records: Records) -> tuple[str, bool]:
     for key in ("entity", "group", "name", "run_id"):
         if (value := getattr(fields, key)) is not None:
             where.append(f"{key} {value}")
-    count = f"{records.rows:,} row{'s' * (records.rows != 1)}"
-    line = f"{count}, {records.state} ({', '.join(where)}"
-    line += f"; tags {', '.join(fields.tags)})" if fields.tags else ")"
+    tags = f"; tags {', '.join(fields.tags)}" if fields.tags else ""
+    line = f"{plural(records.rows, 'row')}, {records.state} ({', '.join(where)}{tags})"
     if position and position.step >= 0:
         line += f"; those up to step {position.step:,} were handed to wandb before, and are sent "
         line += "if they did not arrive"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmexp.checkpoint.folders import checkpoint_folders, step_of
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -131,7 +131,8 @@ def strike(
     if rundir.read_status(path).get("state") == "finished":  # it was only about to leave
         return None
     starts = len(record.starts(path))
-    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, _saved(root), starts)
+    saved = rundir.saved_step(path) or 0
+    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, saved, starts)
 
 
 def _moment(unbroken: Path, kind: str) -> float:
@@ -174,11 +175,6 @@ def _saving(root: Path) -> int | None:
         found = [re.fullmatch(r"\.step_(\d+)\.tmp", name) for name in os.listdir(root)]
         return max((int(match[1]) for match in found if match), default=None)
     return None
-
-
-def _saved(root: Path) -> int:
-    """Return the step of the newest whole checkpoint under `root`, 0 where there is none."""
-    return max(map(step_of, checkpoint_folders(root)), default=0)
 
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:

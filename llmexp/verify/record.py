@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,10 +75,6 @@ def digest(value: Any) -> str:
     else:
         hashed.update(repr(value).encode())
     return hashed.hexdigest()
-
-
-def digest_all(values: Iterable[Any]) -> str:
-    return "".join(digest(value) for value in values)
 
 
 @functools.cache
@@ -146,8 +141,8 @@ def _rng() -> dict[str, str]:
     found = {
         "torch": digest(torch.get_rng_state()),
         "python": digest(random.getstate()),
-        "numpy": digest_all(
-            v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()
+        "numpy": "".join(
+            digest(v.tobytes() if isinstance(v, np.ndarray) else v) for v in np.random.get_state()
         ),
     }
     if torch.cuda.is_initialized():
