@@ -47,7 +47,7 @@ SIZES = {
     "train": 39_750,
     "laws": 18_500,
     "evaluate": 2_550,
-    "forecast": 11_000,
+    "forecast": 10_950,
     "compose": 10_500,
     "sweep": 28_300,
     "verify": 19_000,

@@ -96,7 +96,6 @@ def findings(
     read = common_position(alive, align, sort or "val/loss")
     if read is not None and any(begins_after(r, align, read.at) for r in alive):
         read = None  # branches of a trunk: each is read at its own end
-    at = None if read is None else read.at
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
     # which way the figures of hooks are better, as these have declared it
     declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
@@ -124,20 +123,12 @@ def findings(
     if negligible is None and len(of_sweeps) == 1:
         (negligible,) = of_sweeps
     result = Result(
-        settings=found,
-        differing=differing,
-        columns=(),
-        metric=metric,
-        align=align,
-        align_at=at,
-        batch=_batch(taking_part),
-        problems=(*problems, *damage),
-        factors=factors,
-        target=aim,
-        negligible=NEGLIGIBLE if negligible is None else negligible,
-        mixed=mixed,
+        settings=found, differing=differing, factors=factors, columns=(), metric=metric,
+        align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
         limiting=None if read is None else taking_part[read.limiting],
-    )
+        negligible=NEGLIGIBLE if negligible is None else negligible,
+        batch=_batch(taking_part), problems=(*problems, *damage),
+    )  # fmt: skip
     result.columns = _columns(result, better)
     result.metric = next((c for c in result.columns if c.key == metric.key), metric)
     judge(result)
