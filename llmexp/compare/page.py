@@ -152,7 +152,7 @@ def noise_rows(c: Result) -> list[Row]:
     rows = []
     for colour, name, record in runs(c):
         if noise := as_dict(record.status.get("noise")):
-            known = [noise.get(key) for key in ("noise_scale", "low", "high", "measurements")]
+            known = map(noise.get, ("noise_scale", "low", "high", "measurements"))
             cells = number_cells(record.facts.get("real_batch_size"), *known)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
     return rows

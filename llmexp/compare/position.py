@@ -80,7 +80,8 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     end, limiting = min(known)
     if align == "time":
         return Position(end, end, limiting)
-    steps = [_step(r, align) for r in records]
+    # the length of an optimizer step, in what positions are counted in
+    steps = [1.0 if align == "steps" else tokens_of_step(r) for r in records]
     if not metric.startswith(("val/", "final ", "best ")):
         return Position(end, max(steps), limiting)
     found = [evaluations(r, align) for r in records]
@@ -89,11 +90,6 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     if (last := _last_common(of_runs, min(lacking, default=np.inf))) is not None:
         return Position(*last, limiting)
     return Position(end, 0.0, limiting) if lacking else None
-
-
-def _step(record: Record, align: str) -> float:
-    """Return the length of an optimizer step, in what positions are counted in."""
-    return 1.0 if align == "steps" else tokens_of_step(record)
 
 
 def tokens_of_step(record: Record) -> float:

@@ -191,12 +191,13 @@ def rows_of(c: Result) -> list[dict[str, Any]]:
     settings = [key for key in c.differing if any(key in e.values for e in c.settings)]
     rows = []
     for e in c.settings:
-        row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
-        row |= {key: e.values.get(key) for key in settings}
-        row |= figures | e.figures
-        row |= {"paths": [str(r.path) for r in e.runs], "intervals": e.intervals}
-        row |= {"note": e.note or None, "label": e.label, "mark": e.mark or None}
-        row |= {"difference": e.apart, "half": e.half}
+        row = {
+            "name": e.name, "path": str(e.runs[0].path), "state": e.state,
+            **{key: e.values.get(key) for key in settings}, **figures, **e.figures,
+            "paths": [str(r.path) for r in e.runs], "intervals": e.intervals,
+            "note": e.note or None, "label": e.label, "mark": e.mark or None,
+            "difference": e.apart, "half": e.half,
+        }  # fmt: skip
         if "spikes" in figures:
             row["rose_first"] = first[0] if (first := rose_first(e)) else None
         rows.append(row | {"basis": e.basis or None})
