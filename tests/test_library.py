@@ -24,6 +24,7 @@ from llmexp.train.windows import read_ahead
 from llmexp.update import faces, library, states
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
+from tests.tools import equal
 
 for package in ("schedulefree", "torchao", "pytorch_optimizer"):
     pytest.importorskip(package)
@@ -83,14 +84,6 @@ def snapshot_of(s) -> dict:
                 found[f"{number}.{place}.{n}"] = {k: rest[k] for k in sorted(rest)}
                 found[f"{number}.{place}.{n} tensors"] = {k: v.clone() for k, v in held.items()}
     return found
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -19,7 +19,7 @@ from llmexp.train.windows import read_ahead
 from llmexp.update import optim
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
-from tests.tools import weights
+from tests.tools import equal, weights
 
 BUILDERS = {
     "adamw": lambda m: optim.adamw(m, lr=0.1),
@@ -46,18 +46,6 @@ def give_gradients(model: GPT2, seed: int) -> None:
 def state(model, optimizers):
     return copy.deepcopy(
         ([p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers])
-    )
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    return (
-        all(equal(x, y) for x, y in zip(a, b, strict=True))
-        if isinstance(a, (list, tuple))
-        else a == b
     )
 
 

@@ -53,20 +53,6 @@ def test_wsd_is_stable_then_a_line():
     assert factors == pytest.approx([1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
 
 
-@given(totals, st.integers(0, 600), st.floats(0, 1))
-def test_wsd_never_falls_faster_than_its_decay(total, warmup, ratio):
-    """A warm-up that reaches into the decay would end in a fall from 1 to the end value in one
-    step."""
-    try:
-        factors = [
-            schedule.wsd(u, total, warmup_steps=warmup, decay_ratio=ratio) for u in range(total)
-        ]
-    except ValueError:
-        return
-    decay = round(ratio * total)
-    assert all(a - b <= 1 / max(decay, 1) + 1e-12 for a, b in itertools.pairwise(factors))
-
-
 def test_the_lr_used_not_the_next_one():
     # Warm-up 100, base 3e-4: the tenth update (u=9) uses 3.0e-5. The ancestor printed 3.3e-5, the
     # next one's.

@@ -70,6 +70,17 @@ def _flat(value):
     return [_flat(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether all tensors and values within are the same, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
 def cut_after(result: Result, folder: Path, step: int) -> Path:
     """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a
     kill."""
