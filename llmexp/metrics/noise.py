@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.settings.labels import plural
 
 DECAY = 0.99  # of the smoothing, a measurement
 FACTOR = 4  # within this factor of each other, a batch size and the noise scale are near
@@ -159,7 +160,7 @@ class NoiseScale:
         `batch`: whole sequences that its valid targets fill; None: those of the measured steps.
         """
         found = self.figures()
-        many = f"{self.measurements:,} measurement{'s' * (self.measurements != 1)}"
+        many = plural(self.measurements, "measurement")
         name = f"real_batch_size {real_batch_size:,}"
         if not found:
             return f"whether {name} is large is not known: {many} found no noise scale"
@@ -175,12 +176,10 @@ class NoiseScale:
             return f"{name} is far below {between}: twice the batch would need about half the steps"
         if high < batch / FACTOR:
             return f"{name} is far above {between}: a smaller batch would need hardly more steps"
-        if batch / FACTOR <= low and high <= FACTOR * batch:
-            return f"{name} is near {between}"
-        if batch / FACTOR <= low <= FACTOR * batch:
-            return f"{name} is near or far below {between}"
-        if batch / FACTOR <= high <= FACTOR * batch:
-            return f"{name} is near or far above {between}"
+        ends = (low >= batch / FACTOR, high <= FACTOR * batch)  # that are near
+        if any(ends):
+            more = "" if all(ends) else " or far below" if ends[0] else " or far above"
+            return f"{name} is near{more} {between}"
         return f"whether {name} is large is not known: {between}"
 
     def state_dict(self) -> dict[str, list[float]]:

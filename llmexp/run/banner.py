@@ -45,8 +45,8 @@ def ranks_sentence(run: Run) -> str:
         )
         if size > 1
     ]
-    threads = f"{run.threads_per_rank} CPU thread{'s' if run.threads_per_rank > 1 else ''} each"
-    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads}"
+    threads = plural(run.threads_per_rank, "CPU thread")
+    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads} each"
 
 
 def _source_text(run: Run, source: SourceShare) -> str:
@@ -95,7 +95,6 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
         val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
-    warmup = f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}"
     rows = [
         ("data", f"{run.data}; tokenizer {run.tokenizer}"),
         ("train", train),
@@ -110,7 +109,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("budget", budget),
         *[(k, v) for k, v in (("rule", run.rule), ("width", run.parametrization)) if v],
         *[("group", _group_text(group)) for group in run.groups],
-        ("warm-up", warmup),
+        ("warm-up", plural(run.warmup_updates, "optimizer step")),
     ]
     of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
     if run.total_flops is not None and run.flops_per_token is not None:

@@ -42,7 +42,9 @@ def with_environment(
         text = env.get(variable, "").strip()
         if not text:
             continue
-        value = _split_tags(text) if key == "tags" else text
+        value: Any = text
+        if key == "tags":
+            value = [tag for tag in map(str.strip, text.split(",")) if tag]
         own = filled.get(key)
         if key in ("project", "entity") and SWEEP_ID in env:
             filled[key] = value
@@ -74,7 +76,3 @@ def _check_variables(env: Mapping[str, str]) -> None:
             f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example "
             "run-1"
         )
-
-
-def _split_tags(text: str) -> list[str]:
-    return [tag.strip() for tag in text.split(",") if tag.strip()]
