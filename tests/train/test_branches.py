@@ -286,27 +286,22 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, capsys):
     more = ["data.train_files=[train.npy]", "schedule=constant", "schedule.warmup_ratio=0"]
     second = train(cwd, "second", *SETTINGS, *more, "train.max_steps=12", "train.seed=2")
     changed(trunk, "faster", "lr: 0.01", "lr: 0.02")
-    swept = ["fork.run=trunk,second,faster", "optimizer.lr=0.01,0.03", "fork.step=8"]
+    swept = ["fork.run=trunk,second,faster", "optimizer.lr=0.01", "fork.step=8"]
     done = llmexp("train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks", cwd=cwd)
     assert done.code == 0, done.err
-    for number, parent in ((0, trunk), (2, second)):
+    for number, parent in ((0, trunk), (1, second)):
         (point,) = (cwd / "trunks").glob(f"{number}-*")
         (own,) = (row for row in parent.rows() if row["step"] == 9)
         (row,) = read_rows(point / "metrics.jsonl")
         assert row["data_digest"] == own["data_digest"]
         assert row["train/loss"] == own["train/loss"]
     compared = compare([cwd / "trunks"])
-    groups = sorted(
-        (e.values["optimizer.lr"], *sorted(str(r.config["fork.run"]) for r in e.runs))
-        for e in compared.settings
-    )
-    assert groups == [
-        (0.01, "faster"), (0.01, "second", "trunk"), (0.03, "faster"), (0.03, "second", "trunk"),
-    ]  # fmt: skip
+    groups = sorted(sorted(str(r.config["fork.run"]) for r in e.runs) for e in compared.settings)
+    assert groups == [["faster"], ["second", "trunk"]]
     assert run(["compare", str(cwd / "trunks"), "--why"]) == 0
     assert "one trunk" not in capsys.readouterr().out
     again = llmexp("resume", "trunks", cwd=cwd)
-    assert (again.code, "6 points, none of them new" in again.out) == (0, True), again.out
+    assert (again.code, "3 points, none of them new" in again.out) == (0, True), again.out
 
 
 def copy(trunk: Result, name: str) -> Result:
