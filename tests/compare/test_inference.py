@@ -138,15 +138,22 @@ def sweep(rng, means, seeds: int, unlike: float, t5: bool = False, shared: bool 
     return [{f"{i}-{j}": v for j, v in enumerate(row)} for i, row in enumerate(y)]
 
 
-def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> tuple[float, float]:
-    """Shares of sweeps with a false alarm, and of settings 3 sd worse that are found."""
+def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> list[float]:
+    """Shares of sweeps with a false alarm, of settings 3 sd worse that are found, of sweeps all of
+    whose intervals hold the truth, and of intervals that do."""
     rng = np.random.default_rng(100 * count + seeds)
-    alarms = found = 0.0
+    alarms = found = together = alone = 0.0
     for _ in range(sweeps):
-        alarms += bool(judged(sweep(rng, np.zeros(count), seeds, unlike, **more))[1])
-        best, worse, _ = judged(sweep(rng, [0.0] + [3.0] * (count - 1), seeds, unlike, **more))
-        found += len(worse) / (count - 1) if best == 0 else 0
-    return alarms / sweeps, found / sweeps
+        for means in (np.zeros(count), np.array([0.0] + [3.0] * (count - 1))):
+            best, worse, pairs = judged(sweep(rng, means, seeds, unlike, **more))
+            if means.any():
+                found += len(worse) / (count - 1) if best == 0 else 0
+            else:
+                alarms += bool(worse)
+            held = [abs(d.mean - means[i] + means[best]) <= d.half for i, d in pairs.items()]
+            together += all(held) / 2
+            alone += float(np.mean(held)) / 2
+    return [x / sweeps for x in (alarms, found, together, alone)]
 
 
 # settings, seeds, sd of the logarithms of their spreads; what is to be found of those 3 sd worse
@@ -158,7 +165,8 @@ OTHERS = [(2, 3), (2, 5), (3, 3), (24, 5), (12, 2), (24, 2), (6, 2)]
 @pytest.mark.parametrize(("count", "seeds", "unlike", "goal"), GOALS[:1])
 def test_few_false_alarms_and_much_found(count, seeds, unlike, goal):
     sweeps = 200
-    alarms, found = simulated(count, seeds, unlike, sweeps)
+    alarms, found, together, _ = simulated(count, seeds, unlike, sweeps)
+    assert together >= 0.9
     assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06)
     # Settings of one sweep share its noise: their share varies at most as that of single sweeps.
     assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
@@ -174,7 +182,11 @@ def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
     if seeds < 3 and more.get("shared") is False:
         pytest.skip("two seeds that are not shared are too few for a verdict")
     sweeps = 1000
-    alarms, found = simulated(count, seeds, unlike, sweeps, **more)
-    print(f"{count} x {seeds}, {unlike=} {more}: false alarms {alarms:.1%}, found {found:.1%}")
+    alarms, found, together, alone = simulated(count, seeds, unlike, sweeps, **more)
+    print(
+        f"{count} x {seeds}, {unlike=} {more}: false alarms {alarms:.1%}, found {found:.1%}, "
+        f"intervals hold together in {together:.1%}, each alone in {alone:.1%}"
+    )
+    assert together >= (0.9 if unlike < 0.7 else 0.85)
     assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06 if unlike < 0.7 else 0.10)
     assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
