@@ -136,15 +136,33 @@ def test_decay_on_matrices_only_and_muon_on_hidden_ones():
     )
 
 
-def test_adamw_is_adamw():
-    """Against the formula in float64 (Loshchilov & Hutter 2019, algorithm 2)."""
-    model, _ = made("adamw")
-    model.double()
+def adamw_formula(t, rate, decay, w, g, m, v):
+    """Loshchilov & Hutter 2019, algorithm 2."""
+    m[...], v[...] = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+    step = (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-3)
+    return w * (1 - rate * decay) - rate * step
+
+
+def lion_formula(t, rate, decay, w, g, m, _):
+    """Chen et al. 2023, algorithm 2. Random gradients leave no direction near zero, where rounding
+    could turn a sign."""
+    direction = np.sign(0.8 * m + (1 - 0.8) * g)
+    m[...] = 0.9 * m + (1 - 0.9) * g
+    return w - rate * (direction + decay * w)
+
+
+@pytest.mark.parametrize(
+    ("build", "formula", "more"),
+    [(optim.adamw, adamw_formula, {"eps": 1e-3}), (optim.lion, lion_formula, {})],
+)
+def test_it_is_the_formula_in_float64(build, formula, more):
+    model = made("adamw")[0].double()
     optimizers = optim.as_list(
-        optim.adamw(model, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
+        build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more)
     )
-    want = [p.detach().clone() for p in model.parameters()]
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in want]
+    assert optim._guards(optimizers[0])
+    want = [p.detach().clone().numpy() for p in model.parameters()]
+    kept = [(np.zeros_like(w), np.zeros_like(w)) for w in want]
     for t in range(1, 6):
         generator = torch.Generator().manual_seed(t)
         rate = optim.set_rate(optimizers, 1 / t)
@@ -152,36 +170,9 @@ def test_adamw_is_adamw():
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         optim.update(optimizers, torch.tensor(False))
-        for p, w, (m, v) in zip(model.parameters(), want, moments, strict=True):
-            m.mul_(0.8).add_(0.2 * p.grad)
-            v.mul_(0.9).add_(0.1 * p.grad**2)
-            w.mul_(1 - rate * (0.2 if w.ndim >= 2 else 0.0))
-            w.sub_(rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3))
-            torch.testing.assert_close(p.detach(), w, rtol=1e-13, atol=1e-14)
-
-
-def test_lion_is_lion():
-    """Against the formula in float64 (Chen et al. 2023, algorithm 2), here for each number alone.
-
-    Random gradients leave no direction near zero, where rounding could turn a sign."""
-    model, _ = made("lion")
-    model.double()
-    optimizers = optim.as_list(optim.lion(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2))
-    assert optim._guards(optimizers[0])
-    want = [p.detach().clone().numpy() for p in model.parameters()]
-    momenta = [np.zeros_like(w) for w in want]
-    for t in range(1, 6):
-        generator = torch.Generator().manual_seed(t)
-        rate = optim.set_rate(optimizers, 1 / t)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        optim.update(optimizers, torch.tensor(False))
         for n, p in enumerate(model.parameters()):
-            g = p.grad.numpy()
-            direction = np.sign(0.8 * momenta[n] + (1 - 0.8) * g)
-            decay = 0.2 if g.ndim >= 2 else 0.0
-            want[n] = want[n] - rate * (direction + decay * want[n])
-            momenta[n] = 0.9 * momenta[n] + (1 - 0.9) * g
+            decay = 0.2 if p.ndim >= 2 else 0.0
+            want[n] = formula(t, rate, decay, want[n], p.grad.numpy(), *kept[n])
             np.testing.assert_allclose(p.detach().numpy(), want[n], rtol=1e-13, atol=1e-14)
 
 
