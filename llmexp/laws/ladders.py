@@ -42,7 +42,8 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     for given in paths:
         exact = os.path.lexists(given)
         names = [] if exact else sorted(glob.glob(str(given), recursive=True))
-        for path in map(Path, names or [str(given)]):
+        of_files = any(name.lower().endswith(".csv") for name in names)
+        for path in map(Path, names if of_files else [str(given)]):
             if path.suffix.lower() == ".csv" and path.is_file():
                 found.append(read_csv(path))
                 continue
