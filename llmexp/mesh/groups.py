@@ -186,8 +186,8 @@ def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
     return flags.nonzero().flatten().tolist()
 
 
-def numbered(ranks: list[int], verb: str = "", verb_of_several: str = "") -> str:
-    """Return `rank 3 has`, or `ranks 0-7, 9 have`: ascending numbers in words."""
+def numbered(ranks: list[int]) -> str:
+    """Return `rank 3`, or `ranks 0-7, 9`: ascending numbers in words."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
@@ -195,8 +195,7 @@ def numbered(ranks: list[int], verb: str = "", verb_of_several: str = "") -> str
         else:
             spans.append([rank])
     words = (f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
-    noun, verb = ("ranks", verb_of_several) if len(ranks) > 1 else ("rank", verb)
-    return f"{noun} {', '.join(words)} {verb}".rstrip()
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
 def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:

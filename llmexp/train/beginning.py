@@ -104,8 +104,8 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     # after this no rank can be writing what is cleaned away
     if differing := mesh.differing_ranks(joined, listed):
         raise ConfigError(
-            f"{root}: {mesh.numbered(differing, 'sees', 'see')} other checkpoints there than rank "
-            "0; all hosts need one shared run folder"
+            f"{root}: rank 0 sees other checkpoints there than {mesh.numbered(differing)}; all "
+            "hosts need one shared run folder"
         )
     return checkpoint_at(root, joined, console)
 

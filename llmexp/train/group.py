@@ -96,10 +96,9 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
     ):
         digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):
-            who = mesh.numbered(differing, "has", "have")
             raise ConfigError(
-                f"{path}: {who} another {what} than rank 0; all hosts need one shared run folder "
-                "and the same versions"
+                f"{path}: rank 0 has another {what} than {mesh.numbered(differing)}; all hosts "
+                "need one shared run folder and the same versions"
             )
     return joined
 

@@ -551,7 +551,7 @@ def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
         f.write("# another comment\n")
     path = f"{work}{os.pathsep}{tmp_path / 'source'}"
     assert all(
-        "rank 1 has another llmexp source than rank 0" in e
+        "rank 0 has another llmexp source than rank 1" in e
         for e in ranks(2, run, work, here, PYTHONPATH=path)
     )
 
@@ -560,4 +560,4 @@ def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):
     shutil.copytree(run.folder, tmp_path / "copy")
     change(Result(0, "", "", tmp_path / "copy"), max_restarts=1)
     said = ranks(2, run, work, here, RUN=str(tmp_path / "copy"))
-    assert all("rank 1 has another config than rank 0" in err for err in said)
+    assert all("rank 0 has another config than rank 1" in err for err in said)
