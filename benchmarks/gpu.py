@@ -2,7 +2,7 @@
 with a loop written by hand.
 
     python benchmarks/gpu.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
-    [--small] [--costs] [OVERRIDE ...]
+    [--small] [--costs [--only REGEX]] [OVERRIDE ...]
 
 Both make steps of the same model, batch and arithmetic in this process, the one by hand compiled as
 a whole, in turns of 5 steps, so that both see the same clocks. The goals come first; `--all` adds
@@ -25,6 +25,7 @@ import argparse
 import datetime
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -124,7 +125,7 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
     }
 
 
-def costs(small: bool, rounds: int, deadline: float) -> dict[str, Any]:
+def costs(only: str, small: bool, rounds: int, deadline: float) -> dict[str, Any]:
     """Milliseconds that each option adds to a plain step, and the memory beside the plain one's."""
     # each case compiles the same code for a model of its own
     torch._dynamo.config.recompile_limit = 64
@@ -140,6 +141,8 @@ def costs(small: bool, rounds: int, deadline: float) -> dict[str, Any]:
 
     plain, found = step_of([]), dict[str, Any]()
     for name, more in COSTS.items():
+        if not re.search(only, name):
+            continue
         if time.monotonic() > deadline - 30:
             found[name] = "left out: no time is left"
             continue
@@ -191,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--all", action="store_true", help="also eager and recomputed")
     parser.add_argument("--costs", action="store_true", help="what options add to a step")
+    parser.add_argument("--only", default="", help="regular expression of names for --costs")
     parser.add_argument("--small", action="store_true", help="a rehearsal")
     parser.add_argument("override", nargs="*", help="for all cases: model.vocab_size=50304")
     args = parser.parse_args()
@@ -208,7 +212,7 @@ def main() -> None:
     if args.costs:
         print("\n| option | plain step, ms | added ms | share | spread of the added |")
         print("|---|---|---|---|---|")
-        found = costs(args.small, args.rounds, deadline)
+        found = costs(args.only, args.small, args.rounds, deadline)
         text = json.dumps({**about, "costs": found}, indent=1)
         (args.out / "costs.json").write_text(text + "\n")
         return

@@ -193,14 +193,14 @@ def _whole_loss(model: Any, dtype: torch.dtype, tokens_bt: Tensor, targets_bt: T
 class _WholeLoss(torch.autograd.Function):
     """Hold what the compiled loss of whole logits holds.
 
-    That is its operands and the logits in the type of the products, and the gradient of the logits.
+    That is its operands and the logits in the type of the products, whose gradient takes their
+    place.
     """
 
     @staticmethod
     def forward(ctx: Any, h_btd: Tensor, weight_vd: Tensor, dtype: torch.dtype) -> Tensor:
         logits_btv = h_btd.new_empty(*h_btd.shape[:-1], weight_vd.shape[0], dtype=dtype)
-        gradient_btv = torch.empty_like(logits_btv)  # the step goes back from here at once
-        ctx.save_for_backward(h_btd.to(dtype), weight_vd.to(dtype), logits_btv, gradient_btv)
+        ctx.save_for_backward(h_btd.to(dtype), weight_vd.to(dtype), logits_btv)
         ctx.dtypes = h_btd.dtype, weight_vd.dtype
         return h_btd.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
 

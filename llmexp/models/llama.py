@@ -90,14 +90,31 @@ def rope_tables(
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents_k = torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim
-    positions_t = torch.arange(length, device=like.device, dtype=dtype)
     frequencies_k = theta**-exponents_k
     if scaling is not None:
         frequencies_k = scaling.scaled(frequencies_k)
+    cos_tk, sin_tk = turns(length, frequencies_k)
+    return cos_tk, sin_tk
+
+
+@torch.library.custom_op("llmexp::turns", mutates_args=())
+def turns(length: int, frequencies_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine (t, 2k) of each position times each frequency, twice side by side.
+
+    It is one operation for a compiler, which would else compute them again for each entry of
+    queries and keys in each block.
+    """
+    positions_t = torch.arange(length, device=frequencies_k.device, dtype=frequencies_k.dtype)
     # A broadcast product, because autocast would take an outer product or einsum down to bf16.
     angles_tk = positions_t[:, None] * frequencies_k
     angles_tk = torch.cat((angles_tk, angles_tk), dim=-1)
     return angles_tk.cos(), angles_tk.sin()
+
+
+@turns.register_fake
+def _(length: int, frequencies_k: Tensor) -> tuple[Tensor, Tensor]:
+    shape = length, 2 * len(frequencies_k)
+    return frequencies_k.new_empty(shape), frequencies_k.new_empty(shape)
 
 
 def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Names end in their dimensions: b batch, t time (tokens), d model width, v vocabu
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ MIN_CHUNKED_VOCAB = 2048
 # A compiled step holds the logits of a micro-batch, in 16 bits, up to this share of the memory of
 # an accelerator: the compiler makes them, their softmax and their gradient in one place.
 WHOLE_SHARE = 0.1
+ALIGNED = 64  # rows of an output head, in a compiled step: those of a multiple of it
 
 
 def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str = "sum") -> Tensor:
@@ -38,6 +40,24 @@ def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str =
         reduction=reduction,
     )
     return nll if reduction == "sum" else nll.view(targets_bt.shape)
+
+
+def compiled_cross_entropy(
+    logits_btv: Tensor, targets_bt: Tensor, vocabulary: int | None = None
+) -> Tensor:
+    """Return what `plain_cross_entropy` returns, in operations that a compiler fuses better.
+
+    It reads the logits once in the backward pass, where the gradient of torch's own function is
+    first summed over the vocabulary. Of logits only the first `vocabulary` count; None: all.
+    """
+    logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
+    ids_v = torch.arange(logits_btv.shape[-1], device=logits_btv.device)
+    if vocabulary is not None and vocabulary < len(ids_v):  # whole rows: they are aligned
+        logits_btv = torch.where(ids_v < vocabulary, logits_btv, -math.inf)
+    top_bt1 = logits_btv.detach().amax(-1, keepdim=True)
+    log_z_bt = (logits_btv - top_bt1).exp().sum(-1).log() + top_bt1.squeeze(-1)
+    own_btv = torch.where(ids_v == targets_bt[..., None], logits_btv, 0.0)
+    return torch.where(targets_bt != IGNORE_INDEX, log_z_bt - own_btv.sum(-1), 0.0).sum()
 
 
 class WindowLoss(nn.Module):
@@ -80,7 +100,14 @@ class WindowLoss(nn.Module):
 
     def _whole(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the model and the plain loss as one function, for a compiler."""
-        return plain_cross_entropy(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
+        if not self.has_head():
+            return plain_cross_entropy(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
+        head_vd = self._head_weight()
+        vocabulary = head_vd.shape[0]
+        # rows of zeros, whose logits nobody reads: a device reads what is aligned faster
+        padded = F.pad(head_vd, (0, 0, 0, -vocabulary % ALIGNED))
+        logits_btv = F.linear(self.model.features(tokens_bt), padded)
+        return compiled_cross_entropy(logits_btv, targets_bt, vocabulary)
 
     def is_whole(self, rows: int, device: torch.device) -> bool:
         """Return whether model and plain loss are compiled as one function.
@@ -195,7 +222,9 @@ class WindowLoss(nn.Module):
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
             with torch.no_grad(), self._eager():
                 return self._logits(tokens_bt)
-        if self.run_whole is not None and self.is_whole(tokens_bt.numel(), tokens_bt.device):
+        rows, device = tokens_bt.numel(), tokens_bt.device
+        # in `evaluating` without a compiled graph, whole logits would only take memory
+        if self.run_whole is not None and self.training and self.is_whole(rows, device):
             return self._compiled_call(self.run_whole, tokens_bt, targets_bt)
         out = self._compiled_call(self._run_trunk, tokens_bt)
         if self.chunked:

@@ -67,12 +67,14 @@ def meaning(
     if parts is not None and (
         isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text
     ):
+        reason = re.split(r"\. (?=GPU \d|Including|Of the|If reserved)", text)[0]
         text = (
             f"out of memory with micro_batch_size {parts.run.micro_batch_size} x "
             f"{parts.run.sequence_length} tokens; a smaller batch.micro_batch_size with more "
-            f"batch.gradient_accumulation_steps computes the same ({text})"
+            f"batch.gradient_accumulation_steps computes the same ({reason})"
         )
-    elif unused := re.search(UNUSED, text):
+        return Failure(code, text, final=False)
+    if unused := re.search(UNUSED, text):
         numbers = ", ".join(unused[1].split())
         text = (
             "the model has parameters without a part in the loss of a step, which torch's DDP "

@@ -69,7 +69,8 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
         raise ConfigError(
             f"{wanted.run}: step {bad['step']} came out otherwise than the run recorded it: "
             f"{bad['figure']} {bad['replayed']!r}, in its row {bad['row']!r}; a replay needs the "
-            "machine, the versions and the code of the run (llmexp verify determinism)"
+            "machine, the versions and the code of the run, and on a GPU a run with "
+            "train.deterministic=true (llmexp verify determinism)"
         )
     rows = read_rows(wanted.run / rundir.METRICS)
     norms = usual_of(wanted.step, rows, "grad_norm", found.pop("norms"))

@@ -131,15 +131,15 @@ def test_every_layout_is_rehearsed(layout, ranks, share, device):
 
 
 def test_the_loss_of_a_compiled_run_is_counted():
-    """Whole logits and their gradient in 16 bits up to a tenth of the device, beside the copies of
-    the operands; chunks beyond."""
+    """Whole logits in 16 bits, in whose place their gradient comes, up to a tenth of the device,
+    beside the copies of the operands; chunks beyond."""
     h200 = device_named("h200")
     parts = parts_of(*GPT, "model.vocab_size=50304", "batch.micro_batch_size=8")
     cut, rows = dataclasses.replace(cut_of(parts), micro=512), 512 * 128  # logits of 6.1 GiB
     held = {c: rehearse(parts, cut, "bf16", h200, c)["loss"] for c in (False, True)}
-    by_hand = 2 * 2 * rows * 50304 + 2 * 64 * (rows + 50304)
+    by_hand = 2 * rows * 50304 + 2 * 64 * (rows + 50304)
     assert held[True] == pytest.approx(by_hand, rel=0.02)
-    assert held[False] < by_hand / 2
+    assert held[False] < by_hand
     more = dataclasses.replace(cut, micro=2048)
     eager, compiled = (rehearse(parts, more, "bf16", h200, c)["loss"] for c in (False, True))
     assert compiled == pytest.approx(eager, rel=0.02)

@@ -23,7 +23,7 @@ from llmexp.models import rows as by_rows
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import WindowLoss, plain_cross_entropy
+from llmexp.models.loss import WindowLoss, compiled_cross_entropy, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
 from tests.tools import by_kernel
 
@@ -751,3 +751,23 @@ def test_logits_are_whole_in_a_compiled_step_while_they_are_small_beside_the_mem
     assert WindowLoss(Foreign()).is_whole(10**9, device)  # it has logits only
     window_loss.share_vocabulary(Threads(1).shard(0, 50257))
     assert not window_loss.is_whole(1, device)
+
+
+@pytest.mark.parametrize("vocab_size", [37, 64, 130])
+def test_the_loss_of_a_compiled_step(vocab_size):
+    """Rows of zeros pad the head: value and gradients are those of the plain loss, in float64."""
+    torch.manual_seed(5)
+    sizes = {"n_layers": 1, "n_heads": 2, "d_model": 8, "d_ff": 12}
+    model = GPT2(vocab_size=vocab_size, max_position_embeddings=16, **sizes).double()
+    tokens, targets = torch.randint(0, vocab_size, (2, 3, 16))
+    targets[torch.rand(3, 16) < 0.3] = -100
+    found = []
+    compiled = WindowLoss(model)._whole(tokens, targets)
+    for loss in (compiled, plain_cross_entropy(model(tokens), targets)):
+        model.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-13)
+    nothing = compiled_cross_entropy(torch.randn(1, 2, vocab_size), torch.full((1, 2), -100))
+    assert nothing == 0
