@@ -15,6 +15,8 @@ from llmexp.compare.rows import elapsed
 from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.system.text import number
 
+ROWS = {"tokens": "tokens_seen", "steps": "step"}  # the key of the rows that an axis goes along
+
 
 @dataclass(frozen=True)
 class Position:
@@ -41,7 +43,7 @@ def positions(record: Record, align: str) -> np.ndarray:
         at = np.array([stage_at(stages, step).sequences_at(step) for step in steps])
         own = (at - stages[0].first_sequence) * length
         return np.minimum((number(parent.get("tokens")) or 0.0) + own, most)
-    return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
+    return record.columns.get(ROWS[align], np.zeros(0))
 
 
 def time_before(record: Record) -> float | None:

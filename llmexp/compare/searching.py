@@ -85,8 +85,8 @@ def importances(trials: Sequence[Record], keys: Sequence[str], metric: str) -> l
     for number, i in enumerate(np.argsort(p)):
         going = going and bool(p[i] * (len(keys) - number) < 0.05)
         told[i] = going
-    rows = zip(keys, shares, low, high, told, strict=True)
-    return [Importance(k, float(s), float(a), float(b), bool(t)) for k, s, a, b, t in rows]
+    columns = (found.tolist() for found in (shares, low, high, told))
+    return list(map(Importance, keys, *columns))
 
 
 def _columns(values: Sequence[object]) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.position import positions
+from llmexp.compare.position import ROWS, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS, is_of_named_set
@@ -18,7 +18,6 @@ from llmexp.system.text import listed, rounded
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}
-ROWS = {"tokens": "tokens_seen", "steps": "step"}
 
 
 def target_of(given: object, better: Mapping[str, str]) -> Target:
