@@ -44,7 +44,7 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_700,
     "compare": 51_350,
-    "train": 39_164,
+    "train": 39_750,
     "laws": 17_850,
     "evaluate": 2_550,
     "forecast": 10_950,
