@@ -36,12 +36,12 @@ class Times:
 
 
 def estimated(
-    run: Run, device: Device, precision: str, share: float, again: float = 0.0
+    run: Run, device: Device, precision: str, share: float, again: float = 0.0, moved: int = 0
 ) -> Times | None:
     """Return the times of a run at a `share` of the device's peak rate.
 
     None where that or the model's operations are not known. `again`: what a step computes again, as
-    a share of its operations.
+    a share of its operations; `moved`: bytes of a micro-batch over the bus, which it waits for.
     """
     flops, peak = run.flops_per_token, device.tflops.get(precision)
     if flops is None or peak is None:
@@ -50,7 +50,8 @@ def estimated(
     validated = run.eval_sequences * run.sequence_length
     # a forward pass is a third of a step that computes nothing again
     return Times(
-        step_s=run.tokens_per_step * flops * (1 + again) / rate,
+        step_s=run.tokens_per_step * flops * (1 + again) / rate
+        + run.gradient_accumulation_steps * moved / (device.bus * 1e9),
         evaluation_s=validated * flops / 3 / rate,
     )
 

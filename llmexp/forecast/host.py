@@ -69,6 +69,9 @@ def host_need(
             "save": float(state + gradients + copied),
             "load": float(state + gradients),
         }
+    if offloaded := held.get("offloaded"):
+        fixed["step"], shares["step"] = process, float(offloaded)
+        shares["save"] += offloaded if behind else 0
     return HostNeed(fixed, shares, cut.layout.nproc_per_node)
 
 
@@ -99,4 +102,4 @@ def host_ways(need: HostNeed, waiting: HostNeed, room: float, shared: bool) -> l
     return ways + ([f"{hosts} times as many hosts (parallelism.nnodes)"] if hosts else [])
 
 
-_WORDS = {"start": "the start", "save": "a save", "load": "a load"}
+_WORDS = {"start": "the start", "save": "a save", "load": "a load", "step": "a step"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llmexp.forecast.process import process_bytes
-from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
+from llmexp.forecast.rehearsal import KINDS, Cut, Footprint, cut_of, rehearse
 from llmexp.models.recompute import blocks_of
 from llmexp.run.batch import shared_sequences
 from llmexp.run.layout import solve_layout
@@ -84,7 +84,8 @@ class Forecast:
 
     def needed(self, cut: Cut) -> float:
         """Return the bytes of a rank at its peak."""
-        return sum(self.footprint(cut).values()) + self.room.taken
+        held = self.footprint(cut)
+        return sum(held[kind] for kind in KINDS) + self.room.taken
 
     def fits(self, cut: Cut) -> bool:
         return self.needed(cut) <= self.room.usable
@@ -123,7 +124,7 @@ def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
     cut, room = forecast.cut, forecast.room
     held, needed = forecast.footprint(cut), forecast.needed(cut)
-    parts = [f"{kind} {gib(size)}" for kind, size in held.items() if size]
+    parts = [f"{kind} {gib(held[kind])}" for kind in KINDS if held[kind]]
     parts.append(f"{'the process' if room.device is None else 'libraries'} {gib(room.taken)}")
     eager = ", all but the loss counted as not compiled" if forecast.compiled else ""
     rank = "a rank" if cut.layout.world_size > 1 else "in all"
@@ -154,7 +155,7 @@ def _smaller(forecast: Forecast, cut: Cut) -> Remedy | None:
 def _recomputed(forecast: Forecast, cut: Cut) -> Remedy | None:
     if cut.parallelism.activation_checkpointing != "none" or not forecast.has_blocks:
         return None
-    for kind in ("selective", "full"):
+    for kind in ("selective", "full", *["offload"] * (forecast.room.device is not None)):
         chosen = dataclasses.replace(cut.parallelism, activation_checkpointing=kind)
         other = dataclasses.replace(cut, parallelism=chosen)
         if forecast.fits(other):

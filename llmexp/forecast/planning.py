@@ -27,6 +27,7 @@ from llmexp.settings.values import AUTO, ConfigError, is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device, device_named
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
+from llmexp.train.assembly.placement import SAVES_NOTHING
 from llmexp.train.assembly.remembered import MEMORY, remember
 from llmexp.train.assembly.solving import kernel_of
 from llmexp.train.calibration import MOST
@@ -56,7 +57,7 @@ class Planner:
         rows = banner_sections(parts.run, folder)
         whole = {"folder": folder, **parts.run.as_dict()}
         if device is not None:
-            rows = [_on(device, precision, label, text) for label, text in rows]
+            rows = [_on(device, precision, *row) for row in rows if row[1] != SAVES_NOTHING]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
             with planned_for("cuda", device.gib * memory.GIB), torch.device("meta"):
                 where = (parts.run.layout, torch.device("cpu"), self._compiled(config))
@@ -66,7 +67,8 @@ class Planner:
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         kind = (deciding_work(parts.config, name), config.data, config.tokenizer, steps)
         of_memory = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
-        times, basis = once(lambda *_: self._times(parts, precision, folder), "times", *kind)
+        moved = of_memory.figures.get("memory_bytes", {}).get("moved", 0)
+        times, basis = once(lambda *_: self._times(parts, precision, folder, moved), "times", *kind)
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
@@ -102,6 +104,8 @@ class Planner:
     def _compiled(self, config: Config) -> bool:
         """Return whether the run is compiled on the device that it is planned for."""
         wanted = config.train.compile
+        if config.parallelism.activation_checkpointing == "offload":
+            return False
         return self._device is not None if wanted == AUTO else bool(wanted)
 
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
@@ -166,10 +170,13 @@ class Planner:
         fits = plan.host_gib is None or need.total <= room
         return need, fits, host_rows(need, room, name, ways)
 
-    def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
+    def _times(
+        self, parts: Parts, precision: str, folder: str, moved: int
+    ) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from.
 
-        None, and why they are not known, where nothing tells them. Raises ConfigError.
+        None, and why they are not known, where nothing tells them. `moved`: bytes of a micro-batch
+        that go to the host and back. Raises ConfigError.
         """
         share, device, run = self._plan.peak_share, self._device, parts.run
         if self._measure:
@@ -177,14 +184,14 @@ class Planner:
         if device is None:
             return None, NO_TIME
         kind, again = parts.config.parallelism.activation_checkpointing, 0.0
-        if kind != "none" and run.flops_per_token is not None:
+        if kind not in ("none", "offload") and run.flops_per_token is not None:
             try:
                 again = recomputed_share(parts.build_model, kind, run.sequence_length)
             except Exception as error:  # of a model of the user's, which has to see its values
                 if is_ours(parts.config.model["_target_"]):
                     raise
                 return None, f"not known: what is computed again cannot be counted ({error!r})"
-        times = duration.estimated(run, device, precision, share, again)
+        times = duration.estimated(run, device, precision, share, again, moved)
         if times is None:
             what = "the model" if run.flops_per_token is None else f"{device.name}"
             return None, f"not known: nobody knows the FLOPs of {what} in {precision}"

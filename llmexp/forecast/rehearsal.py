@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
+from llmexp.models import offload
 from llmexp.models.planned import planned_for
 from llmexp.run.layout import Layout
 from llmexp.settings.convert import with_knobs
@@ -46,7 +48,8 @@ class Cut:
     layout: Layout
 
 
-# Bytes that a rank holds when it holds most, by what they are for.
+# Bytes that a rank holds when it holds most, by what they are for; with `offload` also those that a
+# micro-batch leaves on the host, and all that it moves there and back.
 Footprint = dict[str, int]
 
 
@@ -62,8 +65,7 @@ def rehearse(
 ) -> Footprint:
     """Return what rank 0 of the run, cut like this, holds in a step.
 
-    `device`: the accelerator; None is a CPU. `compiled`: with the loss of a compiled step; all else
-    is counted as it runs without a compiler.
+    `device`: None is a CPU. `compiled`: with the loss of a compiled step; the rest is as without.
 
     The second of two steps is counted, when the moments are there; of its micro-batches no more
     than two are taken, because each further one holds what the second does.
@@ -89,8 +91,9 @@ def rehearse(
         stack.enter_context(planned_for(kind, device.gib * 2**30 if device is not None else 0.0))
         stack.enter_context(counting.resizing())
         stack.enter_context(settings_kept())  # of what `set_up` changes
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        modes = stack.enter_context(contextlib.ExitStack())
+        beside = stack.enter_context(_host_beside())
+        fake, modes = FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack()
+        stack.enter_context(modes)
         made = dataclasses.replace(
             parts,
             config=config,
@@ -112,10 +115,11 @@ def rehearse(
         _step(made, setup, cut, 1)
         _name(counting, setup)
         counting.restart()
-        _step(made, setup, cut, min(2, cut.accumulation))
-        held = {kind: counting.peak.get(kind, 0) for kind in KINDS}
+        beside.clear()
+        _step(made, setup, cut, micro_batches := min(2, cut.accumulation))
         modes.close()
-    return held
+    held = {kind: counting.peak.get(kind, 0) for kind in KINDS}
+    return held | {kind: size // micro_batches for kind, size in beside.items()}
 
 
 def without_memory(
@@ -137,6 +141,26 @@ def without_memory(
 
     model.to = to  # type: ignore[method-assign,assignment]
     return model
+
+
+@contextlib.contextmanager
+def _host_beside() -> Iterator[Counter[str]]:
+    """Keep what is offloaded where it is not counted; yield its bytes, and those that move."""
+    found = Counter[str]()
+
+    def to_host(x: Tensor) -> Tensor:
+        found.update(offloaded=x.nbytes, moved=x.nbytes)
+        return torch.empty_like(x, device="meta")
+
+    def from_host(x: Tensor, device: torch.device) -> Tensor:
+        found.update(moved=x.nbytes)
+        return torch.empty_like(x, device=device)
+
+    with (
+        mock.patch.object(offload, "to_host", to_host),
+        mock.patch.object(offload, "from_host", from_host),
+    ):
+        yield found
 
 
 def _rehearse_states(optimizer: Any) -> None:

@@ -10,6 +10,7 @@ chunked      its kernel for large vocabularies, which never holds all logits: on
 rows         the same on an accelerator, in chunks of whole rows
 operands     what both have in common; tokens that ranks share
 recompute    activation checkpointing
+offload      the same by the host's memory
 logits       the largest logit of each head of attention
 documents    causal attention, inside documents where a model knows their last id
 planned      the kind of device that computes, or that is planned for

@@ -37,12 +37,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def recompute_blocks(model: nn.Module, kind: str) -> None:
     """Make each block keep its inputs only ("full"), or also products and attention ("selective").
 
-    "full" is by Chen et al. 2016.
+    "full" is by Chen et al. 2016. "offload" is `offload.offload_blocks`.
 
     The blocks' forward functions are replaced in place, so that parameters keep their names.
     Dropout draws the same numbers again, and losses stay bit-equal.
     """
-    if kind == "none":
+    if kind in ("none", "offload"):
         return
     more: dict[str, Any] = {}
     if kind == "selective":

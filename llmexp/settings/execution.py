@@ -64,7 +64,9 @@ class Parallelism:
         default="every_micro_batch",
     )
     activation_checkpointing: str = choice(
-        "what the backward pass computes again instead of keeping it", "none | full | selective"
+        "what the backward pass computes again instead of keeping it; offload: nothing, what it "
+        "needs waits in the host's memory (CUDA)",
+        "none | full | selective | offload",
     )
     backend: str | None = choice(
         "what ranks talk through; null: nccl on CUDA, gloo on a CPU",

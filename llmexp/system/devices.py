@@ -13,7 +13,7 @@ class Device:
     """An accelerator, or `cpu`.
 
     `part`: a part of the name that CUDA gives it; `gib`: memory as CUDA reports it; `tflops`: dense
-    peak rates.
+    peak rates; `bus`: GB/s to the host, one way, of its PCIe with 16 lanes.
     """
 
     name: str
@@ -21,6 +21,7 @@ class Device:
     gib: float
     tflops: dict[str, float] = field(default_factory=dict)
     bf16: bool = True  # whether it computes bf16
+    bus: float = 32
 
 
 # Dense peak rates of chips that come with other memories, too.
@@ -30,20 +31,22 @@ A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
 V100 = {"fp16": 125, "fp32": 15.7}
 # Of those whose `part` is in a device's own name, the first ones of one `part` are meant.
 DEVICES = (
-    Device("b200", "B200", 178.0, {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
-    Device("h200-nvl", "H200 NVL", 139.8, HOPPER_NVL),
-    Device("h200", "H200", 139.8, HOPPER),
-    Device("h100-pcie", "H100 PCIe", 79.1, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
-    Device("h100-nvl", "H100 NVL", 93.1, HOPPER_NVL),
-    Device("h100", "H100 80GB HBM3", 79.1, HOPPER),
+    Device("b200", "B200", 178.0, {"bf16": 2250, "fp16": 2250, "tf32": 1125}, bus=64),
+    Device("h200-nvl", "H200 NVL", 139.8, HOPPER_NVL, bus=64),
+    Device("h200", "H200", 139.8, HOPPER, bus=64),
+    Device(
+        "h100-pcie", "H100 PCIe", 79.1, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}, bus=64
+    ),
+    Device("h100-nvl", "H100 NVL", 93.1, HOPPER_NVL, bus=64),
+    Device("h100", "H100 80GB HBM3", 79.1, HOPPER, bus=64),
     Device("a100-80", "A100", 79.1, A100),
     Device("a100-40", "A100", 39.4, A100),
     Device("l40s", "L40S", 44.4, {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
     Device("l4", "L4", 22.0, {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
     Device("a10g", "A10G", 22.0, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
-    Device("v100-32", "V100-SXM2", 31.7, V100, bf16=False),
-    Device("v100-16", "V100-SXM2", 15.8, V100, bf16=False),
-    Device("t4", "T4", 14.6, {"fp16": 65, "fp32": 8.1}, bf16=False),
+    Device("v100-32", "V100-SXM2", 31.7, V100, bf16=False, bus=16),
+    Device("v100-16", "V100-SXM2", 15.8, V100, bf16=False, bus=16),
+    Device("t4", "T4", 14.6, {"fp16": 65, "fp32": 8.1}, bf16=False, bus=16),
 )
 
 

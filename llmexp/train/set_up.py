@@ -9,6 +9,7 @@ from llmexp.mesh.sequence import share_tokens
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
+from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule, limit_of
 from llmexp.train.ema import Ema
@@ -29,6 +30,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     if not joined.sharded:
         parts.begin_model(model, joined.device, fresh)
     loss = WindowLoss(model)
+    if config.parallelism.activation_checkpointing == "offload":
+        offload_blocks(model, joined.tensor.size() if joined.tensor and joined.sequence else 1)
     module = mesh.wrap(
         joined,
         loss,

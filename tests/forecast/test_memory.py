@@ -16,7 +16,7 @@ from llmexp.checkpoint.stored import CHUNK
 from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
-from llmexp.forecast.host import HostNeed, host_rows, host_ways
+from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
@@ -163,6 +163,29 @@ def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
     one, two = activations("batch.micro_batch_size=4"), activations("batch.micro_batch_size=8")
     assert two == pytest.approx(2 * one, rel=0.02)
     assert activations("batch.micro_batch_size=8", FULL) < two / 3
+
+
+def test_what_is_offloaded_is_counted_on_the_host():
+    """What blocks no longer hold on the device, of one micro-batch; it moves there and back."""
+    held = {}
+    for kind in ("none", "full", "offload"):
+        more = [
+            "model.n_layers=8",
+            "batch.micro_batch_size=4",
+            "batch.gradient_accumulation_steps=3",
+        ]
+        parts = parts_of(*LLAMA, *more, f"parallelism.activation_checkpointing={kind}")
+        held[kind] = rehearse(parts, cut_of(parts), "bf16", device_named("h200"))
+    assert set(held["full"]) == set(KINDS)
+    there, left = held["none"]["activations"], held["offload"]["activations"]
+    sent = held["offload"]["offloaded"]
+    # weights' copies for autocast stay, and the last block's are back while it is gone through
+    assert there - left == pytest.approx(sent, rel=0.25)
+    assert left < there / 2
+    assert 2 * sent <= held["offload"]["moved"] < 3 * sent
+    need = host_need(parts, cut_of(parts), held["offload"], 10.0, on_cpu=False, behind=True)
+    assert need.stages["step"] == 10 + sent
+    assert need.stages["save"] == 10 + sent + held["none"]["parameters"] + held["none"]["moments"]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA])

@@ -88,7 +88,13 @@ def test_recomputation_costs_what_is_computed_again(dropout):
 
 
 def test_an_estimate_is_arithmetic():
-    sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024, "ramp": None}
+    sizes = {
+        "gradient_accumulation_steps": 4,
+        "tokens_per_step": 2**19,
+        "eval_sequences": 10,
+        "sequence_length": 1024,
+        "ramp": None,
+    }
     planned = Namespace(flops_per_token=6e9, world_size=8, max_steps=1000, first_step=0, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
     times = estimated(planned, device_named("h200"), "bf16", 0.4)
@@ -99,6 +105,9 @@ def test_an_estimate_is_arithmetic():
     again = estimated(planned, device_named("h200"), "bf16", 0.4, 0.25)
     assert again.step_s == pytest.approx(1.25 * times.step_s)
     assert again.evaluation_s == times.evaluation_s
+    # each micro-batch waits for 64 GB/s
+    moved = estimated(planned, device_named("h200"), "bf16", 0.4, 0.0, 32 * 10**9)
+    assert moved.step_s == pytest.approx(times.step_s + 4 * 0.5)
     config = Namespace(
         train=Namespace(eval_every=100, tasks=[], tasks_every=None, sample_every=None, log_every=10,
                         stop_step=None, eval_every_tokens=None),

@@ -433,11 +433,13 @@ def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
 
 def test_recomputation_changes_no_bit(tmp_path, settings):
     settings = [*settings, "model.dropout=0.1", "train.max_steps=6", "precision=fp32"]
-    rows = [
-        exact(train(tmp_path, kind, *settings, f"parallelism.activation_checkpointing={kind}"))
-        for kind in ("none", "full", "selective")
+    runs = [
+        train(tmp_path, kind, *settings, f"parallelism.activation_checkpointing={kind}")
+        for kind in ("none", "full", "selective", "offload")
     ]
-    assert rows[0] == rows[1] == rows[2]
+    assert all(exact(run) == exact(runs[0]) for run in runs)
+    text = "parallelism.activation_checkpointing=offload saves nothing on a CPU"
+    assert [text in run.out + run.err for run in runs] == [False, False, False, True]
 
 
 @pytest.mark.slow

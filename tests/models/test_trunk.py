@@ -11,10 +11,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from llmexp import mesh
 from llmexp.mesh.pretend import pretended
-from llmexp.models import common, documents
+from llmexp.models import common, documents, offload
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.loss import WindowLoss
+from llmexp.models.planned import planned_for
 from llmexp.models.recompute import keep_products, recompute_blocks
 
 
@@ -59,6 +60,32 @@ def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too
             block.compile(backend="eager")
         hidden = loss.model.features(torch.randint(0, 50, (2, 8)))
     assert hidden.shape == (2, 8, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama, pre"])
+def test_what_waits_on_the_host_changes_no_bit(kind, dtype, monkeypatch):
+    """What blocks keep is copied and comes back; weights, masks and rotary tables stay."""
+    sent, to_host = [], offload.to_host
+    monkeypatch.setattr(offload, "to_host", lambda x: sent.append(x) or to_host(x))
+    tokens, found = torch.randint(0, 50, (3, 16)), []
+    for choice in ("none", "offload"):
+        model = model_of(kind)
+        model.document_end, model.document_spans = 7, False
+        if choice == "offload":
+            offload.offload_blocks(model)
+        with planned_for("cuda", 1e9):  # the copies then are on this CPU as well
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = (model.features(tokens).float() ** 2).sum()
+            loss.backward()
+        found.append((loss, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    shapes = {tuple(x.shape) for x in sent}
+    assert {(3, 16, WIDTH), (3 * 16, WIDTH)} <= shapes
+    assert all(x.shape[0] in (3, 3 * 16, 3 * 4) for x in sent)  # windows, tokens, heads
+    assert all(x.dtype != torch.bool for x in sent)
+    places = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in sent]
+    assert len(set(places)) == len(places)
 
 
 LAYERS, WIDTH = 3, 32

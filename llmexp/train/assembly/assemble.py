@@ -160,11 +160,11 @@ def assemble(
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
     loss, notes = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
-    check_parallel(solved, place.layout, loss)
+    warnings = check_parallel(solved, place, loss)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
-    warnings = built_whole(solved.model, model, place.layout)
+    warnings += built_whole(solved.model, model, place.layout)
     warnings += [] if tried or parent else once(initial_notes, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids

@@ -23,6 +23,11 @@ from llmexp.settings.values import is_ours, refuse
 from llmexp.update import precision
 from llmexp.update.states import traits_of
 
+# said of a run on a CPU
+SAVES_NOTHING = (
+    "parallelism.activation_checkpointing=offload saves nothing on a CPU: its memory is the host's"
+)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -42,18 +47,21 @@ def placed(config: Config) -> Placement:
     device = _device(config.train.device)
     layout = _layout(config, device)
     kind, reason = precision.choose(config.precision.kind, device)
-    compiled = _compiled(config.train.compile, device)
+    offload = config.parallelism.activation_checkpointing == "offload"
+    compiled = _compiled(config.train.compile, device, offload)
     return Placement(device, layout, kind, reason, *compiled, config.train.deterministic)
 
 
-def _compiled(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
+def _compiled(wanted: bool | str, device: torch.device, offload: bool) -> tuple[bool, str]:
     """Return whether the model is compiled, and why, in words.
 
+    A compiled block would hide what it keeps from `offload`.
     Raises ConfigError where it cannot be and was asked for.
     """
     if wanted is False or (wanted == "auto" and device.type == "cpu"):
         return False, ""
-    missing = _missing_to_compile(device)
+    why = "parallelism.activation_checkpointing=offload moves what blocks keep one by one"
+    missing = why if offload else _missing_to_compile(device)
     if wanted == "auto":
         return not missing, f"off: {missing}" if missing else "on, chosen for this GPU"
     if missing:
@@ -120,15 +128,20 @@ def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
             raise refuse("optimizer.name", traits.name, text)
 
 
-def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
-    """Refuse a model or an optimizer that the ranks cannot share. Raises ConfigError."""
-    p, tp = config.parallelism, layout.tensor_parallel_size
+def check_parallel(config: Config, place: Placement, loss: WindowLoss) -> list[str]:
+    """Refuse a model or an optimizer that the ranks cannot share; return what saves nothing.
+
+    Raises ConfigError.
+    """
+    p, tp = config.parallelism, place.layout.tensor_parallel_size
+    useless = p.activation_checkpointing == "offload" and place.device.type == "cpu"
+    warnings = [SAVES_NOTHING] if useless else []
     if p.activation_checkpointing != "none" and not blocks_of(loss.model):
         text = "computes blocks again, and the model has no list of them named `blocks`"
         key = "parallelism.activation_checkpointing"
         raise refuse(key, p.activation_checkpointing, text, "none")
     if tp == 1:
-        return
+        return warnings
     check_split(config.model, tp)
     if p.sequence_parallel:
         check_tokens(config.batch.sequence_length, tp)
@@ -146,3 +159,4 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
         mix = f"the mix of split and whole parameters of parallelism={p.kind}"
         text = f"{target} is not known to take {mix}"
         raise refuse("optimizer._target_", target, text, "llmexp.update.optim.adamw")
+    return warnings
