@@ -39,7 +39,7 @@ SIZES = {
     "metrics": 7_700,
     "data": 31_850,
     "tasks": 3_100,
-    "checkpoint": 6_600,
+    "checkpoint": 6_921,
     "runs": 12_100,
     "exchange": 10_550,
     "tracker": 9_700,

@@ -5,8 +5,9 @@ A file is read, not mapped: mapped pages would count as this process's memory.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,25 @@ def read_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> StoredP
     return StoredPiece(folder / file, *boxes, DTYPES[dtype], int(at), held)
 
 
+def read_header(file: Path, step: int) -> Iterator[tuple[str, StoredPiece]]:
+    """Yield the pieces in a file by name, from its header. Raises ValueError and the like."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file.name} is no safetensors file")
+        header = json.loads(opened.read(length))
+    metadata = header.pop("__metadata__")
+    if metadata["step"] != str(step):
+        raise ValueError(f"{file.name} is of step {metadata['step']}")
+    for name, at in json.loads(metadata["pieces"]).items():
+        size, dtype = tuple(header[name]["shape"]), DTYPES[at["dtype"]]
+        begin, end = (8 + length + byte for byte in header[name]["data_offsets"])
+        if end - begin != math.prod(size) * dtype.itemsize or TYPES[dtype] != header[name]["dtype"]:
+            raise ValueError(f"the header of {file.name} does not describe {name}")
+        boxes = tuple(at["shape"]), tuple(at["offset"]), size
+        yield name, StoredPiece(file, *boxes, dtype, begin)
+
+
 def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:
     """Copy what a stored piece has of our box; return whether `read` was needed for it."""
     low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]
@@ -58,13 +78,15 @@ def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:
         stored = torch.frombuffer(bytearray(piece.value), dtype=piece.dtype)
         target.copy_(stored.view(piece.size)[there])
         return False
+    if not piece.size:
+        target, here, there = target.view(1), (slice(0, 1),), (slice(0, 1),)
     _copy_rows(target, piece, there, read)
     return True
 
 
 def _copy_rows(target: Tensor, piece: StoredPiece, there: tuple[slice, ...], read: Read) -> None:
     """Copy the box `there` of a stored piece, some whole rows of the piece at a time."""
-    size = piece.size  # of no tensor without dimensions: the index holds its value
+    size = piece.size or (1,)
     width = math.prod(size[1:]) * piece.dtype.itemsize  # bytes of a row
     direct = target.device.type == "cpu" and target.dtype == piece.dtype
     direct = direct and target.is_contiguous() and target.shape[1:] == size[1:]
