@@ -43,7 +43,7 @@ SIZES = {
     "runs": 12_100,
     "exchange": 10_550,
     "tracker": 9_700,
-    "compare": 51_350,
+    "compare": 50_900,
     "train": 39_750,
     "laws": 17_850,
     "evaluate": 2_550,

@@ -156,6 +156,12 @@ class Train:
         affects="rounding",
         default=False,
     )
+    check_memory: bool = knob(
+        "refuse a run whose ranks cannot fit into this host's memory",
+        False,
+        affects="nothing",
+        default=True,
+    )
     data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
     max_consecutive_skips: int = knob(
         "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"

@@ -21,6 +21,7 @@ from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
+from llmexp.train.assembly.room import memory_checked
 
 
 def answer(
@@ -39,7 +40,7 @@ def answer(
         config = sizes.recorded(build(request["config"]), path)
         if config.parallelism.nnodes == 1:  # else its ranks find it, once they are there
             config = with_size(config)
-        parts = sizes.kept_open(assemble(config, shared, **known), config)
+        parts = sizes.kept_open(memory_checked(assemble(config, shared, **known)), config)
     if purpose == "check":
         waiting[request["folder"]] = key, parts
     if purpose == "queue":

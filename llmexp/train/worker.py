@@ -19,6 +19,7 @@ from llmexp.settings.values import error_record
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import calibration, failing, folder, group, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
+from llmexp.train.assembly.room import memory_checked
 from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import calibrate
 from llmexp.train.checkpointing import leave_saving
@@ -50,7 +51,8 @@ def main(argument: str) -> int:
             config = sizes.recorded(config, Path(request["folder"]))
         if not request.get("queue"):
             config = sizes.found_alone(config)
-        parts = sizes.kept_open(assemble(config, **folder.known_of(request)), config)
+        parts = memory_checked(assemble(config, **folder.known_of(request)))
+        parts = sizes.kept_open(parts, config)
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):

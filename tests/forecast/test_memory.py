@@ -20,8 +20,9 @@ from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system.devices import device_named
-from llmexp.train.assembly import solving
+from llmexp.train.assembly import room, solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
@@ -307,6 +308,25 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     out = " ".join(planned(capsys, *sharded, "plan.device=l4").split())
     assert "; give plan.host_gib=2000 to see whether that fits" in out
     assert "this host" not in out
+
+
+def test_ranks_that_cannot_fit_into_this_host_are_refused(monkeypatch):
+    """At least parameters and gradients; with AdamW's moments and a checkpoint's copy a warning."""
+    more = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "checkpoint.async=true"]
+    parts = parts_of(*GPT, *more)
+    size = 4 * parts.run.parameters
+
+    def checked(there: float, of: Parts = parts) -> tuple[str, ...]:
+        monkeypatch.setattr(room.hardware, "memory_bytes", lambda _: there)
+        return room.memory_checked(of).run.warnings
+
+    assert checked(7.01 * size) == parts.run.warnings  # 4, and 3 of the copy
+    assert "2 ranks may not fit" in checked(6.99 * size)[-1]
+    assert len(checked(2.01 * size)) == 1
+    with pytest.raises(ConfigError, match="parameters and gradients of 2 ranks take") as refused:
+        checked(1.99 * size)
+    assert refused.value.key == "train.check_memory"
+    assert checked(1, parts_of(*GPT, *more, "train.check_memory=false")) == ()
 
 
 def test_what_would_fit_names_checkpoints_that_steps_wait_for():

@@ -1,0 +1,47 @@
+"""Compare what ranks take of their host's memory with what it has, before a run is written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from llmexp.settings.values import is_ours, refuse
+from llmexp.system import hardware
+from llmexp.system.text import gib
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.parts import draws_by_blocks
+from llmexp.update.precision import parameter_dtype
+
+MORE = "llmexp plan plan.device=cpu says what would fit"
+
+
+def memory_checked(parts: Parts) -> Parts:
+    """Return the parts, with a warning where their ranks may not fit into this host's memory.
+
+    Raises ConfigError where they cannot: on a CPU each holds its parameters and gradients, and a
+    model that is not ours is built whole by each.
+    """
+    config, run, layout = parts.config, parts.run, parts.run.layout
+    there = hardware.memory_bytes(torch.device("cpu"))
+    if there is None or not config.train.check_memory:
+        return parts
+    weights = run.parameters * parameter_dtype(parts.precision).itemsize
+    share = weights / (layout.shard_size * layout.tensor_parallel_size)
+    least = 2 * share if parts.device.type == "cpu" else 0.0
+    if not draws_by_blocks(config.model):
+        least = max(least, weights)
+    ranks = f"{layout.nproc_per_node} ranks" if layout.nproc_per_node > 1 else "the run"
+    if (needed := layout.nproc_per_node * least) > there:
+        text = f"parameters and gradients of {ranks} take {gib(needed)} GiB of this host's memory"
+        text += f", which has {gib(there)}; take more hosts, a smaller model or a GPU; {MORE}"
+        raise refuse("train.check_memory", True, text, False)
+    adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
+    state = share * (1 + (config.train.ema is not None) + 2 * adamw)
+    held = state + share if parts.device.type == "cpu" else 0.0
+    about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))
+    if about <= there:
+        return parts
+    text = f"{ranks} may not fit: with the optimizer's state, and the copy that a checkpoint in the"
+    text += f" background makes, about {gib(about)} GiB of this host's {gib(there)}; {MORE}"
+    return dataclasses.replace(parts, run=dataclasses.replace(run, warnings=(*run.warnings, text)))
