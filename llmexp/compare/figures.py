@@ -228,8 +228,10 @@ def figures(
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
         found |= _losses(columns, record.before, rows, evaluated)
+    # older runs call the share of clipped steps otherwise
+    summary = {"clipped_share": record.summary.get("clip_share"), **record.summary}
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
-        value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
+        value = number(summary.get(_IN_SUMMARY.get(key, key)))
         found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
     found |= spikes_of(record)
     for key in filter(_is_other, more):

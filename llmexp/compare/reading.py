@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.compare.records import Record
+from llmexp.compare.records import TWIN, Record
 from llmexp.compare.rows import read_columns
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, setting_of
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
+from llmexp.settings.knobs import default_of
 from llmexp.system.redact import clean
 from llmexp.system.text import as_dict
 
@@ -34,6 +35,12 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
     config, lost, facts = folder.flat_config, folder.lost(), folder.facts
+    for key, there in (
+        (TWIN, "train.seed" in config),
+        ("model.gelu", str(config.get("model._target_")).endswith(".GPT2")),
+    ):
+        if there:  # runs of earlier versions do not have these keys
+            config.setdefault(key, default_of(key))
     if lost:
         folder.problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
     point, ledger = sweep.point_of(path), sweep.ledger

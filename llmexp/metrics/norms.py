@@ -125,6 +125,8 @@ class Norms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.clipped, self._coefficients = state["sums"]
         self._taken = list(state["taken"])
+        if len(self._taken) == 2:  # an older checkpoint: its next row begins there
+            self._taken = [self.steps, self._coefficients, self.clipped]
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 

@@ -76,7 +76,8 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
     loaded = checkpoint_at(root, joined, console, parent.step)
-    if loaded is None or loaded.digest != parent.digest:
+    # forks of earlier versions have digests of its tensors, which its manifest holds
+    if loaded is None or parent.digest not in (loaded.digest, loaded.manifest.get("digest")):
         what = "is gone" if loaded is None else "is another one than when this fork was made"
         text = f"the checkpoint of step {parent.step} {what}"
         raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")

@@ -25,12 +25,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from llmexp import mesh
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.checkpoint.stored import DTYPES
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
+from llmexp.runs.rundir import CHECKPOINTS
+from llmexp.settings.values import ConfigError
+from llmexp.system.fileio import sha256
+from llmexp.train.beginning import parents_checkpoint
 from tests.conftest import ROOT, environment
 
 MODEL = "model.safetensors"
@@ -112,6 +117,20 @@ def test_equal_states_give_equal_files_and_one_ulp_another_hash(tmp_path):
     )
     assert before["optimizer.safetensors"] == after["optimizer.safetensors"]
     assert before[MODEL] != after[MODEL]
+
+
+def test_an_older_fork_knows_its_parents_checkpoint_by_digests_of_its_tensors(tmp_path):
+    manifest = save(tmp_path / CHECKPOINTS, 1) / MANIFEST
+    digests = {"model": "0123456789abcdef", "optimizer": "fedcba9876543210"}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"digest": digests}))
+    joined, console = mesh.join("cpu", "single", 1, 1, 1), SimpleNamespace(line=print)
+    for digest in (digests, sha256(manifest)):
+        parent: Any = SimpleNamespace(folder=tmp_path, step=1, digest=digest)
+        assert parents_checkpoint(parent, joined, console).step == 1
+    for digest in (digests | {"model": "0" * 16}, "0" * 64):
+        parent = SimpleNamespace(folder=tmp_path, step=1, digest=digest)
+        with pytest.raises(ConfigError, match="is another one than when this fork was made"):
+            parents_checkpoint(parent, joined, console)
 
 
 def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(tmp_path):
@@ -204,7 +223,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
 DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version",
 "file gone", "bit",
           "truncated", "outside", "no index", "a part missing", "a file not named",
-          "no tensors"]  # fmt: skip
+          "no tensors", "other step", "a part missing, no index"]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -240,6 +259,16 @@ def test_damage_is_named(tmp_path, damage):
         del content["index"]
         manifest.write_text(json.dumps(content))
         said = "the index in manifest.json does not match"
+    elif damage in ("other step", "a part missing, no index"):  # as in older versions
+        tensors, step = load_file(model), damage == "other step"
+        with safe_open(model, "pt") as opened:
+            header = opened.metadata() | ({"step": "200"} if step else {})
+        tensors["scale"] = tensors["scale"][: None if step else 1].clone()
+        save_file(tensors, model, metadata=header)
+        del content["index"], content["index_sha256"]
+        content["files"][MODEL] = hashes.fingerprint(model)
+        manifest.write_text(json.dumps(content))
+        said = "is of step 200" if step else "scale do not add up"
     elif damage in ("a part missing", "a file not named"):
         index = json.loads(content["index"])
         missing = damage == "a part missing"

@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
+from llmexp.compare.evidence import same_rows
 from llmexp.compare.reading import read
 from llmexp.compare.rows import elapsed, read_columns
 from llmexp.compare.table import to_json
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
+from llmexp.runs.ledger import read_ledger
 from llmexp.system.redact import clean
 from tests.compare.synthetic import make_run, make_sweep
 
@@ -127,6 +129,31 @@ def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text
     c = compare([sweep])
     assert len(c.settings) == 2
     assert sum(said in p for p in c.problems) == 1
+
+
+def test_a_run_of_an_earlier_version_is_compared_as_before(tmp_path):
+    """It knows neither twins nor the choice of GELU, and has other names for two figures."""
+    kind = {"model___target_": "llmexp.models.gpt2.GPT2"}
+    old = make_run(tmp_path / "old", seed=1, **kind)
+    make_run(tmp_path / "new", seed=2, train__twin=0, model__gelu="tanh", **kind)
+    status = json.loads((old / "status.json").read_text())
+    status["summary"]["clip_share"] = status["summary"].pop("clipped_share") / 2
+    (old / "status.json").write_text(json.dumps(status))
+    c = compare([tmp_path])
+    assert c.differing == ()
+    (setting,) = c.settings
+    assert setting.figures["clipped_share"] == (0.125 + 0.25) / 2
+    again = [read(find([old])[0])[0] for _ in range(2)]
+    for number, run in enumerate(again):
+        run.columns["scaling_efficiency"] = np.full(len(run.columns["step"]), 0.5 + number)
+    assert same_rows(again)
+
+
+def test_a_point_that_an_earlier_version_could_not_run_is_known_as_such(tmp_path):
+    points = {"a": {}, "b": {"point": {"state": "infeasible", "error": "is too large"}}}
+    sweep = make_sweep(tmp_path / "s", points, ["clip.max_norm"])
+    refused = read_ledger(sweep).points[1]
+    assert (refused.state, refused.refused) == ("infeasible", "is too large")
 
 
 def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):

@@ -55,15 +55,19 @@ def test_quantiles_lie_in_their_bin(norms, percent):
 
 
 def test_a_row_has_the_share_of_the_updates_since_the_last_one():
-    """A skipped step is no update and never gets here."""
+    """A skipped step is no update and never gets here; an older checkpoint begins a row anew."""
     assert Norms("norm", 1.0).summary() == {}  # nothing counted is nothing printed
     found = counted([0.1, 0.5, 0.9, 2.0], limit=0.3)
     assert found.take()["clipped_share"] == 0.75
     assert found.take() == {}
     found.add(0.2, False)
-    resumed = Norms("norm", 0.3)
+    resumed, older = (Norms("norm", 0.3) for _ in range(2))
     resumed.load_state_dict(found.state_dict())
     assert resumed.take() == {"clipped_share": 0.0, "clip_coefficient": 1.0}
+    state = found.state_dict()
+    older.load_state_dict({**state, "taken": state["taken"][:2]})
+    older.add(0.6, True)
+    assert older.take()["clipped_share"] == 1.0
 
 
 def test_the_runs_own_limit_is_its_own_count():
