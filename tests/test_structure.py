@@ -37,7 +37,7 @@ SIZES = {
     "mesh": 6_700,
     "update": 14_250,
     "metrics": 7_750,
-    "data": 31_850,
+    "data": 31_900,
     "tasks": 3_100,
     "checkpoint": 6_921,
     "runs": 12_150,

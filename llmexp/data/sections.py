@@ -10,7 +10,7 @@ from typing import Any
 from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.work import TRAIN, Source
 from llmexp.settings.convert import convert_section, convert_value
-from llmexp.settings.values import ConfigError, Knob, knob, refuse
+from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -132,16 +132,24 @@ def read_stages(
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
     like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
-    given_stages: list[StageKnobs] = convert_value(
-        list[StageKnobs], stages, "data.stages", Knob("", like)
-    )
+    try:
+        given_stages: list[StageKnobs] = convert_value(
+            list[StageKnobs], stages, "data.stages", Knob("", like)
+        )
+        weights_of = [
+            {
+                str(name): convert_value(float, weight, f"data.stages.{n}.weights.{name}", WEIGHT)
+                for name, weight in given.weights.items()
+            }
+            for n, given in enumerate(given_stages)
+        ]
+    except ConfigError as error:
+        text, way = str(error), f"for example {typed('data.stages', like)}"
+        text += "" if way in text else f"; {way}"
+        raise ConfigError(text, error.key, error.code) from None
     found: dict[int, dict[str, float]] = {}
-    for number, given in enumerate(given_stages):
+    for number, (given, weights) in enumerate(zip(given_stages, weights_of, strict=True)):
         key = f"data.stages.{number}"
-        weights = {
-            str(name): convert_value(float, weight, f"{key}.weights.{name}", WEIGHT)
-            for name, weight in given.weights.items()
-        }
         if set(weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
             raise refuse(f"{key}.weights", given.weights, text)

@@ -386,10 +386,10 @@ REFUSED = {
     "main": ({"val_main": "near"}, "data.val_main=near: there is no such validation set; known: f"),
     "cache": ({"cache_dir": "FOLDER/web.jsonl"}, "the token cache cannot be written there"),
     "stages of words": ({"stages": ["web"]}, "a list of sections is needed; for example 'data.st"),
-    "stage": ({"stages": [{"from_tokens": 9}]}, "data.stages.0.weights: this key is missing"),
+    "stage": ({"stages": [{"from_tokens": 9}]}, "weights: this key is missing .*; for example"),
     "stage start": (
         {"stages": [{"from_tokens": -5, "weights": {"web": 1.0, "code": 1}}]},
-        r"data.stages.0.from_tokens=-5: must be at least 1",
+        r"data.stages.0.from_tokens=-5: must be at least 1 .*; for example .data.stages=",
     ),
     "stage weight": (
         {"stages": [{"from_tokens": 9, "weights": {"web": 1.0}}]},
