@@ -274,6 +274,7 @@ def test_paths_with_another_number_are_two_ladders_and_parts_of_one_are_one(tmp_
 
 
 def test_a_csv_with_any_case_and_without_tokens(tmp_path):
+    """A blank may follow a comma."""
     path = good(tmp_path, 4, 5)
     whole = llmexp.fit(path, predict=1e21).data
     assert whole["count"] == "given"
@@ -283,6 +284,10 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
     (tmp_path / "c.csv").write_text("\n".join(["n,c,Loss", *short, "1e9,1e18,inf"]))
     other = llmexp.fit(tmp_path / "c.csv", predict=1e21).data["ladders"][0]
     assert other["left_out"] == {"not finite, or not above 0": ["line 22"]}
+    spaced = path.read_text().replace(",", ", ").replace("loss", "loss, depth")
+    (tmp_path / "d.csv").write_text("".join(f"{x}, {i}\n" if i else f"{x}\n" for i, x in
+                                            enumerate(spaced.splitlines())))  # fmt: skip
+    assert len(llmexp.fit(tmp_path / "d.csv", by="depth").data["ladders"][0]["points"]) == 20
     value = whole["ladders"][0]["prediction"]["loss"]["value"]
     assert other["prediction"]["loss"]["value"] == pytest.approx(value, rel=1e-9)
 
