@@ -135,10 +135,12 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     def say(n_bytes: int, counts: Counts) -> None:
         progress.add(n_bytes, before.get(counts.place, 0) + counts.position())
 
-    for number in mine:
-        has = functools.partial(part.has, starts[number], sizes[number], total)
-        shards.write_unit(work, number, has, say, threads)
-    progress.end()
+    try:
+        for number in mine:
+            has = functools.partial(part.has, starts[number], sizes[number], total)
+            shards.write_unit(work, number, has, say, threads)
+    finally:  # an error begins a line of its own
+        progress.end()
 
 
 def _refuse_empty(source: Source, counts: Counts) -> None:

@@ -514,6 +514,19 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(files, monkeypatch)
     assert bytes(ids_of(made(files).train)[:5]) == b"other"
 
 
+def test_an_error_begins_a_line_below_how_far_the_preparation_is(files, monkeypatch, capsys):
+    json_lines(files / "web.jsonl", ["many words " * 20_000] * 40)
+    with open(files / "web.jsonl", "a") as file:
+        file.write("{no json\n")
+    monkeypatch.setattr("llmexp.data.progress.QUIET_S", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(ValueError, match="line 41: no valid JSON"):
+        made(files)
+    said = capsys.readouterr().err
+    assert said.count("\rpreparing") > 1
+    assert said.endswith("\n")
+
+
 def test_a_cache_that_cannot_be_read_now_is_not_taken_for_damaged(files, monkeypatch):
     made(files)
     before = tree(files / "cache" / "corpus")
