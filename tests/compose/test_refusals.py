@@ -277,16 +277,19 @@ def test_compile_on_cuda(monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
-    assert placement._compiled("auto", cpu) == (False, "")
-    assert placement._compiled(False, gpu) == (False, "")
-    compiled, why = placement._compiled("auto", gpu)
+    assert placement._compiled("auto", cpu, offload=False) == (False, "")
+    assert placement._compiled(False, gpu, offload=False) == (False, "")
+    compiled, why = placement._compiled("auto", gpu, offload=False)
     assert not compiled
     assert why.startswith("off: compiling for CUDA needs Triton")
     with pytest.raises(ConfigError, match=r"train.compile=true: .*Triton.*train.compile=false"):
-        placement._compiled(True, gpu)
+        placement._compiled(True, gpu, offload=False)
     monkeypatch.setattr(placement, "_missing_to_compile", lambda device: "")
-    assert placement._compiled("auto", gpu) == (True, "on, chosen for this GPU")
-    assert placement._compiled(True, cpu) == (True, "on")
+    assert placement._compiled("auto", gpu, offload=False) == (True, "on, chosen for this GPU")
+    assert placement._compiled(True, cpu, offload=False) == (True, "on")
+    compiled, why = placement._compiled("auto", gpu, offload=True)
+    assert not compiled
+    assert "activation_checkpointing=offload moves" in why
 
 
 def test_a_broken_yaml_of_the_user(capsys, home):
