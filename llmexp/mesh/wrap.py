@@ -110,9 +110,12 @@ def _split_layers(mesh: Mesh, loss: WindowLoss, spread: Spreading | None) -> Non
 
     assert mesh.tensor is not None
     parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model, bool(spread)))
-    for module in loss.model.modules():
+    for name, module in loss.model.named_modules():
         if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
             module.split_over_ranks = True
+        # its sum over the ranks may be under way still, which a compiled block cannot take
+        if name.rpartition(".")[2] == "token_embedding":
+            module.register_forward_hook(lambda module, inputs, out: out.clone())
     if spread is not None:
         spread(mesh.tensor, loss.model, _BY_ROW)
     _share_norms(mesh, loss.model, _HEAD_NORMS if spread is None else (*_HEAD_NORMS, *_NORMS))

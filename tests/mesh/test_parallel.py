@@ -393,6 +393,7 @@ HEADS = [
     "more",
     [
         pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["train.compile=true"], marks=pytest.mark.slow),
         ["parallelism.sequence_parallel=true", "batch.document_mask=true", "model.norm=post",
          "parallelism.activation_checkpointing=full"],
         pytest.param(
@@ -401,7 +402,7 @@ HEADS = [
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["plain", "tokens shared too", "and compiled"],
+    ids=["plain", "compiled", "tokens shared too", "and compiled"],
 )  # fmt: skip
 def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
     tmp_path, settings, capsys, more
