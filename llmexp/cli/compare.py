@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmexp.compare import table
-from llmexp.compare.comparing import NEGLIGIBLE, NO_RUN, compare
+from llmexp.compare.comparing import NEGLIGIBLE, compare, refuse_empty
 from llmexp.compare.records import Result
 from llmexp.compare.target import UNITS
 from llmexp.settings.values import ConfigError, Parser
@@ -35,10 +35,9 @@ def main(arguments: list[str]) -> int:
         negligible=args.negligible,
         target=args.target,
     )
+    refuse_empty(comparison)
     for problem in comparison.problems:
         warn(problem)
-    if not comparison.settings:
-        raise ConfigError(NO_RUN)
     for path in args.out:
         write_file("--out", path, _FORMS[path.suffix.lower()](comparison))
     if args.json:

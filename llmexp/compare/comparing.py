@@ -28,7 +28,6 @@ from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import as_dict, rounded
 
 UNFINISHED = ("preempted", "cut", "running")
-NO_RUN = "there is no run to show; for example llmexp compare outputs/default"
 
 
 def compare(
@@ -59,6 +58,13 @@ def compare(
     records = read(found)
     f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
     return answered(f)
+
+
+def refuse_empty(found: Result, command: str = "compare") -> None:
+    """Raise ConfigError where no run was found, with what was in the way."""
+    if not found.settings:
+        text = f"there is no run to show; for example llmexp {command} outputs/default"
+        raise ConfigError("\n".join((*found.problems, text)))
 
 
 def _size(given: float | str) -> float:

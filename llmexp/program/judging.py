@@ -87,8 +87,7 @@ def compare(*paths: Any, align: str = "tokens",
         comparison = comparing.compare(_paths(paths), **how)
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
-    if not comparison.settings:
-        raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
+    comparing.refuse_empty(comparison)
     return Answer(comparison)
 
 

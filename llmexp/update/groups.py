@@ -70,8 +70,8 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
 
 # of torch, and ours: an update's entries have a size that the gradient's size does not change
 ADAM_LIKE = (
-    torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.RMSprop, torch.optim.Adagrad, Lion,
+    torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RMSprop,
+    torch.optim.Adagrad, Lion,
 )  # fmt: skip
 
 

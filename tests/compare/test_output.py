@@ -383,3 +383,11 @@ def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capsys):
     assert "Read-only file system" in done.err
     assert "nothing to remove" not in done.out
     assert (run / "checkpoints" / "step_00000005").is_dir()
+
+
+@pytest.mark.parametrize("command", ["compare", "next"])
+def test_a_program_is_told_which_path_is_not_there(command, tmp_path, capsys):
+    assert llmexp([command, str(tmp_path / "nope"), "--json"]) == 2
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "nope: there is nothing of that name" in message
+    assert f"for example llmexp {command} outputs/default" in message
