@@ -24,7 +24,7 @@ from llmexp.train.windows import read_ahead
 from llmexp.update import faces, library, states
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
-from tests.tools import equal
+from tests.tools import equal, exact, weights
 
 for package in ("schedulefree", "torchao", "pytorch_optimizer"):
     pytest.importorskip(package)
@@ -100,6 +100,30 @@ def test_a_run_that_stops_goes_on_bit_for_bit(name, tmp_path, joined):
     restore(parts, other, loaded, False, {})
     assert steps(parts, other, 4, 10) == losses[4:]
     assert equal(snapshot_of(other), snapshot_of(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OPTIONS, "lion"])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(name, tmp_path):
+    """SIGKILL in the eighth of ten steps, two after a checkpoint; rows and all tensors."""
+    (tmp_path / "dying.py").write_text(
+        "import os, signal\n"
+        "def kill(event, context):\n"
+        "    if (event, context.step, os.path.exists('dying')) == ('step_start', 8, True):\n"
+        "        os.remove('dying')\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    given = [*RUN[len(TINY) :], *OPTIONS.get(name, ["optimizer=lion"]), "checkpoint.every=3"]
+    given += ["train.log_every=1", "--allow", "dying", "hooks=[dying.kill]"]
+    whole = train(tmp_path, "whole", *given)
+    (tmp_path / "dying").touch()
+    cut = llmexp("train", *TINY, *given, "hydra.run.dir=cut", cwd=tmp_path)
+    assert cut.code == 3
+    assert "signal 9 (SIGKILL" in cut.err
+    assert llmexp("resume", "cut", "--allow", "dying", cwd=tmp_path).code == 0
+    assert exact(cut) == exact(whole)
+    for kind in ("model", "optimizer"):
+        assert equal(weights(cut, 10, kind), weights(whole, 10, kind)), kind
 
 
 @pytest.mark.parametrize("name", OPTIONS)
