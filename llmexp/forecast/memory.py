@@ -78,8 +78,9 @@ class Forecast:
 
     def footprint(self, cut: Cut) -> Footprint:
         if cut not in self._known:
-            device = self.room.device
-            self._known[cut] = rehearse(self.parts, cut, self.precision, device, self.compiled)
+            device, kind = self.room.device, cut.parallelism.activation_checkpointing
+            compiled = self.compiled and kind != "offload"  # which is not compiled
+            self._known[cut] = rehearse(self.parts, cut, self.precision, device, compiled)
         return self._known[cut]
 
     def needed(self, cut: Cut) -> float:
@@ -159,7 +160,9 @@ def _recomputed(forecast: Forecast, cut: Cut) -> Remedy | None:
         chosen = dataclasses.replace(cut.parallelism, activation_checkpointing=kind)
         other = dataclasses.replace(cut, parallelism=chosen)
         if forecast.fits(other):
-            return f"parallelism.activation_checkpointing={kind}", other
+            wanted = kind == "offload" and forecast.parts.config.train.compile is True
+            way = f"parallelism.activation_checkpointing={kind}"
+            return way + " train.compile=false" * wanted, other
     return None
 
 

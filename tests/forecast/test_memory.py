@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.config import Config
+from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system.devices import device_named
 from llmexp.train.assembly import room, solving
@@ -187,6 +189,26 @@ def test_what_is_offloaded_is_counted_on_the_host():
     need = host_need(parts, cut_of(parts), held["offload"], 10.0, on_cpu=False, behind=True)
     assert need.stages["step"] == 10 + sent
     assert need.stages["save"] == 10 + sent + held["none"]["parameters"] + held["none"]["moments"]
+
+
+def test_what_would_be_offloaded_is_planned_as_not_compiled(monkeypatch):
+    """So is the command that is proposed, where the run asks for compilation."""
+    rehearsed = []
+
+    def takes(parts: Parts, cut: Any, precision: str, device: Any, compiled: bool) -> Any:
+        kind = cut.parallelism.activation_checkpointing
+        rehearsed.append((kind, compiled))
+        return dict.fromkeys(KINDS, 0 if kind == "offload" else memory.GIB)
+
+    monkeypatch.setattr(memory, "rehearse", takes)
+    parts = parts_of(*LLAMA, "batch.micro_batch_size=1")
+    parts = dataclasses.replace(parts, config=with_knobs(parts.config, train={"compile": True}))
+    there = memory.Room(device_named("h200"), "h200", memory.GIB, memory.GIB)
+    rows = dict(memory.memory_sections(memory.Forecast(parts, "bf16", there, True)))
+    way = "parallelism.activation_checkpointing=offload train.compile=false"
+    assert rows["would fit"].startswith(way)
+    assert {("none", True), ("full", True), ("offload", False)} <= set(rehearsed)
+    assert ("offload", True) not in rehearsed
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA])
