@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmexp.compare.document import Row, document
-from llmexp.compare.plotting import FEW, GREY, Plot, packed, palette, plot, text
+from llmexp.compare.plotting import ABOVE, FEW, GREY, Plot, packed, palette, plot, text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
@@ -178,10 +178,7 @@ def _power(p: Power) -> Plot:
     return _plot(p, "power", "the law", traces, caption, _x(x, text(p.by)), _y("val loss"))
 
 
-_LAYOUT = {
-    "height": 420, "margin.t": 60,
-    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-}  # fmt: skip
+_LAYOUT = {"height": 420, "margin.t": 60, "legend": ABOVE}
 
 
 def _plot(

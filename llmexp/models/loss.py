@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cross_entropy_sum
 from llmexp.models.operands import IGNORE_INDEX, VocabShard
 from llmexp.models.planned import kind_of, memory_of
+from llmexp.models.rows import ALIGNED
 
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
 MIN_CHUNKED_VOCAB = 2048
@@ -24,7 +25,6 @@ MIN_CHUNKED_VOCAB = 2048
 # A compiled step holds the logits of a micro-batch, in 16 bits, up to this share of the memory of
 # an accelerator: the compiler makes them, their softmax and their gradient in one place.
 WHOLE_SHARE = 0.1
-ALIGNED = 64  # rows of an output head, in a compiled step: those of a multiple of it
 
 
 def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str = "sum") -> Tensor:

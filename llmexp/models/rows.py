@@ -32,7 +32,7 @@ from llmexp.models.operands import (
 )
 from llmexp.models.planned import memory_of
 
-ALIGNED = 64  # rows of the head: its padded copy has a multiple
+ALIGNED = 64  # rows of the head: a padded one has a multiple
 SHARE = 1 / 32  # of an accelerator's memory, for what is held of one chunk's logits
 MOST_ROWS = 16384  # of a chunk: the products get no faster beyond
 

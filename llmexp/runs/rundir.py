@@ -23,6 +23,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.convert import build, renamed
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable, read_json, write_json
+from llmexp.system.text import first_of
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -89,9 +90,8 @@ def no_run(path: Path) -> str:
     inner = [p for p in path.iterdir() if is_run(p)] if path.is_dir() else []
     if not inner:
         return f"{text}; a run folder looks like outputs/default/..."
-    more = f" and {len(inner) - 4} more" if len(inner) > 4 else ""
-    named = (shlex.quote(str(p)) for p in sorted(inner, key=by_number)[:4])
-    return f"{text}; name a run in it: {', '.join(named)}{more}"
+    named = [shlex.quote(str(p)) for p in sorted(inner, key=by_number)]
+    return f"{text}; name a run in it: {first_of(named, 4)}"
 
 
 def by_number(path: Path) -> list[tuple[str, int]]:
