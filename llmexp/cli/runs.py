@@ -203,7 +203,7 @@ def _remove_checkpoints(lines: Sequence[RunLine], yes: bool) -> int:
             failed.append(line.path)
     if freed:
         print(
-            f"{len(freed)} checkpoints, {readable_size(sum(freed))}",
+            f"{plural(len(freed), 'checkpoint')}, {readable_size(sum(freed))}",
             "freed" if yes else "would be freed; --yes removes them",
         )
     elif not failed:

@@ -315,6 +315,10 @@ def test_only_old_checkpoints_of_finished_runs_go_and_only_when_asked(sweep, tmp
     kept = sorted(p.name for p in (run / "checkpoints").iterdir())
     assert kept == ["mine", "step_00000100"]
     assert len(list((failed / "checkpoints").iterdir())) == 4
+    make_checkpoint(run, 60)
+    capsys.readouterr()
+    assert llmexp(["runs", str(tmp_path), "--remove-checkpoints"]) == 0
+    assert "\n1 checkpoint, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["short", "one byte", "missing", "no manifest", "bad manifest"])
