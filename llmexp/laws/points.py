@@ -128,7 +128,10 @@ def read_csv(path: Path) -> Ladder:
             lines, fields = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    heads = {h.strip().lower(): h for h in fields}
+    columns = [h.strip().lower() for h in fields]
+    if twice := [c for c in _COLUMNS if columns.count(c.lower()) > 1]:
+        raise ConfigError(f"{path}: has the column {twice[0]} twice; leave one out")
+    heads = dict(zip(columns, fields, strict=True))
     names = {c: heads[c.lower()] for c in _COLUMNS if c.lower() in heads}
     if "loss" not in names or len(names) < 3:
         raise ConfigError(
@@ -140,7 +143,7 @@ def read_csv(path: Path) -> Ladder:
         values = {head: _number(text) for head, text in line.items()}
         for column, head in names.items():
             if values[head] is None:
-                text = f"{column}={line[head]}: must be a number; example 2.5e8"
+                text = f"{column}={line[head] or ''}: must be a number; example 2.5e8"
                 raise ConfigError(f"{path}: line {place}: {text}")
         given = {c: values[head] or 0.0 for c, head in names.items()}
         label = f"line {place}"

@@ -68,11 +68,12 @@ def rows(law: Surface | Power) -> list[list[Cell]]:
         ]
     found, step = [], -(-len(law.optima) // MOST)
     for o in [*law.optima[::-step][::-1], *([law.predicted] if law.target is not None else [])]:
-        ratio = o.tokens.value / o.parameters.value
-        best = [_cell(o.parameters, sized), _cell(o.tokens, sized), _cell(ratio, "{:.3g}".format),
-                _cell(o.loss, plain)]  # fmt: skip
+        best = [Cell("edge"), none, none, none]
+        if not law.edge:  # there the best size may be 0, or none
+            ratio = o.tokens.value / o.parameters.value
+            best = [_cell(o.parameters, sized), _cell(o.tokens, sized),
+                    _cell(ratio, "{:.3g}".format), _cell(o.loss, plain)]  # fmt: skip
         lowest = [_cell(o.lowest_loss, loss_text), _cell(o.lowest_parameters, big)]
-        best = [Cell("edge"), none, none, none] if law.edge else best
         found.append([_cell(o.flops, flops_text), _cell(o.runs or None, str), *best, *lowest])
     return found
 

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,6 +195,15 @@ def test_of_each_size_and_length_the_best_setting_counts(tmp_path):
     assert "1 other setting is none" in found.notes[0]
 
 
+def test_losses_that_rise_with_size_have_a_table_without_best_sizes(tmp_path, capsys):
+    points = ladder(LAWS["hoffmann"], 4, 5, noise=0.003, seed=0).points
+    rising = [replace(p, loss=1 + math.log(p.sizes["given"]) / 10) for p in points]
+    assert command(["fit", str(csv_of(tmp_path / "rising.csv", rising))]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("No best size: ")
+    assert text.count(" edge ") == 4
+
+
 def test_a_run_that_is_set_apart_is_named_and_no_ladder(sweep, tmp_path):
     target = "llmexp.update.schedule.constant"
     stray = run(tmp_path / "stray", 4.0, BLOCKS[0], 10**6, rates=(1e-3, 1e-3),
@@ -323,6 +333,7 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{csv}", "{inf}"], "inf.csv: has no line of numbers above 0"),
         (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
         (["{few}"], "train at least 3 sizes at 3 budgets"),
+        (["{twice}"], "has the column loss twice; leave one out"),
     ],
 )
 def test_what_is_refused(tmp_path, capsys, words, said):
@@ -331,13 +342,14 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     (tmp_path / "head.csv").write_text("N,D,loss\n")
     (tmp_path / "inf.csv").write_text("N,D,loss\n1e6,2e7,inf\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
+    (tmp_path / "twice.csv").write_text("N,D,loss,Loss\n1e6,1e7,3,4\n")
     (tmp_path / "few.csv").write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
     (tmp_path / "one.csv").write_text("N,D,loss\n1e6,1e7,3\n")
     flat = [f"{n},{d},3" for n in (1e6, 2e6, 4e6) for d in (1e7, 2e7, 4e7, 8e7)]
     (tmp_path / "flat.csv").write_text("\n".join(["N,D,loss", *flat]))
     (tmp_path / "empty").mkdir()
     names = {"csv": "good.csv", "folder": "empty"}
-    names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf")}
+    names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf", "twice")}
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err
