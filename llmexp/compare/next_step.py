@@ -36,7 +36,11 @@ TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_
 def propose(f: Result) -> Step:
     """Return the step that would tell most."""
     known = Known(f)
-    return next(filter(None, (rule(known) for rule in RULES)), Step("nothing", f.headline))
+    if step := next(filter(None, (rule(known) for rule in RULES)), None):
+        return step
+    many = [n for r in f.those(Verdict.UNDECIDED) if (n := needed(r, f)) and n > MOST_SEEDS]
+    why = f"more than {MOST_SEEDS} seeds of a setting are not proposed. " if many else ""
+    return Step("nothing", why + f.headline)
 
 
 def rest(k: Known) -> Step | None:
