@@ -348,6 +348,7 @@ def test_ranks_that_cannot_fit_into_this_host_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="parameters and gradients of 2 ranks take") as refused:
         checked(1.99 * size)
     assert refused.value.key == "train.check_memory"
+    assert str(refused.value).endswith("; train.check_memory=false starts it all the same")
     assert checked(1, parts_of(*GPT, *more, "train.check_memory=false")) == ()
 
 

@@ -34,8 +34,9 @@ def memory_checked(parts: Parts) -> Parts:
     ranks = f"{layout.nproc_per_node} ranks" if layout.nproc_per_node > 1 else "the run"
     if (needed := layout.nproc_per_node * least) > there:
         text = f"parameters and gradients of {ranks} take {gib(needed)} GiB of this host's memory"
-        text += f", which has {gib(there)}; take more hosts, a smaller model or a GPU; {MORE}"
-        raise refuse("train.check_memory", True, text, False)
+        text += f", which has {gib(there)}; take more hosts, a smaller model or a GPU; {MORE}; "
+        text += "train.check_memory=false starts it all the same"
+        raise refuse("train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
     state = share * (1 + (config.train.ema is not None) + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
