@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import sys
+from contextlib import suppress
 
 USAGE = """\
 llmexp: language-model pretraining experiments
@@ -128,7 +129,8 @@ def report(error: Exception, code: int, as_json: bool) -> int:
     found["message"] = redacted(found["message"])
     print(f"llmexp: {found['message']}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": found}, indent=2))
+        with suppress(OSError):  # the fault can be that of standard output
+            print(json.dumps({"error": found}, indent=2))
     return code
 
 

@@ -154,6 +154,16 @@ def test_info_into_a_closed_pipe():
     assert done.stderr == ""
 
 
+def test_json_of_an_error_into_a_full_disk():
+    words = f"{sys.executable} -m llmexp train wrong=1 --json > /dev/full"
+    done = subprocess.run(
+        words, shell=True, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("llmexp: wrong: there is no such key")
+    assert "Traceback" not in done.stderr
+
+
 COMPLETIONS = [
     ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample",
                  "evaluate", "average", "export", "compare", "next", "fit", "replay", "runs",
