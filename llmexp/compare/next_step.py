@@ -38,9 +38,9 @@ def propose(f: Result) -> Step:
     known = Known(f)
     if step := next(filter(None, (rule(known) for rule in RULES)), None):
         return step
-    many = [n for r in f.those(Verdict.UNDECIDED) if (n := needed(r, f)) and n > MOST_SEEDS]
-    why = f"more than {MOST_SEEDS} seeds of a setting are not proposed. " if many else ""
-    return Step("nothing", why + f.headline)
+    if any((needed(r, f) or 0) > MOST_SEEDS for r in f.ranked):
+        return Step("nothing", f"more than {MOST_SEEDS} seeds each are not proposed. {f.headline}")
+    return Step("nothing", f.headline)
 
 
 def rest(k: Known) -> Step | None:

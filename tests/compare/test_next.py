@@ -100,7 +100,7 @@ def decided(path: Path) -> Path:
 def test_where_seeds_are_too_many_that_is_said(tmp_path):
     step = step_of(planted(tmp_path / "s", {1e-3: 0.0, 3e-3: 0.0, 1e-2: 0.0}, (1, 2), wobble=0.3))
     assert step.rule == "nothing"
-    assert step.why.startswith("more than 12 seeds of a setting are not proposed. Undecided: ")
+    assert step.why.startswith("more than 12 seeds each are not proposed. Undecided: ")
 
 
 def test_a_sweep_that_has_decided_gets_no_further_seeds_and_chooses_those_of_a_further_value(
