@@ -73,7 +73,8 @@ def meaning(
             f"{parts.run.sequence_length} tokens; a smaller batch.micro_batch_size with more "
             f"batch.gradient_accumulation_steps computes the same ({reason})"
         )
-        return Failure(code, text, final=False)
+        where = own_line(error, or_any=False)
+        return Failure(code, f"{text} ({where})" if where else text, final=False)
     if unused := re.search(UNUSED, text):
         numbers = ", ".join(unused[1].split())
         text = (
