@@ -50,7 +50,7 @@ class Shown:
 
     @property
     def width(self) -> int:
-        texts = [*textwrap.wrap(self.title, 14), *self.cells]
+        texts = [*_words(self.title), *self.cells]
         return max(map(cell_len, texts), default=0) + 2
 
     @property
@@ -100,9 +100,13 @@ def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = F
             console.print(Text(f"{setting.label or setting.name}: {setting.note}", style="dim"))
 
 
+def _words(title: str) -> list[str]:
+    return textwrap.wrap(title, 14, break_long_words=False)
+
+
 def _rows(c: Result, columns: Sequence[Shown]) -> Iterator[Text]:
     """Yield the lines of the table: those of the titles, then one a setting."""
-    titles = [textwrap.wrap(k.title, 14) for k in columns]
+    titles = [_words(k.title) for k in columns]
     height = max(map(len, titles))
     heads = zip(*([""] * (height - len(words)) + words for words in titles), strict=True)
     cells = zip(*(k.cells for k in columns), strict=True)

@@ -135,6 +135,13 @@ def test_titles_of_keys_give_way_before_the_metric_does(tmp_path):
         assert row in [line.split() for line in out.getvalue().splitlines()]
 
 
+def test_the_title_of_a_key_of_one_long_word_is_whole(tmp_path):
+    for i in (1, 2):
+        make_run(tmp_path / str(i), offset=0.1 * i, optimizer__preconditioned_every=i)
+    show(compare([tmp_path]), out := io.StringIO(), 80)
+    assert "preconditioned_every" in out.getvalue().split()
+
+
 def test_markup_and_escapes_in_names_are_shown_as_text(tmp_path, capsys):
     make_run(tmp_path / "[red]x[bold]|`=1\x1b[31m")
     make_run(tmp_path / "b")
