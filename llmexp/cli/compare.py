@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmexp.compare import table
-from llmexp.compare.comparing import NEGLIGIBLE, compare, refuse_empty
+from llmexp.compare.comparing import NEGLIGIBLE, compare, no_run
 from llmexp.compare.records import Result
 from llmexp.compare.target import UNITS
 from llmexp.settings.values import ConfigError, Parser
@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
         negligible=args.negligible,
         target=args.target,
     )
-    refuse_empty(comparison)
+    if not comparison.settings:
+        raise ConfigError(no_run(comparison))
     for problem in comparison.problems:
         warn(problem)
     for path in args.out:

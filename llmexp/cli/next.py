@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.compare.comparing import compare, refuse_empty
+from llmexp.compare.comparing import compare, no_run
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
 from llmexp.laws.answer import positive
 from llmexp.laws.narrowing import rung
-from llmexp.settings.values import Parser
+from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn
 
@@ -45,7 +45,8 @@ def proposed(
     """Return the step that would tell most about the runs under the paths. Raises ConfigError."""
     predict = None if predict is None else positive(predict)
     found = compare(paths, negligible=negligible)
-    refuse_empty(found, "next")
+    if not found.settings:
+        raise ConfigError(no_run(found, "next"))
     for problem in found.problems:
         warn(problem)
     step = propose(found)

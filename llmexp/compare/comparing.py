@@ -60,11 +60,10 @@ def compare(
     return answered(f)
 
 
-def refuse_empty(found: Result, command: str = "compare") -> None:
-    """Raise ConfigError where no run was found, with what was in the way."""
-    if not found.settings:
-        text = f"there is no run to show; for example llmexp {command} outputs/default"
-        raise ConfigError("\n".join((*found.problems, text)))
+def no_run(found: Result, command: str = "compare") -> str:
+    """Return that no run was found, and what was in the way."""
+    text = f"there is no run to show; for example llmexp {command} outputs/default"
+    return "\n".join((*found.problems, text))
 
 
 def _size(given: float | str) -> float:

@@ -87,7 +87,8 @@ def compare(*paths: Any, align: str = "tokens",
         comparison = comparing.compare(_paths(paths), **how)
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
-    comparing.refuse_empty(comparison)
+    if not comparison.settings:
+        raise ConfigError(comparing.no_run(comparison))
     return Answer(comparison)
 
 

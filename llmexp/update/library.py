@@ -86,7 +86,7 @@ def dotted_name(name: str) -> str:
     if absent:
         packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} {INSTALL}"
         text = f"is not in what is installed;{nearest(short, known)} {packages}"
-    raise refuse("optimizer.name", name, text)
+    raise refuse("optimizer.name", name, text, None if "Did you mean" in text else "RAdam")
 
 
 def _imported(package: str) -> Any:
