@@ -82,11 +82,12 @@ def dotted_name(name: str) -> str:
                 raise refuse("optimizer.name", name, NOT_OFFERED[found])
             return found
         known |= {n for n, kind in vars(module).items() if _is_optimizer(kind, one)}
-    text = f"there is no such optimizer.{nearest(short, known)}"
+    near = nearest(short, known)
+    text = f"there is no such optimizer{'.' if near else ''}{near}"
     if absent:
         packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} {INSTALL}"
-        text = f"is not in what is installed;{nearest(short, known)} {packages}"
-    raise refuse("optimizer.name", name, text, None if "Did you mean" in text else "RAdam")
+        text = f"is not in what is installed;{near} {packages}"
+    raise refuse("optimizer.name", name, text, None if near else "RAdam")
 
 
 def _imported(package: str) -> Any:
