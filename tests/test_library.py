@@ -245,7 +245,7 @@ DDP = ["parallelism=ddp", *SHARDED[1:]]
     ("name", "more", "text"),
     [
         ("LBFGS", [], "optimizer.name=torch.optim.LBFGS: cannot be made: LBFGS doesn't support"),
-        ("Nope", [], "optimizer.name=Nope: there is no such optimizer."),
+        ("Nope", [], "=Nope: there is no such optimizer; for example optimizer.name=RAdam"),
         ("Lyon", [], "optimizer.name=Lyon: there is no such optimizer. Did you mean Lion?"),
         ("os.system", [], "optimizer.name=os.system: one of these packages is needed: torch.optim"),
         ("Nero", [], "optimizer.name=Nero: its licence, CC BY-NC-SA 4.0, is for research only"),
