@@ -1,4 +1,4 @@
-"""What the rules of clipping did, each by what it clips: steps, units, tensors or heads."""
+"""Tell what the rules of clipping did, each by what it clips: steps, units, tensors or heads."""
 
 from __future__ import annotations
 

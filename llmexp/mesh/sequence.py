@@ -8,7 +8,7 @@ dimensions: b batch, t time (tokens), s a rank's part of them, n rows, d and f w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,15 @@ from llmexp.models.operands import Spread, autocast_dtype
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
+Move = Callable[[Tensor], Tensor]
+
 
 def share_tokens(tensor: DeviceMesh, model: nn.Module, by_row: tuple[str, ...]) -> None:
     """Let ranks of a model split by tensor parallelism each have their tokens between products."""
+    own, whole = (functools.partial(move, tensor) for move in (_own_tokens, _gathered))
     spread = Spread(
-        part=functools.partial(_Part.apply, tensor),
-        whole=functools.partial(_Whole.apply, tensor),
+        part=functools.partial(_Moved.apply, own, whole),
+        whole=functools.partial(_Moved.apply, whole, own),
         products=functools.partial(_products, tensor),
     )
     for name, module in model.named_modules():
@@ -67,30 +70,20 @@ def _own_tokens(tensor: DeviceMesh, x_btd: Tensor) -> Tensor:
     return x_btd.narrow(1, tensor.get_local_rank() * size, size).clone()
 
 
-class _Part(torch.autograd.Function):
-    """A rank's tokens of what is whole on all ranks, as their gradient is."""
+class _Moved(torch.autograd.Function):
+    """Move tokens by `there`; their gradient goes the other way, by `back`.
+
+    What is whole on all ranks has a gradient that is whole, and a rank's part has a part.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: DeviceMesh, x_btd: Tensor) -> Tensor:
-        ctx.tensor = tensor
-        return _own_tokens(tensor, x_btd)
+    def forward(ctx: Any, there: Move, back: Move, x: Tensor) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient_bsd: Tensor) -> tuple[None, Tensor]:
-        return None, _gathered(ctx.tensor, gradient_bsd)
-
-
-class _Whole(torch.autograd.Function):
-    """All tokens, of which each rank has its part; their gradient is whole on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DeviceMesh, x_bsd: Tensor) -> Tensor:
-        ctx.tensor = tensor
-        return _gathered(tensor, x_bsd)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_btd: Tensor) -> tuple[None, Tensor]:
-        return None, _own_tokens(ctx.tensor, gradient_btd)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.back(gradient)
 
 
 def _products(tensor: DeviceMesh, x_bsd: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What blocks keep for the backward pass waits in the host's memory."""
+"""Keep in the host's memory what blocks need for the backward pass."""
 
 from __future__ import annotations
 

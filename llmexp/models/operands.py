@@ -99,7 +99,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class How:
-    """What a kernel computes beside its rows and the head: their targets, and in which way.
+    """Tell a kernel what it computes beside its rows and the head: targets, and in which way.
 
     `needs`: whether the gradients by the rows and by the head are wanted. `compiled`: on an
     accelerator the softmax of a chunk runs through torch.compile.
