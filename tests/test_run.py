@@ -156,10 +156,13 @@ def test_a_budget_of_the_model_is_spent_to_less_than_a_step(flops, n, budget_in_
 
 def test_what_a_budget_of_the_model_leaves_is_printed():
     flops = Train(**{**BASE, "max_flops": 1000.0})
-    assert spent_of(flops, Price(6), 160) == "train.max_flops=1000, of which 40 FLOPs (4%) are left"
+    text = "train.max_flops=1000; the run ends 40 FLOPs (4%) before"
+    assert spent_of(flops, Price(6), 160) == text
     parameters = Train(**{**BASE, "tokens_per_parameter": 20.0})
-    text = "train.tokens_per_parameter=20 x 50 parameters, of which 8 tokens (0.8%) are left"
+    text = "train.tokens_per_parameter=20 x 50 parameters; the run ends 8 tokens (0.8%) before"
     assert spent_of(parameters, Price(6, 50), 992) == text
+    text = "train.tokens_per_parameter=20 x 50 parameters, met exactly"
+    assert spent_of(parameters, Price(6, 50), 1000) == text
     assert spent_of(Train(**{**BASE, "max_tokens": 7}), Price(6, 50), 7) is None
 
 

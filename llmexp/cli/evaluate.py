@@ -100,13 +100,16 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
 def ranks_of(run: str, overrides: Sequence[str], config_dir: str | None = None) -> int:
     """Return how many ranks share the model: those of overrides of parallelism, else 1.
 
-    Raises ConfigError for what does not share it."""
+    With parallelism=single it is one, whatever the run was trained with. Raises ConfigError for
+    what does not share it."""
     if not any(key_of(o).partition(".")[0] == "parallelism" for o in overrides):
         return 1
     folder = Path(run).expanduser()
     if (folder / "config.json").is_file() and not rundir.is_run(folder):
         return 1  # refused there
     chosen = with_data(named_checkpoint(run)[0], overrides, config_dir).parallelism
+    if chosen.kind == "single":
+        return 1
     if chosen.kind not in SHARING:
         text = "ranks that share a model hold parts of it"
         raise refuse("parallelism.kind", chosen.kind, text, "fsdp")

@@ -137,7 +137,7 @@ def wait(
     Return the exit code of the first one that failed, and what `lost` said of it.
     """
     failed: tuple[int, bool] | None = None
-    for bad in watched(ranks):
+    for bad in watched(ranks, (DONE, PREEMPTED)):
         with contextlib.suppress(OSError):
             print(log.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
         if bad and failed is None:
@@ -147,15 +147,16 @@ def wait(
     return failed or (max(rank.returncode for rank in ranks), False)
 
 
-def watched(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def watched(ranks: list[subprocess.Popen[bytes]], good: tuple[int, ...]) -> Iterator[list[int]]:
     """Yield which ranks have failed, again and again, until all have ended.
 
-    Once one has, the others have GRACE_S to leave before they are killed.
+    `good` are the exit codes of ranks that have not failed. Once one has, the others have GRACE_S
+    to leave before they are killed.
     """
     deadline = math.inf
     while True:
         codes = [rank.poll() for rank in ranks]
-        yield (bad := [i for i, code in enumerate(codes) if code not in (None, DONE, PREEMPTED)])
+        yield (bad := [i for i, code in enumerate(codes) if code not in (None, *good)])
         if None not in codes:
             return
         if bad:
@@ -202,7 +203,7 @@ def run_alike(words: list[str], ranks: int) -> int:
                     children.append(start("llmexp", *words, log=log, env=env))
                 for child in children if stopped else ():  # it may have come before they were there
                     pass_on(child, stopped[0])
-                for _ in watched(children):
+                for _ in watched(children, (DONE,)):
                     pass
         finally:
             for child in children:

@@ -85,9 +85,9 @@ def tokens_of(train: Train, price: Price) -> int | None:
 
 
 def spent_of(train: Train, price: Price, tokens: int) -> str | None:
-    """Return what a run over so many tokens leaves of its budget in FLOPs or tokens per parameter.
+    """Return a budget in FLOPs or tokens per parameter, and what so many tokens leave of it.
 
-    None for other budgets.
+    They are those of a fork's parents too. None for other budgets.
     """
     if train.max_flops is not None and price.flops_per_token is not None:
         asked, spent, unit = _exact(train.max_flops), tokens * price.flops_per_token, "FLOPs"
@@ -98,8 +98,10 @@ def spent_of(train: Train, price: Price, tokens: int) -> str | None:
         given, unit = f"{given}{price.parameters:,} parameters", "tokens"
     else:
         return None
+    if asked == spent:
+        return f"{given}, met exactly"
     rest = float(asked - spent)
-    return f"{given}, of which {rest:,.4g} {unit} ({100 * rest / float(asked):.2g}%) are left"
+    return f"{given}; the run ends {rest:,.4g} {unit} ({100 * rest / float(asked):.2g}%) before"
 
 
 def _exact(number: float) -> Fraction:

@@ -87,6 +87,12 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     return path, not there
 
 
+def forget_run(path: Path) -> None:
+    """Make the folder of a run that was refused no run folder again, for the next try."""
+    for name in (rundir.CONFIG, rundir.RUN, rundir.STATUS):
+        (path / name).unlink(missing_ok=True)
+
+
 def answer_command(request: dict[str, Any], **found: Any) -> bool:
     """Answer the command that waits, once; return whether there is one."""
     if "report_fd" not in request:

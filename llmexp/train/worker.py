@@ -59,7 +59,10 @@ def main(argument: str) -> int:
                 return DONE
             if request.get("note"):
                 say(request["note"])
-        return begin_run(path, parts, request, accept_first=not fresh)
+        code = begin_run(path, parts, request, accept_first=not fresh)
+        if code == REFUSED and fresh:  # by what is found as first weights are read
+            folder.forget_run(path)
+        return code
     # a function of the user's, such as that of the data, may raise anything
     except BaseException as error:
         failure = failing.meaning(error)

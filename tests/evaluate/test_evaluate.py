@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,8 @@ def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
     two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
     done = llmexp("sample", *words, *two, cwd=there)
     assert (done.code, done.out) == (0, alone), done.err
+    assert command(["sample", *words, "parallelism=single"]) == 0
+    assert capsys.readouterr().out == alone
     assert command(["sample", *words, "train.seed=1"]) == 2
     assert "sample takes the ranks" in capsys.readouterr().err
 
@@ -147,6 +150,25 @@ def test_ranks_stop_with_the_command(monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert threads == ["2", "2"]
+
+
+def test_a_rank_of_a_command_has_no_good_end_but_0(monkeypatch):
+    """75 is that of a training with a checkpoint. The other rank would wait for ever."""
+    numbers = iter((0, 1))
+    code = "import sys, time; sys.exit(75) if int(sys.argv[1]) else time.sleep(60)"
+
+    def start(*words: str, **more: object) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", code, str(next(numbers))])
+
+    def log_of_a_rank(*_: object, **__: object) -> str:
+        return "why"
+
+    monkeypatch.setattr(ranks, "start", start)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    monkeypatch.setattr(Path, "read_text", log_of_a_rank)
+    since = time.monotonic()
+    assert ranks.run_alike(["evaluate"], 2) == 75
+    assert time.monotonic() - since < 30
 
 
 def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypatch):

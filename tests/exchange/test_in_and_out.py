@@ -205,11 +205,14 @@ def test_a_run_that_cannot_be_begun_from_is_refused(
     content[-1] ^= 1
     (step / "model.safetensors").write_bytes(content)
     assert command(["plan", *TINY, f"model.init_from={run}"]) == 0  # which reads no values
-    layout = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "hydra.run.dir=two"]
-    done = llmexp("train", *TINY, f"model.init_from={run}", *layout, cwd=tmp_path)
-    assert done.code == 2
-    assert f"model.init_from={run}: " in done.err
-    assert "does not match the size and sha256" in done.err
+    two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
+    for layout in ([], two, []):  # a refused run does not hold its folder against the next try
+        words = [f"model.init_from={run}", *layout, "hydra.run.dir=again"]
+        done = llmexp("train", *TINY, *words, cwd=tmp_path)
+        assert done.code == 2
+        assert f"model.init_from={run}: " in done.err
+        assert "does not match the size and sha256" in done.err
+    assert command(["runs", str(tmp_path / "again")]) == 2
 
 
 def test_a_model_of_transformers_trains_as_ours_does(

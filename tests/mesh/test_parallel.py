@@ -111,6 +111,19 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     assert "rank 0 was ended by signal 9" in run.json("status.json")["error"]
 
 
+def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, settings):
+    process, run = started(tmp_path, settings)
+    os.kill(run.json("status.json")["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "the worker was ended by signal 9" in run.json("status.json")["error"]
+    assert run.json("status.json")["state"] == "failed"
+    saved = rundir.saved_step(run.folder)
+    assert saved is not None
+    assert saved >= 7
+    assert f"the last checkpoint is step_{saved:08d}; to go on: llmexp resume" in err
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from llmexp import mesh
@@ -60,6 +62,37 @@ def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too
             block.compile(backend="eager")
         hidden = loss.model.features(torch.randint(0, 50, (2, 8)))
     assert hidden.shape == (2, 8, WIDTH)
+
+
+class Reduced(TorchDispatchMode):
+    """Count all_reduce of activations by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = Counter[torch.dtype]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_c10d_functional.all_reduce" in str(func):
+            self.dtypes[args[0].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "of_mlp"), [("gpt2", 1), ("llama, pre", 2)])
+def test_tensor_parallelism_reduces_activations_in_the_types_that_the_docs_name(kind, of_mlp):
+    """docs/internals/scale.md: under bf16 all of a block but the gradients that leave gate and up,
+    and not the embedding's."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    with pretended(2):
+        joined = mesh.join("cpu", "tp", 1, 1, 2)
+        loss = WindowLoss(model_of(kind))
+        mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
+        tokens = torch.randint(0, 50, (2, 8))
+        with Reduced() as there, torch.autocast("cpu", bf16):
+            found = loss(tokens, tokens)
+        with Reduced() as back:
+            found.backward()
+    assert there.dtypes == {bf16: 2 * LAYERS, fp32: 1}
+    assert back.dtypes == {bf16: 3 * LAYERS, fp32: of_mlp * LAYERS}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

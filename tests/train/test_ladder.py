@@ -44,7 +44,7 @@ def test_a_budget_in_flops_is_the_run_over_its_tokens_also_cut_and_lengthened(tm
     assert llmexp("resume", "run", cwd=tmp_path).code == 0
     run = first.json("run.json")
     assert (run["max_tokens"], run["max_steps"], run["tail_sequences"]) == (420, 5, 3)
-    assert f"of which {price:,.4g} FLOPs" in run["budget_given"]
+    assert f"the run ends {price:,.4g} FLOPs" in run["budget_given"]
     assert run["total_flops"] == flops
     plain = [*SHORT, "batch.real_batch_size=8"]
     same = train(tmp_path, "same", *plain, "train.max_tokens=420")
