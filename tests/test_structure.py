@@ -33,7 +33,7 @@ SIZES = {
     "settings": 13_000,
     "run": 9_750,
     "system": 6_700,
-    "models": 15_350,
+    "models": 15_560,
     "mesh": 6_700,
     "update": 14_250,
     "metrics": 7_750,
