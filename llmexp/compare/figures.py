@@ -18,7 +18,7 @@ from llmexp.compare.rows import elapsed, finite
 from llmexp.compare.spikes import spikes_of
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
-from llmexp.system.text import as_dict, number, with_interval
+from llmexp.system.text import as_dict, number, shown, with_interval
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -85,10 +85,10 @@ def difference(setting: Setting) -> str:
     """Return the difference to the leading setting, with its interval where seeds give one."""
     if (apart := setting.apart) is None:
         return ""
-    if abs(apart) >= 100:
-        return "-+"[apart > 0] + with_interval(abs(apart), setting.half, 3)
-    size = f"{apart:+.2g}"
-    return size + (f" ± {setting.half:.2g}" if setting.half is not None else "")
+    if setting.half:
+        return "-+"[apart > 0] + with_interval(abs(apart), setting.half, 6)
+    size = f"{apart:+.2g}" if abs(apart) < 100 else "-+"[apart > 0] + shown(abs(apart), 3)
+    return size + (" ± 0" if setting.half is not None else "")
 
 
 def half_width(setting: Setting, column: Column) -> float | None:

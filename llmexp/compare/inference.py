@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from llmexp.compare.statistics import at_least, quantile, seeds_needed
+from llmexp.system.text import decimals_of, with_interval
 
 FEW = 3  # seeds that a setting needs before its own spread can be estimated
 WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
@@ -50,7 +51,10 @@ class Difference:
     @property
     def real(self) -> bool:
         """Tell whether the interval leaves out zero, as printed: `0.0030 ± 0.0030` touches it."""
-        return abs(self.mean) > 1e-12 and float(f"{abs(self.mean):.2g}") > float(f"{self.half:.2g}")
+        decimals = decimals_of(self.half)
+        return abs(self.mean) > 1e-12 and bool(
+            round(abs(self.mean), decimals) > round(self.half, decimals)
+        )
 
     @property
     def basis(self) -> str:
@@ -64,7 +68,7 @@ class Difference:
         mean = abs(self.mean) if abs(self.mean) > 1e-12 else 0.0
         # A smaller interval is the rounding of the sum.
         half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0
-        return f"{mean:.2g} ± {half:.2g}"
+        return with_interval(mean, half, 6) if half else f"{mean:.2g} ± 0"
 
     def seeds_needed(self, size: float) -> int | None:
         """Return the seeds a setting that would find a difference of `size`; None for too many."""

@@ -32,6 +32,11 @@ def shown(value: float, digits: int) -> str:
     return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
 
 
+def decimals_of(half: float) -> int:
+    """Return the decimals that show two digits of a half width: 3 for 0.011, -1 for 150."""
+    return 1 - math.floor(math.log10(half)) if half and math.isfinite(half) else 12
+
+
 def with_interval(value: float | None, half: float | None, digits: int) -> str:
     """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals.
 
@@ -45,7 +50,7 @@ def with_interval(value: float | None, half: float | None, digits: int) -> str:
     place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12
     if half < 0.5 * 10.0**-place:
         return shown(value, digits)
-    decimals = min(1 - math.floor(math.log10(half)), place + 1)
+    decimals = min(decimals_of(half), place + 1)
     if decimals <= 0:
         return f"{round(value, decimals):,.0f} ± {round(half, decimals):,.0f}"
     return f"{value:,.{decimals}f} ± {half:.{decimals}f}"

@@ -191,7 +191,7 @@ CASES = {
     "a setting of one seed does not hide what seeds show of others": (
         [*of(0.5, {1: -0.2}), *of(1.0, {1: 0.0, 2: 0.001, 3: 0.002}),
          *of(2.0, {1: 0.1, 2: 0.1011, 3: 0.1022})],
-        [], {}, "clip=1.0 leads those with seeds: val loss 2.6212, 0.1 ± ",
+        [], {}, "clip=1.0 leads those with seeds: val loss 2.6212, 0.10010 ± ",
         {"clip=0.5": "undecided", "clip=1.0": "lowest", "clip=2.0": "worse"},
         "1 of the 2 others is worse. Too few seeds to judge clip=0.5.",
     ),
@@ -207,7 +207,7 @@ CASES = {
         [*of(1.0, {s: s - 5 + 0.05 for s in range(1, 8)}),
          *of(2.0, {s: s - 5 + 0.0001 * s for s in range(5, 8)})],
         [], {}, "clip=2.0 is best: ", {"clip=1.0": "worse", "clip=2.0": "best"},
-        "0.049 ± ", "not over the same seeds",
+        "0.04940 ± ", "not over the same seeds",
     ),
     "seeds do not make unequal budgets comparable": (
         [*of(1.0, {1: 0.0, 2: 0.001, 3: 0.002}), *of(2.0, {1: 0.1, 2: 0.102, 3: 0.103}),
@@ -395,7 +395,7 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
 @pytest.mark.parametrize(
     ("gap", "scatter", "mark", "start"),
     [
-        (0.05, 0.0010, "worse", "clip=1.0 is best: val loss 2.6202, 0.05 ± 0.0"),
+        (0.05, 0.0010, "worse", "clip=1.0 is best: val loss 2.6202, 0.0500 ± 0.0"),
         (
             0.0012,
             0.0001,
@@ -725,7 +725,7 @@ def test_more_cells_with_the_same_seeds_do_not_make_an_effect_clearer(tmp_path, 
     (said,) = [s for s in c.why if s.startswith("end: undecided")]
     # Differences 0.01 and 0.02: mean 0.015, half width t(1 - 0.025 / 2, 1) * 0.005 for two keys.
     half = math.tan(math.pi * (0.5 - 0.025 / 2)) * 0.005
-    assert f"0.015 ± {half:.2g}, averaged over clip (2 seeds)" in said
+    assert f"0.01 ± {half:.2g}, averaged over clip (2 seeds)" in said
 
 
 def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
@@ -743,7 +743,7 @@ def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
                 )
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.notes if s.startswith("clip: 1.0 is better than 2.0 at")]
-    assert "at end=0 and end=1 only, and worse at end=2; 0.027 ± " in said
+    assert "at end=0 and end=1 only, and worse at end=2; 0.02717 ± " in said
 
 
 def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
@@ -762,7 +762,7 @@ def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
     }
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.sentences if s.startswith("clip: ")]
-    assert "0.03 ± " in said
+    assert "0.03019 ± " in said
     (lacking,) = [s for s in c.notes if "same seeds" in s]
     assert "clip=2.0 lacks 4" in lacking
     assert not any("same seeds" in s for s in compare([tmp_path / "s" / "*c_1.0*"]).notes)

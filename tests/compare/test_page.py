@@ -133,7 +133,7 @@ def test_the_answer_is_the_comparisons_own():
     assert ["★" in row for row in rows] == [True, False]
     assert ">lowest<" in rows[0]
     assert re.search(r'<td class="word"[^>]*>undecided<', rows[1])
-    assert ">+0.017 ± 0.0046<" in rows[1]
+    assert ">+0.0173 ± 0.0046<" in rows[1]
     assert ">3 seeds<" in rows[1]
     assert "Alike in all: Tokens" in html
     assert "Alike" not in page(comparison([entry(0, {})]))
