@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from llmexp.laws.narrowing import rung
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn
+from llmexp.system.text import columns
 
 
 def main(arguments: list[str]) -> int:
@@ -33,8 +35,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the step as JSON")
     args = parser.parse_args(arguments)
     step = proposed(args.paths, args.negligible, args.predict)
-    print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else step)
+    print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else wrapped(step))
     return DONE
+
+
+def wrapped(step: Step) -> str:
+    """Return a step at the width of the terminal; its command stays one line, to be copied."""
+    wrap = textwrap.TextWrapper(columns(), break_long_words=False, break_on_hyphens=False)
+    lines = str(step).splitlines()
+    return "\n".join(line if line == step.command else wrap.fill(line) for line in lines)
 
 
 def proposed(

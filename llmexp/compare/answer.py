@@ -44,13 +44,14 @@ def headline(f: Result) -> str:
     if f.verdicts == {Verdict.ROUNDING}:
         twins = all(r.values.get(TWIN) for r in f.ranked[1:])
         return (_won(f) if twins else "") or _one_computation(f)
-    return _one_seed(f) if all(len(r.seeds) == 1 for r in f.ranked) else _by_seeds(f)
+    single = all(len(r.seeds) == 1 for r in f.ranked)
+    return _one_seed(f) if single and f.those(Verdict.FEW_SEEDS) else _by_seeds(f)
 
 
 def _nothing_to_rank(f: Result) -> str:
     if not f.metric.better:
         return f"No ranking: neither a higher nor a lower figure of {f.metric.title} is better."
-    if f.mixed and f.metric.key.endswith("/loss"):
+    if f.mixed and f.key.endswith("/loss"):
         return "No ranking: the tokenizers differ, so losses per token do not compare."
     return f"No ranking: no run that takes part has a {f.metric.title}."
 
@@ -60,13 +61,12 @@ def _to_target(f: Result) -> str:
     best, others = f.ranked[0], f.ranked[1:]
     if not f.reached:
         return f"No run reaches {f.target}."
-    key, unit = f.metric.key, UNITS_IN_WORDS[f.align]
+    key, unit = f.key, UNITS_IN_WORDS[f.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)
     cap = cap_of(f.taking_part, f.align)
-    there = (r for r in (*few, *undecided) if r.figures.get(REACHED))
-    at_cap = (r for r in there if best.capped and r.capped)
-    tied = [r for r in at_cap if abs(r.size or 0.0) <= RESOLUTION * cap]
+    at_cap = [r for r in (*few, *undecided) if best.capped and r.figures.get(REACHED)]
+    tied = [r for r in at_cap if abs(r.mean - best.mean) <= RESOLUTION * cap]
 
     def when(r: Setting) -> str:
         if key in r.figures:
@@ -79,7 +79,7 @@ def _to_target(f: Result) -> str:
             "where the first run that never does ends: "
             f"{best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
         )
-    level = [r for r in others if r.apart is not None and abs(r.apart) <= RESOLUTION * best.mean]
+    level = [r for r in others if r.size is not None and abs(r.size) <= RESOLUTION * best.mean]
     equal = [r for r in level if r not in undecided]
     near = next((r for r in (*undecided, *few, *worse, *others) if r not in equal), None)
     first = "first, " if near and near not in level else ""
@@ -99,7 +99,7 @@ def _to_target(f: Result) -> str:
 
 def _beside(best: Setting, near: Setting, when: str, level: bool) -> str:
     """Say how far behind the first setting another one reaches a target, where that is known."""
-    if best.capped or near.capped or near.size is None:
+    if near.size is None:
         return f"; {near.label} {when}"
     size, side = ("0", "from") if level else (rounded(abs(near.size)), "before")
     if not (d := near.difference):
@@ -131,7 +131,7 @@ def _by_items(f: Result) -> str:
     halves = [half for e in (first, second) if (half := half_width(e, f.metric))]
     if len(halves) < 2:
         return ""
-    apart = abs(first.figures[f.metric.key] - second.figures[f.metric.key])
+    apart = abs(first.figures[f.key] - second.figures[f.key])
     verb = "tell" if apart > math.hypot(*halves) else "do not tell"
     size = with_interval(apart, math.hypot(*halves), f.metric.digits)
     return f"; the items {verb} these models apart, {size} between them"
@@ -139,7 +139,7 @@ def _by_items(f: Result) -> str:
 
 def _by_figure(f: Result) -> str:
     """Name the setting that leads by a figure that is no loss, or all that do, and the next."""
-    best, key = f.ranked[0], f.metric.key
+    best, key = f.ranked[0], f.key
     equal = [r for r in f.ranked if r.figures[key] == best.figures[key]]
     rest = f.ranked[len(equal) :]
     following = f"; next is {rest[0].label}, {f.figure(rest[0])}" if rest else ""
@@ -181,11 +181,10 @@ def _over_seeds(r: Setting, f: Result) -> str:
     if len(values) == 1:
         return f"{f.metric.title} {f.figure(r)}"
     if len(values) == 2:
-        planned = any(run.planned for run in r.runs if run.sweep)
-        more = "the sweep plans more" if planned else f"add {_more_seeds(r)}"
-        return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval; {more}"
-    low_end, high_end = r.intervals[f.metric.key]
-    mean = with_interval(r.figures[f.metric.key], (high_end - low_end) / 2, f.metric.digits)
+        few = f"Two seeds are too few for an interval; add {_more_seeds(r)}"
+        return f"{f.metric.title} {low} and {high}. {few}"
+    low_end, high_end = r.intervals[f.key]
+    mean = with_interval(r.figures[f.key], (high_end - low_end) / 2, f.metric.digits)
     return (
         f"{f.metric.title} {mean} over {len(values)} seeds "
         f"(standard deviation {np.std(values, ddof=1):.2g}, range {low} to {high})"
@@ -204,7 +203,7 @@ def _one_computation(f: Result) -> str:
     if any(len(r.seeds) > 1 for r in f.ranked):
         rounding = f"; rounding makes {f.floor.size:.2g} of it" if f.floor else ""
         return f"{start}{_over_seeds(f.ranked[0], f)}{rounding}."
-    figures = [r.figures[f.metric.key] for r in f.ranked]
+    figures = [r.figures[f.key] for r in f.ranked]
     low, high = f.digits(min(figures)), f.digits(max(figures))
     start += f"{f.metric.title} {low}"
     if f.floor is None:
@@ -232,7 +231,7 @@ def _unequal(f: Result) -> str:
     start = "No ranking, the budgets differ. Lowest"
     if equal:
         start = f"No ranking: the runs were never all evaluated at equal {f.align}. Lowest"
-    if f.metric.key != "val/loss":
+    if f.key != "val/loss":
         return f"{start} {f.metric.title}: {first.label}, {f.figure(first)}."
     start += " val loss:"
     ends = {r: r.figures.get("final val/loss", math.inf) for r in rivals}
@@ -246,7 +245,7 @@ def _unequal(f: Result) -> str:
 
 
 def _one_seed(f: Result) -> str:
-    rival = f.those(Verdict.FEW_SEEDS)[0]
+    rival, equal = f.those(Verdict.FEW_SEEDS)[0], f.those(Verdict.SAME)
     lead = abs(rival.size or 0.0)
     apart = f"{lead:.2g} {_side(f)}" if lead else "the same as"
     seeds, rounding = f"{FEW} seeds each would begin to tell", ""
@@ -256,7 +255,11 @@ def _one_seed(f: Result) -> str:
         wanted = seeds_needed(floor.spread, lead, len(f.ranked), len(f.ranked) - 1)
         seeds = f"{max(FEW, wanted or 0)} seeds each are the least that would tell"
         seeds = seeds if wanted else "no affordable number of seeds would tell"
-    return f"Undecided, one seed each: {_leads(f)}, {apart} {rival.label}{rounding}; {seeds}."
+    leads = _leads(f)
+    if equal:
+        names = labels((f.ranked[0], *equal))
+        leads = f"{names} computed the same, {f.metric.title} {f.figure(f.ranked[0])}"
+    return f"Undecided, one seed each: {leads}, {apart} {rival.label}{rounding}; {seeds}."
 
 
 def _by_seeds(f: Result) -> str:
@@ -273,6 +276,8 @@ def _by_seeds(f: Result) -> str:
         return f"{_between(best, undecided[0], f)}.{rest}"
     if alike:
         lead = "lead, alike" if few else "are best, alike" if worse else "are alike"
+        if len(best.seeds) == 1:
+            lead = "computed the same,"
         names = labels((best, *alike))
         return f"{names} {lead} {_within(alike)}: {f.metric.title} {f.figure(best)}.{rest}"
     if worse:
@@ -297,7 +302,7 @@ def _within(alike: Sequence[Setting]) -> str:
 def _between(best: Setting, other: Setting, f: Result) -> str:
     """Say how the leading setting stands to one that is not decided, and what would decide it."""
     assert other.difference is not None
-    ours, theirs = (f.metric.sign * r.figures[f.metric.key] for r in (best, other))
+    ours, theirs = (f.metric.sign * r.figures[f.key] for r in (best, other))
     lead = _leads(f)
     if theirs < ours:
         lead = f"{best.label} leads over common seeds, {f.metric.title} {f.figure(best)}"

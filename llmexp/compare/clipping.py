@@ -31,7 +31,7 @@ def looked_at(record: Record) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             yield "moving limit", "", {"quantiles": found.get("quantiles")}
             continue
         words = f"norm of {pattern}" if pattern else _NAMES.get(name, name)
-        yield words, short_value(found.get("limit")), found
+        yield words, _text(found.get("limit")), found
 
 
 def clip_columns(settings: Sequence[Setting]) -> dict[str, tuple[str, list[str], list[Any]]]:
@@ -79,5 +79,9 @@ def _limit(record: Record) -> str:
     """Return the limit of a run's rule as text, empty where it has none."""
     kind = _kind(record)
     if key := _LIMITS.get(kind):
-        return short_value(record.config.get(f"clip.{key}"))
+        return _text(record.config.get(f"clip.{key}"))
     return "moving" if kind in MOVING else "by group" if kind == "per_group" else ""
+
+
+def _text(limit: Any) -> str:
+    return "" if limit is None else short_value(limit)

@@ -130,7 +130,6 @@ def findings(
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
-        limiting=None if read is None else taking_part[read.limiting],
         negligible=NEGLIGIBLE if negligible is None else negligible,
         batch=_batch(taking_part), problems=(*problems, *damage),
     )  # fmt: skip
@@ -183,7 +182,7 @@ def _columns(f: Result, better: Mapping[str, str]) -> tuple[Column, ...]:
 
     The loss at the common position is there only where it is not the final one.
     """
-    known, first = {key for e in f.settings for key in e.figures}, f.metric.key
+    known, first = {key for e in f.settings for key in e.figures}, f.key
     alive = [e.figures for e in f.settings if not e.out]
     titles = {}
     # what was stopped, or runs, has a loss of its own

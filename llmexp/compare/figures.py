@@ -83,7 +83,7 @@ def figure_text(setting: Setting, column: Column) -> str:
 
 def difference(setting: Setting) -> str:
     """Return the difference to the leading setting, with its interval where seeds give one."""
-    if (apart := setting.apart) is None:
+    if (apart := setting.size) is None:
         return ""
     if setting.half:
         return "-+"[apart > 0] + with_interval(abs(apart), setting.half, 6)

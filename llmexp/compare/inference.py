@@ -122,25 +122,34 @@ def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     its own alone.
     """
     wild = _wild(seeds)
-    tame = [i for i in range(len(seeds)) if i not in wild]
-    model = _fit([seeds[i] for i in tame])
-    if model is None or not wild:
-        return model
-    of_cell = [np.asarray(tame)[model.of_cell]]
-    figures, rows = [model.figures], [np.zeros((len(seeds), len(model.figures)))]
-    rows[0][tame] = model.weights
-    variances, df = np.zeros(len(seeds)), np.zeros(len(seeds))
-    variances[tame], df[tame] = model.variances, model.df
-    for i in wild:
-        own = np.array(list(seeds[i].values()))
-        row = np.zeros((len(seeds), len(own)))
-        row[i] = 1 / len(own)
-        rows.append(row)
-        figures.append(own)
-        of_cell.append(np.full(len(own), i))
-        variances[i], df[i] = own.var(ddof=1), len(own) - 1
-    joined = np.concatenate(figures), np.concatenate(of_cell)
-    return Model(np.hstack(rows), *joined, variances, df, model.blocked)
+    cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
+    blocks = _blocks([cell for cell in cells if cell[0] not in wild])
+    if blocks:
+        cells = [cell for cell in cells if cell[1] in blocks or cell[0] in wild]
+    count = len(seeds)
+    design = np.zeros((len(cells), count + len(blocks)))
+    for row, (i, s, _) in zip(design, cells, strict=True):
+        row[i] = 1.0
+        if blocks and i not in wild:
+            row[count + blocks[s]] = 1.0
+    inverse = np.linalg.pinv(design)
+    left = np.eye(len(cells)) - design @ inverse
+    figures = np.array([y for _, _, y in cells])
+    of_cell = np.array([i for i, _, _ in cells])
+    residuals = left @ (figures - figures.mean())
+    squares = np.bincount(of_cell, residuals**2, count)
+    df = np.bincount(of_cell, np.diag(left), count)
+    tame = [i for i in range(count) if i not in wild]
+    if df[tame].sum() < 0.5:  # it is a whole number
+        return None
+    apart = len(tame) == 2 and not blocks and min(len(seeds[i]) for i in tame) > 1
+    variances = squares / np.maximum(df, 1e-9)
+    if not apart:
+        variances[tame], df[tame] = _moderated(squares[tame], df[tame])
+    weights = inverse[:count]
+    if blocks:  # the figure over the seeds as they are on average
+        weights[tame] += inverse[count:].mean(axis=0)
+    return Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
 
 
 def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:
@@ -166,35 +175,7 @@ def _log_variances(estimates: np.ndarray, df: np.ndarray) -> np.ndarray:
     return np.asarray(np.log(estimates) - psi(df / 2) + np.log(df / 2))
 
 
-def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
-    cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
-    blocks = _blocks(cells, len(seeds))
-    if blocks:
-        cells = [c for c in cells if c[1] in blocks]
-    design = np.zeros((len(cells), len(seeds) + len(blocks)))
-    for row, (i, s, _) in zip(design, cells, strict=True):
-        row[i] = 1.0
-        if blocks:
-            row[len(seeds) + blocks[s]] = 1.0
-    inverse = np.linalg.pinv(design)
-    left = np.eye(len(cells)) - design @ inverse
-    total = float(np.trace(left))
-    if total < 0.5:  # it is a whole number
-        return None
-    figures = np.array([y for _, _, y in cells])
-    of_cell = np.array([i for i, _, _ in cells])
-    residuals = left @ (figures - figures.mean())
-    squares = np.bincount(of_cell, residuals**2, len(seeds))
-    own_df = np.bincount(of_cell, np.diag(left), len(seeds))
-    apart = len(seeds) == 2 and not blocks and min(map(len, seeds)) > 1
-    variances, df = (squares / own_df, own_df) if apart else _moderated(squares, own_df, total)
-    weights = inverse[: len(seeds)]
-    if blocks:  # the figure over the seeds as they are on average
-        weights = weights + inverse[len(seeds) :].mean(axis=0)
-    return Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
-
-
-def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str, int]:
+def _blocks(cells: Sequence[tuple[int, str, float]]) -> dict[str, int]:
     """Return the numbers of the seeds that several settings share.
 
     There are none where these seeds do not connect all settings, or leave fewer degrees of freedom
@@ -204,7 +185,8 @@ def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str,
     for i, s, _ in cells:
         of_seed.setdefault(s, set()).add(i)
     shared = {s: found for s, found in of_seed.items() if len(found) > 1}
-    reached = {0}
+    settings = len({i for i, _, _ in cells})
+    reached = {i for i, _, _ in cells[:1]}
     while further := {i for s in shared.values() if s & reached for i in s} - reached:
         reached |= further
     count = sum(map(len, shared.values()))
@@ -214,7 +196,7 @@ def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str,
     return {s: number for number, s in enumerate(shared)}
 
 
-def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
+def _moderated(squares: np.ndarray, df: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each setting's variance, drawn towards the common one, and its degrees of freedom.
 
     The prior's degrees of freedom d0 follow from how far the log variances spread beyond what few
@@ -224,11 +206,13 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
     """
     from scipy.special import psi, zeta
 
+    total = float(df.sum())
     pooled = float(squares.sum()) / total
+    of_all = np.full(len(df), pooled), np.full(len(df), total)
     known = df > 0.1
     count = int(known.sum())
     if count < 3 or pooled == 0:
-        return np.full(len(df), pooled), np.full(len(df), total)
+        return of_all
     half = df[known] / 2
     logs = _log_variances(np.maximum(squares[known] / df[known], 1e-6 * pooled), df[known])
     spread, expected = float(logs.var(ddof=1)), zeta(2, half)
@@ -236,7 +220,7 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
     error = spread * math.sqrt(2 / (count - 1) + excess / count)
     beyond = spread + error - float(expected.mean())
     if beyond <= 0:
-        return np.full(len(df), pooled), np.full(len(df), total)
+        return of_all
     d0 = 2 * _inverse_trigamma(beyond)
     common = math.exp(float(logs.mean()) + float(psi(d0 / 2)) - math.log(d0 / 2))
     return (d0 * common + squares) / (d0 + df), np.minimum(d0 + df, total)

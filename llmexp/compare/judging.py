@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmexp.compare.evidence import alike, effects, floor_of, read_place
+from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_rows
 from llmexp.compare.figures import task
 from llmexp.compare.folding import varying
 from llmexp.compare.inference import Difference
@@ -37,7 +37,7 @@ def judge(f: Result) -> None:
         _read_off(s, f, cap)
     f.without = [s for s in rivals if not s.seeds]
     ranked = [s for s in rivals if s.seeds]
-    if (f.mixed and f.metric.key.endswith("/loss")) or not f.metric.better:
+    if (f.mixed and f.key.endswith("/loss")) or not f.metric.better:
         ranked = []
     groups = _by_budget(ranked)  # those of one budget can be compared among themselves
     share = 1 / max(1, sum(len(group) > 1 for group in groups))
@@ -46,13 +46,13 @@ def judge(f: Result) -> None:
     first, standing = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     f.ranked = sorted(ranked, key=lambda s: s is not first)
     f.budgets = _by_budget([*f.ranked, *f.without])
-    f.tasks = len({task(r, f.metric.key) for s in ranked for r in s.taking_part}) if loss else 1
+    f.tasks = len({task(r, f.key) for s in ranked for r in s.taking_part}) if loss else 1
     for s in f.ranked if f.tasks > 1 else ():
         s.verdict, s.size, s.difference = Verdict.TASK, None, None
     if first:
         first.verdict = None
     if loss:
-        f.floor = floor_of(ranked, f.metric.key)
+        f.floor = floor_of(ranked, f.key)
         if standing and f.tasks == 1:
             f.effects = effects(ranked, varying(rivals, f.factors), standing.seen, sign)
     for s in f.settings:
@@ -63,7 +63,7 @@ def judge(f: Result) -> None:
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
     """Read the metric of a setting by seed, and where it stands there."""
-    runs, metric = s.taking_part, f.metric.key
+    runs, metric = s.taking_part, f.key
     if f.target:
         s.seeds = capped(runs, metric, cap)
         s.capped = any(r.figures.get(metric, math.inf) > cap for r in runs if r.seed in s.seeds)
@@ -114,12 +114,8 @@ def _judge(
     no other setting, and no further witness of the noise.
     """
     same: dict[object, list[Setting]] = defaultdict(list)
-    known: dict[object, object] = {}  # the identity of a computation, and of figures over seeds
-    for r in group:
-        figures = frozenset(r.seeds.items()) if len(r.seeds) > 1 else r.computation
-        first = known.get(figures, r.computation)
-        r.identity = known.setdefault(r.computation, first)
-        known.setdefault(figures, r.identity)
+    for i, r in enumerate(group):
+        r.identity = next((o.identity for o in group[:i] if _equal(o, r)), r.computation)
         same[r.identity].append(r)
 
     def weight(r: Setting) -> tuple[int, bool, float]:
@@ -147,9 +143,22 @@ def _judge(
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size, other.verdict = d.mean, _verdict(d, worse, negligible, resolution)
-        if other.verdict == Verdict.SAME and other.capped:
-            other.verdict = Verdict.UNDECIDED  # not known by how much
+        if other.capped:  # not known by how much
+            other.size = other.difference = None
+            if other.verdict == Verdict.SAME:
+                other.verdict = Verdict.UNDECIDED
     return lead, standing
+
+
+def _equal(a: Setting, b: Setting) -> bool:
+    """Tell whether two settings compute the same.
+
+    That is one computation but for rounding, or figures of several seeds, or all rows of one, that
+    are equal to the bit.
+    """
+    if a.computation == b.computation:
+        return True
+    return a.seeds == b.seeds and (len(a.seeds) > 1 or same_rows([*a.taking_part, *b.taking_part]))
 
 
 def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -> Verdict:
@@ -166,7 +175,7 @@ def _mark(s: Setting, f: Result) -> str:
     if f.target and not f.reached:  # nothing tells settings apart that never get there
         return ""
     if s not in f.ranked:
-        lacks = not s.seeds and f.ranked and "val" in f.metric.key
+        lacks = not s.seeds and f.ranked and "val" in f.key
         return "not evaluated" if lacks else ""
     if s.verdict is None:
         settled = f.verdicts <= {Verdict.WORSE, Verdict.ROUNDING, *SMALL}

@@ -15,7 +15,7 @@ from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.runs.rundir import allowed_again
 from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural, short_keys
+from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import duration, number
 
@@ -110,7 +110,7 @@ class Known:
 
     def name(self, key: str) -> str:
         """Return a key as the table shows it."""
-        return short_keys(self.f.factors).get(key, key)
+        return self.f.names.get(key, key)
 
     @cached_property
     def tokens(self) -> int:

@@ -17,7 +17,7 @@ from llmexp.compare.spikes import spiked
 from llmexp.compare.target import UNITS, reached
 from llmexp.run.budget import sized_by
 from llmexp.runs.rundir import how_to_resume
-from llmexp.settings.labels import plural, short_keys
+from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
 from llmexp.system.text import duration, listed, number
 
@@ -126,7 +126,7 @@ def _places(f: Result) -> dict[str, Place]:
 
 def _names(f: Result) -> list[str]:
     """Name each group of budgets by the one key that sets them apart, else by its settings."""
-    for key, short in short_keys(f.factors).items():
+    for key, short in f.names.items():
         values = [{value(r.values.get(key)) for r in group} for group in f.budgets]
         if all(len(v) == 1 for v in values) and len(set.union(*values)) == len(values):
             return [f"{short}={v.pop()}" for v in values]
@@ -154,7 +154,7 @@ def _matters(e: Effect, f: Result) -> bool:
 
 
 def _effect(e: Effect, f: Result) -> str:
-    short = short_keys(f.factors)
+    short = f.names
     keys = varying([e for e in f.settings if not e.out], f.factors)
     others = " and ".join(short[key] for key in keys if key != e.key)
     amount = f"{e.difference.text}, averaged over {others} ({e.difference.basis})"
@@ -219,25 +219,19 @@ def _tokens(f: Result) -> Iterator[str]:
             text += (
                 " A learning rate that has not decayed yet leaves a loss higher than it will be."
             )
-        if any(k.startswith("batch.") for k in f.factors):
-            text += " experiment=accumulation_scaling is a sweep over accumulation at equal tokens."
         yield text
 
 
 def _where(f: Result) -> Iterator[str]:
     """Say where the losses are read, and who has no evaluation up to there."""
     runs = [r for r in f.taking_part if has_a_say(r)]
-    own_end = not f.is_loss or f.metric.key == "final val/loss"
-    if own_end or f.align_at is None or f.limiting is None or len(runs) < 2:
+    own_end = not f.is_loss or f.key == "final val/loss"
+    if own_end or f.align_at is None or len(runs) < 2:
         return
     ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, f.align))}
-    which = f"which every run reached ({f.label_of(f.limiting)} ends there)"
-    if f.metric.key.startswith("val/") and f.align_at < min(ends):
+    which = "where all runs end" if len(ends) == 1 else "where the first run ends"
+    if f.key.startswith("val/") and f.align_at < min(ends):
         which = "the last position at which every run was evaluated"
-    elif len(ends) == 1:
-        which = "where all runs end"
-    elif f.align_at > min(ends):
-        which = f"which every run reached to a step ({f.label_of(f.limiting)} ends there)"
     text = f"Losses are read at {f.align_at:,.0f} {UNITS[f.align]}, {which}."
     late = f.align_at * (1 + 1e-9)
     without = [f.label_of(r) for r in runs if not (evaluations(r, f.align) <= late).any()]

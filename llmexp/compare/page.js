@@ -13,9 +13,10 @@
     const names = holder.closest(".grid") ? [] : figure.data.filter(trace => trace.showlegend);
     const rows = Math.ceil(names.length / (names.some(trace => trace.name.length > 14) ? 1 : 2)), below = 19 * rows;
     const look = () => {
-      const phone = narrow.matches, over = rows && phone;
+      const phone = narrow.matches, over = rows && phone, under = figure.layout.xaxis?.title?.text ?? "";
       plot.style.height = `${over ? 350 + below : height}px`;
       return {
+        ...(under.includes(", ") ? { xaxis: { ...figure.layout.xaxis, title: { text: phone ? under.replace(", ", ",<br>") : under } } } : {}),
         "font.size": phone ? 11 : 12, dragmode: phone ? false : "zoom", template: templates[dark.matches ? "dark" : "light"],
         margin: over ? { l: 8, r: 8, t: 50, b: 50 + below } : margin,
         legend: over ? { orientation: "h", x: 0, y: -0.24, yanchor: "top", traceorder: "normal", maxheight: below + 20 } : legend,

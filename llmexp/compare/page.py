@@ -40,14 +40,14 @@ def mirrored(c: Result) -> SweepAnswer:
     full, settings = columns_in_full(c), c.settings
     table = {
         "name": full.pop("name"), "mark": [s.mark for s in settings],
-        "difference": [s.apart for s in settings], "half": [s.half for s in settings],
+        "difference": [s.size for s in settings], "half": [s.half for s in settings],
         "basis": [s.basis for s in settings], "seeds": [len(s.runs) for s in settings],
         "state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"},
     }  # fmt: skip
     marks = {}
     for s in settings:
         for run in s.runs:
-            figures = (None, None) if run.out else (s.apart, s.half)
+            figures = (None, None) if run.out else (s.size, s.half)
             values = (run.out or s.mark or None, *figures)
             marks[run.path] = dict(zip(MARKS, values, strict=True))
     notes = "\n".join([c.headline, "", *(f"- {note}" for note in c.notes)])
@@ -81,7 +81,7 @@ def _about(c: Result) -> str:
         where = f"compared at {c.align_at:,.10g} {UNITS_IN_WORDS[c.align]}"
     folded = len(c.settings) != len(c.runs)
     settings = f"{plural(len(c.settings), 'setting')}, seeds folded · " if folded else ""
-    ordered = f"{settings}ordered by {c.metric.key} · {where}"
+    ordered = f"{settings}ordered by {c.key} · {where}"
     return ordered[0].upper() + ordered[1:]
 
 
@@ -105,7 +105,7 @@ def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
 def run_rows(c: Result) -> dict[str, list[Any]]:
     """Return the table of settings: titles, rows with the best first, and what is alike in all."""
     found = shown_columns(c)
-    metric = [found.pop(c.metric.key)] if c.metric.key in found else []
+    metric = [found.pop(c.key)] if c.key in found else []
     kept, same = list(metric), []
     for column in found.values():
         if len(c.settings) > 1 and len(set(column.cells)) == 1:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.plotting import Plot, looks, menus, packed, plot, text
+from llmexp.compare.plotting import Options, Plot, looks, menus, packed, plot, text
 from llmexp.compare.records import Record, Result, Setting
 from llmexp.runs.layers import by_layer
 from llmexp.runs.rows import walk_rows
@@ -99,7 +98,7 @@ def _plot(
     cells = sum(len(z) for m in measured.values() for z in m.values.values())
     thin = {e: m.thinned(max(20, min(STEPS, POINTS // cells))) for e, m in measured.items()}
     keys = sorted({key for m in thin.values() for key in m.values}, key=lambda k: (k != FIRST, k))
-    figures: list[tuple[str, list[Any]]] = []
+    figures: Options = []
     for key in keys:
         maps = [m.values.get(key, np.full((1, len(m.tokens)), np.nan)) for m in thin.values()]
         low, high = _span(maps)
@@ -113,7 +112,7 @@ def _plot(
         )
         for i, ((e, m), z) in enumerate(zip(thin.items(), figures[0][1][0]["z"], strict=True))
     ]  # fmt: skip
-    shown: list[tuple[str, list[Any]]] = [
+    shown: Options = [
         (text(e.label, 20), [{"visible": [i == j for j in range(len(thin))]}])
         for i, e in enumerate(thin)
     ]

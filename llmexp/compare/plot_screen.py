@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from llmexp.compare.plotting import FEW, GREY, Plot, plot, text
 from llmexp.compare.records import Result
 from llmexp.compare.screening import Screen
-from llmexp.settings.labels import short_keys, short_value
+from llmexp.settings.labels import short_value
 
 
 def screen_plots(c: Result) -> list[Plot]:
@@ -17,7 +17,7 @@ def screen_plots(c: Result) -> list[Plot]:
 
 
 def _pareto(c: Result, screen: Screen) -> Plot:
-    names, knobs = short_keys(c.factors), list(screen.knobs.items())[::-1]
+    names, knobs = c.names, list(screen.knobs.items())[::-1]
     labels = []
     for key, _ in knobs:
         first, second = map(short_value, screen.levels[key])
@@ -30,13 +30,13 @@ def _pareto(c: Result, screen: Screen) -> Plot:
     )  # fmt: skip
     layout = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
     caption = "Bars in colour are told from noise; the whiskers are 95 % intervals."
-    return plot("effects", f"Effects on {c.metric.key}", [trace], layout, caption)
+    return plot("effects", f"Effects on {c.key}", [trace], layout, caption)
 
 
 def _half_normal(c: Result, screen: Screen) -> Plot:
     from scipy.special import ndtri
 
-    names = short_keys(c.factors)
+    names = c.names
     points = [(abs(k.effect), names[key], k.found) for key, k in screen.knobs.items()]
     for k in screen.others:
         pairs = " = ".join(" x ".join(names[x] for x in p.split(" x ")) for p in k.names)
@@ -44,13 +44,13 @@ def _half_normal(c: Result, screen: Screen) -> Plot:
     points.sort(key=lambda point: point[0])
     places = ndtri(0.5 + 0.5 * (np.arange(len(points)) + 0.5) / len(points))
     knobs = set(names.values())
+    symbols = ["circle" if name in knobs else "circle-open" for _, name, _ in points]
+    marker = {"size": 9, "symbol": symbols, "color": [FEW[0] if f else GREY for *_, f in points]}
     trace = go.Scatter(
-        x=places.tolist(), y=[size for size, _, _ in points], mode="markers+text",
+        x=places.tolist(), y=[size for size, _, _ in points], mode="markers+text", marker=marker,
         text=[text(name, 30) if name in knobs else "" for _, name, _ in points],
         textposition="top center", cliponaxis=False,
         customdata=[text(name) for _, name, _ in points],
-        marker={"size": 9, "color": [FEW[0] if found else GREY for *_, found in points],
-                "symbol": ["circle" if n in knobs else "circle-open" for _, n, _ in points]},
         hovertemplate="%{customdata}<br>%{y:.3g}<extra></extra>",
     )  # fmt: skip
     layout = {

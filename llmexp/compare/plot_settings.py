@@ -11,9 +11,20 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, grid_cells, scale
 from llmexp.compare.figures import figure_text, half_width, is_score
-from llmexp.compare.plotting import ABOVE, GREY, Plot, looks, menus, palette, plot, text
-from llmexp.compare.records import APART, Result, Setting, Verdict
-from llmexp.settings.labels import plural, short_keys, short_label
+from llmexp.compare.plotting import (
+    ABOVE,
+    GREY,
+    Options,
+    Plot,
+    looks,
+    menus,
+    palette,
+    plot,
+    points,
+    text,
+)
+from llmexp.compare.records import APART, Column, Result, Setting, Verdict
+from llmexp.settings.labels import plural, short_label
 from llmexp.system.text import shown
 
 NAMED = 10  # settings of the other keys at most that have colours and names
@@ -32,7 +43,7 @@ def over_keys(c: Result) -> list[Plot]:
     It has its interval where there are seeds.
     """
     ranked = [e for e in _swept(c) if not e.out and e.verdict is not Verdict.TASK]
-    settings = [e for e in ranked if c.metric.key in e.figures]
+    settings = [e for e in ranked if c.key in e.figures]
     scales = {key: scale(settings, key) for key in c.factors if c.metric in c.columns}
     numeric = {k: s for k, s in scales.items() if len(s.levels) > 1 and s.kind != "category"}
     absent = len(ranked) - len(settings)
@@ -49,18 +60,17 @@ def _over_key(c: Result, key: str, along: Scale, settings: list[Setting], absent
     colours = palette(len(groups)) if few else [GREY] * len(groups)
     traces = []
     for (title, group), colour in zip(groups.items(), colours, strict=True):
-        points = [look[e].point(15, 7) for e in group]
+        marks = [look[e].point(15, 7) for e in group]
         halves = [half_width(e, column) for e in group]
+        words = [f"<b>{text(e.label)}</b><br>{text(column.title)} {figure_text(e, column)}"
+                 for e in group]  # fmt: skip
         traces.append(
-            go.Scatter(
-                x=[e.values[key] for e in group], y=[e.figures[column.key] for e in group],
+            points(
+                [e.values[key] for e in group], [e.figures[column.key] for e in group], words,
                 name=text(title, 40), mode="lines+markers", showlegend=legend,
                 line={"color": colour, "width": 1.6 if few else 0.7},
-                marker={"color": colour, **{k: [p[k] for p in points] for k in ("size", "symbol")}},
+                marker={"color": colour, **{k: [m[k] for m in marks] for k in ("size", "symbol")}},
                 error_y=dict(array=halves, width=4, color=colour, visible=any(halves)),
-                text=[f"<b>{text(e.label)}</b><br>{text(column.title)} {figure_text(e, column)}"
-                      for e in group],
-                hovertemplate="%{text}<extra></extra>",
             )
         )  # fmt: skip
     layout = {
@@ -104,21 +114,13 @@ def maps(c: Result) -> list[Plot]:
 def _map(c: Result, scales: Mapping[str, Scale], known: Mapping[tuple[int, int], Setting]) -> Plot:
     columns, rows = (range(len(along.levels)) for along in scales.values())
     grid = [[known.get((i, j)) for j in columns] for i in rows]
-    look = looks(c)
-    options: list[tuple[str, list[Any]]] = []
-    for column in c.columns:
-        values: list[list[Any]] = [[None for _ in columns] for _ in rows]
-        words = [["" for _ in columns] for _ in rows]
-        for (i, j), e in known.items():
-            values[i][j] = e.figures.get(column.key)
-            lines = [shown(values[i][j], column.digits)] if column.key in e.figures else []
-            lines += [text(e.state)] if e.state != "finished" else []
-            star = "★ " if look[e].lead and column.key == c.metric.key else ""
-            words[i][j] = star + "<br>".join(lines)
-        better = {"coloraxis.reversescale": column.better == "lower"}
-        options.append((column.title, [{"z": [values], "text": [words]}, better, [0]]))
-    keys = [column.key for column in c.columns]
-    chosen = keys.index(c.metric.key) if c.metric.key in keys else 0
+    options: Options = []
+    for k in c.columns:
+        z = [[e.figures.get(k.key) if e else None for e in row] for row in grid]
+        words = [[_words(c, e, k) if e else "" for e in row] for row in grid]
+        better = {"coloraxis.reversescale": k.better == "lower"}
+        options.append((k.title, [{"z": [z], "text": [words]}, better, [0]]))
+    chosen = c.columns.index(c.metric) if c.metric in c.columns else 0
     first, reverse, _ = options[chosen][1]
     trace = go.Heatmap(
         z=first["z"][0], text=first["text"][0],
@@ -129,9 +131,16 @@ def _map(c: Result, scales: Mapping[str, Scale], known: Mapping[tuple[int, int],
     height = 130 + 46 * min(len(rows), 12)
     layout = {"height": height, "updatemenus": menus((options, chosen)), **reverse}
     for axis, (key, along) in zip(("xaxis", "yaxis"), scales.items(), strict=True):
-        name = {"text": text(short_keys(c.factors)[key])}
-        layout[axis] = dict(title=name, showgrid=False, **_ticks(along, range(len(along.levels))))
+        ticks = _ticks(along, range(len(along.levels)))
+        layout[axis] = dict(title={"text": text(c.names[key])}, showgrid=False, **ticks)
     caption = "The stronger the colour, the better, where one direction is better."
     caption += " Each cell shows the best of its runs." * (len(c.factors) > 2)
     title = " and ".join(scales)
     return plot(f"map {title}", title, [trace], layout, caption)
+
+
+def _words(c: Result, e: Setting, column: Column) -> str:
+    """Return what a cell shows of a setting: its figure, and its state unless it has finished."""
+    lines = [shown(e.figures[column.key], column.digits)] if column.key in e.figures else []
+    lines += [text(e.state)] * (e.state != "finished")
+    return "★ " * (e.leads and column.key == c.key) + "<br>".join(lines)

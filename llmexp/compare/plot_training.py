@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.figures import own_keys
-from llmexp.compare.plotting import GREY, Look, Plot, looks, menus, packed, plot
+from llmexp.compare.plotting import GREY, Look, Options, Plot, looks, menus, packed, plot
 from llmexp.compare.records import Result, Setting
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.metrics.plot import running_mean
@@ -66,34 +66,29 @@ def losses(c: Result) -> Plot | None:
     smoothed = [i for i, line in enumerate(lines) if len(line.y) > 1]
     every, later = list(range(len(lines))), _later(lines)
     target = c.target.value if c.target and c.target.key in ("val/loss", "train/loss") else None
-    over = [
+    over: Options = [
         (a.capitalize(), [{"x": [line.along(a) for line in lines]}, _axis(c, a, target), every])
         for a in axes
     ]
-    levels = []
+    levels: Options = []
     for k, share in enumerate(SMOOTHING):
         label = f"smoothed {share:.0%}" if share else "not smoothed"
         # `meta`: a menu whose options set one property of one trace would follow that property
         y = {"y": [packed(lines[i].y[k]) for i in smoothed], "meta": label}
         levels.append((label, [y, {}, smoothed]))
-    ranges = [
-        (name, [{}, {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None,
-                     "yaxis.range": span}, [0]])
-        for name, kind, span in (("later losses", "linear", later),
-                                 ("all losses", "linear", None), ("log-log", "log", None))
-    ]  # fmt: skip
-    several = any(len(e.runs) > 1 for e in c.settings)
-    forks = any(r.parent for r in c.runs)
+    ranges: Options = []
+    for name, kind, span in (("later losses", "linear", later), ("all losses", "linear", None),
+                             ("log-log", "log", None)):  # fmt: skip
+        axes_of = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
+        ranges.append((name, [{}, axes_of, [0]]))
+    several, forks = any(len(e.runs) > 1 for e in c.settings), any(r.parent for r in c.runs)
     caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.settings) > 1)
-    layout = (
-        _layout(c, axis, "Loss (nats per token)")
-        | _axis(c, axis, target)
-        | {
-            "yaxis.range": later,
-            "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
-            "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
-        }
-    )
+    layout = _layout(c, axis, "Loss (nats per token)") | _axis(c, axis, target)
+    layout |= {
+        "yaxis.range": later,
+        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
+        "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
+    }
     traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
     return plot("losses", "Losses over training", traces, layout, caption)
 
@@ -103,38 +98,41 @@ def points(c: Result) -> int:
 
 
 def _lines(c: Result, setting: Setting, look: Look) -> list[Line]:
+    """Return the lines of a setting: those of its parents, its train loss and its validation."""
     few = len(c.settings) <= MANY
-    train, val = curve(setting, "train/loss"), curve(setting, "val/loss")
     group = dict(legendgroup=setting.name, showlegend=False, name=look.title)
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
     front = {**group, "zorder": 2 if look.lead else 1, "showlegend": len(c.settings) > 1}
+    line = {"color": look.colour, "width": 1}
     lines = []
     for key in ("train/loss", "val/loss"):
         if (before := lineage(setting, key)) is not None:
             drawn = before.thinned(points(c))
-            thin = {**behind, "line": {"color": look.colour, "width": 1, "dash": "dot"}}
-            lines.append(Line(thin, drawn.x, [drawn.mean]))
+            dotted = {**behind, "line": {**line, "dash": "dot"}}
+            lines.append(Line(dotted, drawn.x, [drawn.mean]))
+    train, val = curve(setting, "train/loss"), curve(setting, "val/loss")
     if train is not None:
         kept = downsample(train.mean, points(c))
         drawn = train.at(kept)
         if few:
-            pale = {**behind, "line": {"color": look.colour, "width": 1}, "opacity": 0.22}
+            pale = {**behind, "line": line, "opacity": 0.22}
             lines.append(Line(pale, drawn.x, [drawn.mean]))
-        trace = {
-            **front, "mode": "lines", "line": look.line(2.4, 1.3),
-            "customdata": _evaluated(drawn, val), "hovertemplate": "train %{y:.4f}%{customdata}",
-        }  # fmt: skip
         reaches = [int(share * train.y.shape[-1]) // 2 for share in SMOOTHING]
         levels = [running_mean(train.y, reach)[:, kept] for reach in reaches]
+        hover = {
+            "customdata": _evaluated(drawn, val),
+            "hovertemplate": "train %{y:.4f}%{customdata}",
+        }
+        trace = {**front, **hover, "mode": "lines", "line": look.line(2.4, 1.3)}
         lines += _with_band(drawn, levels, trace, behind, look)
+        # the train loss has the key and the words
+        front |= {"showlegend": False, "hoverinfo": "skip"}
     if val is not None:
         drawn = val.thinned(POINTS)
-        hover = {"hovertemplate": "val %{y:.4f}"}
-        if train is not None:  # which has the key and the words
-            front["showlegend"], hover = False, {"hoverinfo": "skip"}
         marked = few and len(drawn.y[0]) <= 60
         trace = {
-            **front, **hover, "mode": "lines+markers" if marked else "lines",
+            "hovertemplate": "val %{y:.4f}" if train is None else None, **front,
+            "mode": "lines+markers" if marked else "lines",
             "line": look.line(2.8, 1.6, dash="dash"), "marker": look.point(8, 5),
         }  # fmt: skip
         lines += _with_band(drawn, [drawn.y], trace, behind, look)
@@ -207,11 +205,11 @@ def _later(lines: Sequence[Line]) -> list[float]:
 
 def other_quantities(c: Result) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
-    options: list[tuple[str, list[Any]]] = []
+    options: Options = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
     named = sorted({key for r in c.runs for key in filter(is_of_named_set, r.columns)})
     own = sorted({key for r in c.runs for key in own_keys(r)})
-    sorted_by = [c.metric.key] if c.metric.key in KEYS else []
+    sorted_by = [c.key] if c.key in KEYS else []
     for key in dict.fromkeys((*OTHERS, *named, *own, *sorted_by)):
         found = [curve(e, key) or nothing for e in c.settings]
         if any(each is not nothing for each in found):

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from math import fsum
 from typing import Any
 
-import plotly.graph_objects as go
-
 from llmexp.compare.figures import difference
-from llmexp.compare.plotting import ABOVE, GREY, Plot, plot, text
+from llmexp.compare.plotting import ABOVE, GREY, Plot, plot, points, text
 from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural
 
@@ -65,33 +63,27 @@ def verdict_plot(c: Result) -> Plot | None:
 
 def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return a small mark for each seed, beside the leading setting's figure of that seed."""
-    ours = {r.seed: r.figures[c.metric.key] for r in lead.taking_part if c.metric.key in r.figures}
+    ours = {r.seed: r.figures[c.key] for r in lead.taking_part if c.key in r.figures}
     mean = fsum(ours.values()) / max(1, len(ours))
     x, y, words, opacity = [], list[str](), list[str](), list[float]()
     for e, name in zip(rows, names, strict=True):
         for r in e.taking_part:
-            if c.metric.key in r.figures:
-                beside = mean if e is lead else ours.get(r.seed, mean)
-                x.append(r.figures[c.metric.key] - beside)
+            if (value := r.figures.get(c.key)) is not None:
+                x.append(value - (mean if e is lead else ours.get(r.seed, mean)))
                 y.append(name)
-                words.append(f"seed {text(r.seed)}: {r.figures[c.metric.key]:.4f}")
+                words.append(f"seed {text(r.seed)}: {value:.4f}")
                 opacity.append(0.8 * SYMBOLS[e.mark][1])
-    return go.Scatter(
-        x=x, y=y, text=words, mode="markers", name="a seed", hovertemplate="%{text}<extra></extra>",
-        marker=dict(symbol="line-ns-open", size=9, color=GREY, opacity=opacity, line_width=1.5),
-    )  # fmt: skip
+    marker = dict(symbol="line-ns-open", size=9, color=GREY, opacity=opacity, line_width=1.5)
+    return points(x, y, words, name="a seed", marker=marker)
 
 
 def _settings(mark: str, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return the settings of one mark, with the intervals of their differences."""
     found = [(e, n) for e, n in zip(rows, names, strict=True) if e.mark == mark]
     symbol, opacity = SYMBOLS[mark]
-    halves = [e.half or 0.0 for e, _ in found]
+    halves, sizes = [e.half or 0.0 for e, _ in found], [e.size or 0.0 for e, _ in found]
     words = [f"<b>{n}</b>  {mark}<br>{text(difference(e))}" for e, n in found]
-    return go.Scatter(
-        x=[e.apart or 0.0 for e, _ in found], y=[n for _, n in found], text=words,
-        mode="markers", name=mark, opacity=opacity, hovertemplate="%{text}<extra></extra>",
-        marker=dict(symbol=symbol, size=15 if mark in LEADING else 11, color=COLOURS[mark]),
-        error_x=dict(array=halves, color=COLOURS[mark], thickness=2.5, width=5,
-                     visible=any(halves)),
-    )  # fmt: skip
+    marker = dict(symbol=symbol, size=15 if mark in LEADING else 11, color=COLOURS[mark])
+    bars = dict(array=halves, color=COLOURS[mark], thickness=2.5, width=5, visible=any(halves))
+    y = [n for _, n in found]
+    return points(sizes, y, words, name=mark, opacity=opacity, marker=marker, error_x=bars)

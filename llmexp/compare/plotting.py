@@ -31,6 +31,10 @@ SCHEMES = {
 }
 
 
+# Of a menu: a label, and what `Plotly.update` gets: of the traces, of the layout, which traces.
+Options = list[tuple[str, list[Any]]]
+
+
 @dataclass(frozen=True)
 class Plot:
     """A figure of the page, with the words above and below it."""
@@ -49,11 +53,17 @@ def plot(
     return Plot(name, title, go.Figure(traces, first).update_layout(dict(layout)), caption)
 
 
-def menus(*choices: tuple[Sequence[tuple[str, list[Any]]], int]) -> list[dict[str, Any]]:
+def points(x: Any, y: Any, words: Sequence[str] | None, **more: Any) -> go.Scatter:
+    """Return marks, each with its own words for the pointer."""
+    how: dict[str, Any] = {"mode": "markers", "text": words} | more
+    hover = "%{text}<extra></extra>" if words else None
+    return go.Scatter(x=x, y=y, hovertemplate=hover, **how)
+
+
+def menus(*choices: tuple[Options, int]) -> list[dict[str, Any]]:
     """Return menus in a row above a figure.
 
-    Each choice has its options and the index of the chosen one. An option is a label and what
-    `Plotly.update` gets: of the traces, of the layout, which traces.
+    Each choice has its options and the index of the chosen one.
     """
     found, left = [], 0
     for options, chosen in choices:

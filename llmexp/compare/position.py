@@ -24,7 +24,6 @@ class Position:
 
     at: float
     slack: float  # a validation loss counts that was measured at most so far before
-    limiting: int  # place in the list of the run that came no further than all others
 
 
 def positions(record: Record, align: str) -> np.ndarray:
@@ -75,23 +74,21 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     evaluated, to a step of the one with the longer steps. Over time, and for other figures, it is
     the end of the run that came no further.
     """
-    ends = [positions(r, align) for r in records]
-    known = [(float(np.nanmax(x)), i) for i, x in enumerate(ends) if len(x) and x[-1] > 0]
-    if not known:
+    places = [(positions(r, align), evaluations(r, align)) for r in records]
+    ends = [float(np.nanmax(x)) if len(x) and x[-1] > 0 else np.inf for x, _ in places]
+    if not np.isfinite(end := min(ends, default=np.inf)):
         return None
-    end, limiting = min(known)
     if align == "time":
-        return Position(end, end, limiting)
+        return Position(end, end)
     # the length of an optimizer step, in what positions are counted in
     steps = [1.0 if align == "steps" else tokens_of_step(r) for r in records]
     if not metric.startswith(("val/", "final ", "best ")):
-        return Position(end, max(steps), limiting)
-    found = [evaluations(r, align) for r in records]
-    lacking = [end for end, i in known if not len(found[i])]  # runs without an evaluation so far
-    of_runs = [(x, step) for x, step in zip(found, steps, strict=True) if len(x)]
-    if (last := _last_common(of_runs, min(lacking, default=np.inf))) is not None:
-        return Position(*last, limiting)
-    return Position(end, 0.0, limiting) if lacking else None
+        return Position(end, max(steps))
+    of_runs = [(x, step) for (_, x), step in zip(places, steps, strict=True) if len(x)]
+    # runs without an evaluation so far
+    most = min((e for e, (_, x) in zip(ends, places, strict=True) if not len(x)), default=np.inf)
+    last = _last_common(of_runs, most)
+    return last or (Position(end, 0.0) if np.isfinite(most) else None)
 
 
 def tokens_of_step(record: Record) -> float:
@@ -101,13 +98,11 @@ def tokens_of_step(record: Record) -> float:
     return max([per_step, *(size * record.facts["sequence_length"] for size in sizes)])
 
 
-def _last_common(
-    of_runs: Sequence[tuple[np.ndarray, float]], most: float
-) -> tuple[float, float] | None:
+def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Position | None:
     """Return the last position up to `most` at which all runs were evaluated, to a step.
 
-    With it, how far before it the first of those evaluations stands. None where there is no such
-    position. `of_runs`: positions of evaluations, and the length of a step, of each run.
+    None where there is none. `of_runs`: positions of evaluations, and the length of a step, of
+    each run.
     """
     if not of_runs:
         return None
@@ -120,7 +115,7 @@ def _last_common(
             return None
         last = np.array([where[n - 1] for n, (where, _) in zip(rows, of_runs, strict=True)])
         if _alike(last, steps):
-            return at, at - float(last.min())
+            return Position(at, at - float(last.min()))
         # the hindmost stays where it is until `most` falls below it: the others must come to it
         most = min(np.nextafter(at, -np.inf), float(last.min() + steps.max()))
     return None

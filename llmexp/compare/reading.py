@@ -6,14 +6,15 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from llmexp.compare.records import TWIN, Record
+from llmexp.compare.records import Record
 from llmexp.compare.rows import read_columns
 from llmexp.runs import rundir
-from llmexp.runs.find import SweepFolder, setting_of
+from llmexp.runs.find import SweepFolder
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
-from llmexp.settings.knobs import default_of
+from llmexp.settings.knobs import defaults
 from llmexp.system.redact import clean
 from llmexp.system.text import as_dict
 
@@ -21,6 +22,7 @@ from llmexp.system.text import as_dict
 def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
     """Return the runs as records, with names that are unique."""
     records = [_record(path, sweep) for path, sweep in found]
+    _fill_in([r.config for r in records if r.config])
     for levels in (1, 2, 20):  # of parent folders in front
         tally = Counter(r.name for r in records)
         for i, r in enumerate(records):
@@ -30,21 +32,31 @@ def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
     return records
 
 
+def _fill_in(configs: Sequence[dict[str, Any]]) -> None:
+    """Give each config the defaults of knobs that another one of the same parts lists.
+
+    So a run of an earlier version, whose config lacks newer knobs, is one setting with one of
+    today.
+    """
+
+    def part(config: dict[str, Any], key: str) -> Any:
+        return config.get(f"{key.partition('.')[0]}._target_")
+
+    known = [(k, part(config, k)) for config in configs for k in config if k in defaults()]
+    for key, target in dict.fromkeys(known):
+        for config in configs:
+            if part(config, key) == target:
+                config.setdefault(key, defaults()[key])
+
+
 def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
     config, lost, facts = folder.flat_config, folder.lost(), folder.facts
-    for key, there in (
-        (TWIN, "train.seed" in config),
-        ("model.gelu", str(config.get("model._target_")).endswith(".GPT2")),
-    ):
-        if there:  # runs of earlier versions do not have these keys
-            config.setdefault(key, default_of(key))
     if lost:
         folder.problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
     point, ledger = sweep.point_of(path), sweep.ledger
-    planned = sweep.to_train[setting_of(point)] if point is not None and point.overrides else 0
     return Record(
         path=path,
         name=clean_name(path),
@@ -61,8 +73,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         rung=point.rung if point else None,
         screen=bool(ledger and ledger.screen),
         trial=bool(ledger and point and not ledger.grid and not ledger.is_fresh(point)),
-        planned=planned,
-        left=sweep.to_train.total(),
+        left=sweep.left,
         lost=lost,
         last=folder.last_row(),
         before=read_columns(path / LINEAGE)[0] if as_dict(facts.get("parent")) else {},

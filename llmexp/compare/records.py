@@ -18,6 +18,7 @@ from llmexp.compare.screening import Screen
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record
+from llmexp.settings.labels import short_keys
 from llmexp.system.text import as_dict, listed, shown
 
 TWIN = "train.twin"
@@ -43,18 +44,15 @@ class Record:
     columns: Mapping[str, np.ndarray]
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
-    # nats below which a difference does not matter, as its sweep has it
-    negligible: float | None = None
+    negligible: float | None = None  # nats of its sweep; a difference below does not matter
     looks: Sequence[Look] = ()  # of its sweep, where that decides by itself
     rung: float | None = None  # share of its steps after which successive halving left it out
     screen: bool = False  # its sweep is a screen
     trial: bool = False  # a search chose it, by the results of others
-    planned: int = 0  # seeds of its setting that its sweep has still to train
     left: int = 0  # runs that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
     last: dict[str, Any] = field(default_factory=dict)  # its last row
-    # of a fork: the rows of its parents, up to its step
-    before: Mapping[str, np.ndarray] = field(default_factory=dict)
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)  # rows of a fork's parents
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -129,8 +127,7 @@ class Setting:
     values: dict[str, Any]  # of the keys that differ between the settings
     # mean over the runs by name of the column; what is not known is absent
     figures: dict[str, float]
-    # 95 % interval of the mean, where there are several runs
-    intervals: dict[str, tuple[float, float]]
+    intervals: dict[str, tuple[float, float]]  # of 95 %, of means over several runs
     state: str  # of the worst of the runs
     note: str = ""  # such as: another tokenizer
     # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
@@ -143,10 +140,11 @@ class Setting:
     budget: int = 0  # settings of like budgets have the same number
     # How it stands to the leading one of its budget; None for the leading one of all.
     verdict: Verdict | None = None
-    size: float | None = None  # of the metric, its minus the leading one's, over the seeds compared
+    # Of the metric, its minus the leading one's, over the seeds compared; None also where a cap
+    # hides it.
+    size: float | None = None
     difference: Difference | None = None  # over seeds
-    # Equal for one computation in several cuts, and for figures that are equal to the bit.
-    identity: object = None
+    identity: object = None  # equal where one computation, or all figures to the bit, are equal
     # best | lowest | highest | the word of its verdict, or why it is left out: running, ...
     mark: str = ""
 
@@ -169,19 +167,14 @@ class Setting:
         return self.mark in LEADING
 
     @property
-    def apart(self) -> float | None:
-        """Return its size; None also where that is not known because of a cap."""
-        return None if self.capped else self.size
-
-    @property
     def half(self) -> float | None:
-        """Return the half width of the 95 % interval of `apart`; None where seeds give none."""
-        return None if self.capped or self.difference is None else self.difference.half
+        """Return the half width of the 95 % interval of `size`; None where seeds give none."""
+        return self.difference.half if self.difference else None
 
     @property
     def basis(self) -> str:
         """Return what the interval rests on, such as: 3 seeds."""
-        return "" if self.capped or self.difference is None else self.difference.basis
+        return self.difference.basis if self.difference else ""
 
     def label_of(self, *runs: Record) -> str:
         """Return the short name of one or some of its runs: accum=1 seed=2,3."""
@@ -260,7 +253,6 @@ class Result:
     target: Target | None = None  # that runs are to reach; the metric is where they did
     negligible: float = 0.0  # nats below which a difference does not matter
     mixed: bool = False  # several tokenizers
-    limiting: Record | None = None  # the run that came no further than where losses are read
     # As judged. Those with the metric, the leading one first; none where no order has a meaning.
     ranked: Sequence[Setting] = ()
     without: Sequence[Setting] = ()  # those that take part and have no such figure
@@ -290,8 +282,18 @@ class Result:
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)
 
     @property
+    def key(self) -> str:
+        """Return the key of the metric."""
+        return self.metric.key
+
+    @property
     def is_loss(self) -> bool:
-        return is_loss(self.metric.key)
+        return is_loss(self.key)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the short names of the factors."""
+        return short_keys(self.factors)
 
     @property
     def comparable(self) -> bool:
@@ -307,7 +309,7 @@ class Result:
     def own_ends(self) -> bool:
         """Tell whether each loss is read at its run's own end, as there is no common position."""
         forks = any(r.parent for r in self.taking_part)
-        return self.metric.key.startswith("val/") and self.align_at is None and not forks
+        return self.key.startswith("val/") and self.align_at is None and not forks
 
     @property
     def extreme(self) -> str:
@@ -325,7 +327,7 @@ class Result:
         return shown(number, self.metric.digits)
 
     def figure(self, setting: Setting) -> str:
-        return self.digits(setting.figures[self.metric.key])
+        return self.digits(setting.figures[self.key])
 
     def label_of(self, run: Record) -> str:
         return next(s.label_of(run) for s in self.settings if run in s.runs)

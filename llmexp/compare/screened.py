@@ -8,7 +8,7 @@ from typing import Any
 from llmexp.compare.records import Result
 from llmexp.compare.screening import Contrast, Screen, screen
 from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural, short_keys, short_value
+from llmexp.settings.labels import plural, short_value
 from llmexp.system.text import with_interval
 
 
@@ -36,7 +36,7 @@ def screen_line(f: Result, s: Screen) -> str:
 
 
 def _effect(f: Result, s: Screen, c: Contrast) -> str:
-    key, names = c.names[0], short_keys(f.factors)
+    key, names = c.names[0], f.names
     better = s.better(key, f.metric.sign)
     worse = next(level for level in s.levels[key] if level is not better)
     side = f"{names[key]}={short_value(better)} instead of {short_value(worse)}"
@@ -51,7 +51,7 @@ def mixed(f: Result) -> Iterator[str]:
         if runs and len(runs) == len(f.runs):
             yield "A screen is judged once all of its runs are there, over the same seeds."
         return
-    s, names = f.screen, short_keys(f.factors)
+    s, names = f.screen, f.names
 
     def short(pairs: Sequence[str], between: str) -> str:
         return between.join(" x ".join(names[key] for key in p.split(" x ")) for p in pairs)

@@ -94,21 +94,16 @@ def screen(
     alike = max(map(len, names.values()), default=0)
     resolution = 3 if any(pairs.values()) else 4 if alike > 1 else 5
     of_knobs = set(map(_key, columns.values()))
-    rest = [column for at, column in group.items() if at not in of_knobs and len(set(column)) > 1]
+    rest = {at: c for at, c in group.items() if at not in of_knobs and len(set(c)) > 1}
     y = np.array([[seeds[seed] for seed in shared] for seeds in figures])
-    contrasts = _judged([*columns.values(), *rest], y, len(levels))
-    knobs, others = contrasts[: len(levels)], contrasts[len(levels) :]
+    titles = [*((key,) for key in levels), *(names.get(at, ()) for at in rest)]
+    found = _judged([*columns.values(), *rest.values()], titles, y, len(levels))
+    knobs = found[: len(levels)]
     told = discoveries([c.p for c in knobs], RATE if len(shared) > 1 else LOOKED)
-    named = {
-        key: replace(c, names=(key,), found=is_told)
-        for key, c, is_told in zip(levels, knobs, told, strict=True)
-    }
-    ordered = dict(sorted(named.items(), key=lambda item: -abs(item[1].effect)))
-    unnamed = [
-        replace(c, names=names.get(_key(column), ()))
-        for column, c in zip(rest, others, strict=True)
-    ]
-    return Screen(len(settings), levels, resolution, ordered, pairs, unnamed)
+    knobs = [replace(c, found=is_told) for c, is_told in zip(knobs, told, strict=True)]
+    knobs.sort(key=lambda c: -abs(c.effect))
+    by_key = {c.names[0]: c for c in knobs}
+    return Screen(len(settings), levels, resolution, by_key, pairs, found[len(levels) :])
 
 
 def _levels(values: Sequence[object]) -> tuple[object, ...]:
@@ -137,8 +132,10 @@ def _group(
     return group, names
 
 
-def _judged(columns: Sequence[np.ndarray], y: np.ndarray, knobs: int) -> list[Contrast]:
-    """Return the contrast of each column, the first ones those of knobs.
+def _judged(
+    columns: Sequence[np.ndarray], names: Sequence[tuple[str, ...]], y: np.ndarray, knobs: int
+) -> list[Contrast]:
+    """Return the contrast of each column under its names, the first ones those of knobs.
 
     `y`: the figures of each setting by seed. Their error is that of the residuals of seeds, else
     one of the contrasts themselves.
@@ -150,24 +147,23 @@ def _judged(columns: Sequence[np.ndarray], y: np.ndarray, knobs: int) -> list[Co
         left = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0) + y.mean()
         df = (len(y) - 1) * (seeds - 1)
         error = 2 * math.sqrt(float((left**2).sum()) / df / y.size)
-        half = float(stdtrit(df, 0.975)) * error
-        each = 2 * stdtr(df, -np.abs(effects) / max(error, 1e-300))
-        return [Contrast((), float(e), half, float(p)) for e, p in zip(effects, each, strict=True)]
-    limit, by_rest, by_all = _null(len(effects), knobs)
-    error = float(_lenth(effects[None])[0])
-    found = [_contrast(float(e), error, by_all) for e in effects]
-    if np.abs(effects[knobs:]).max(initial=0.0) <= limit * error:  # no pair is seen
-        error = float(_pooled(effects[None], knobs)[0])
-        found[:knobs] = [_contrast(float(e), error, by_rest) for e in effects[:knobs]]
-    return found
+        half = np.full(len(effects), float(stdtrit(df, 0.975)) * error)
+        p = 2 * stdtr(df, -np.abs(effects) / max(error, 1e-300))
+    else:
+        limit, by_rest, by_all = _null(len(effects), knobs)
+        error = float(_lenth(effects[None])[0])
+        half, p = _by(by_all, effects, error)
+        if np.abs(effects[knobs:]).max(initial=0.0) <= limit * error:  # no pair is seen
+            error = float(_pooled(effects[None], knobs)[0])
+            half[:knobs], p[:knobs] = _by(by_rest, effects[:knobs], error)
+    return list(map(Contrast, names, effects.tolist(), half.tolist(), p.tolist()))
 
 
-def _contrast(effect: float, error: float, null: np.ndarray) -> Contrast:
-    """Return a contrast that is judged by the sizes over their errors that noise has."""
-    t = abs(effect) / error if error > 0 else math.inf if effect else 0.0
-    p = 1 - int(np.searchsorted(null, t)) / len(null)
-    half = float(null[int(0.95 * len(null))]) * error
-    return Contrast((), effect, half, max(p, 1 / len(null)))
+def _by(null: np.ndarray, effects: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return half widths and p of effects, by the sizes over their error that noise has."""
+    beyond = 1 - np.searchsorted(null, np.abs(effects) / max(error, 1e-300)) / len(null)
+    half = np.full(len(effects), null[int(0.95 * len(null))] * error)
+    return half, np.maximum(beyond, 1 / len(null))
 
 
 def _lenth(effects: np.ndarray) -> np.ndarray:

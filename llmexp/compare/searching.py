@@ -11,7 +11,7 @@ from llmexp.compare.figures import half_width
 from llmexp.compare.folding import varying
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural, short_keys
+from llmexp.settings.labels import plural
 from llmexp.system.text import with_interval
 
 RESAMPLED = 400
@@ -20,7 +20,7 @@ SPARE = 5  # degrees of freedom that the noise needs
 
 def searched(f: Result) -> Iterator[str]:
     """Say what fresh seeds make of the search's own choice, and which knobs mattered."""
-    key, trials = f.metric.key, [r for r in f.runs if r.trial]
+    key, trials = f.key, [r for r in f.runs if r.trial]
     known = [r for r in trials if key in r.figures and r.rung is None]
     if not known or not f.ranked or f.target:  # which the search did not choose by
         return
@@ -34,7 +34,7 @@ def searched(f: Result) -> Iterator[str]:
         )
     keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
-        yield importance_words(importances(known, keys, key), len(known), short_keys(f.factors))
+        yield importance_words(importances(known, keys, key), len(known), f.names)
 
 
 @dataclass(frozen=True)

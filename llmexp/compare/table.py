@@ -62,7 +62,7 @@ class Shown:
 def shown_columns(c: Result) -> dict[str, Shown]:
     """Return the columns by key: the standing, what differs, the figures."""
     short, settings = short_keys(c.differing), c.settings
-    sizes = [e.apart for e in settings]
+    sizes = [e.size for e in settings]
     found = {
         "mark": Shown("standing", [_mark(e) for e in settings]),
         "difference": Shown("difference", [difference(e) for e in settings], sizes),
@@ -134,13 +134,13 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
         for key, column in shown_columns(c).items()
     }
     mark = Shown("", found["mark"].cells)
-    metric = [found[c.metric.key]] if c.metric.key in found else []
+    metric = [found[c.key]] if c.key in found else []
     names = _names(c)
     kept = [*names, mark, *metric]
     keys = [column.key for column in c.columns]
     rules = CLIP_COLUMNS if "clip.kind" in c.factors else ()
     rest = dict.fromkeys([*_FIRST, *rules, *filter(is_of_named_set, keys), *_NEXT, *keys])
-    if not c.metric.key.endswith("bits_per_byte"):
+    if not c.key.endswith("bits_per_byte"):
         rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)
     for column in (found[key] for key in rest if key in found):
@@ -165,7 +165,7 @@ def _names(c: Result) -> list[Shown]:
 
     Where these do not tell the settings apart, it is one with their names.
     """
-    short = short_keys(c.factors)
+    short = c.names
     columns = [Shown(short[key], [_setting(e, key) for e in c.settings]) for key in c.factors]
     rows = set(zip(*(column.cells for column in columns), strict=True))
     named = any(e.label == e.name for e in c.settings)
@@ -200,7 +200,7 @@ def rows_of(c: Result) -> list[dict[str, Any]]:
             **{key: e.values.get(key) for key in settings}, **figures, **e.figures,
             "paths": [str(r.path) for r in e.runs], "intervals": e.intervals,
             "note": e.note or None, "label": e.label, "mark": e.mark or None,
-            "difference": e.apart, "half": e.half,
+            "difference": e.size, "half": e.half,
         }  # fmt: skip
         if "spikes" in figures:
             row["rose_first"] = first[0] if (first := rose_first(e)) else None
@@ -217,7 +217,7 @@ def to_json(c: Result) -> str:
     runs = [{key: _strict(value) for key, value in row.items()} for row in rows_of(c)]
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
-    whole |= {name: getattr(c, name) for name in names} | {"metric": c.metric.key}
+    whole |= {name: getattr(c, name) for name in names} | {"metric": c.key}
     whole["screen"] = as_data(c.screen)
     whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"

@@ -130,19 +130,41 @@ class Norms:
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 
-def clip_lines(summary: dict[str, Any], own: float | None, what: str = "steps") -> str:
-    """Return a summary as lines for a reader; `own` is the run's own limit, of `what` it clips."""
-    means = all("coefficient" in row for row in summary["table"])
-    lines = [f"{'limit':>9} {f'{what} clipped':>14}{' mean coefficient' * means:>18}".rstrip()]
-    for row in summary["table"]:
-        limit, share, mean = row["limit"], row["share"], row.get("coefficient")
-        names = [f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == limit]
-        names += ["this run"] if limit == own else []
-        name = f"  {', '.join(names)}" if names else ""
-        factor = "" if mean is None else f"{mean:>17.3f}"
-        lines.append(f"{limit:>9.4g} {share:>13.1%} {factor}{name}")
-    if "own" in summary:
-        share, mean = summary["own"]["share"], summary["own"]["coefficient"]
-        lines.append(f"{'moving':>9} {share:>13.1%} {mean:>17.3f}  this run")
+def clip_lines(
+    summary: dict[str, Any], own: float | None, what: str = "steps", width: int | None = None
+) -> str:
+    """Return a summary as lines for a reader; `own` is the run's own limit, of `what` it clips.
+
+    Where they are wider than `width`, they are without coefficients, and their names are short.
+    """
+    lines = _clip_table(summary, own, f"{what} clipped", (9, 14), ("this run", "quantile"))
+    if width is not None and max(map(len, lines)) > width:
+        table = [{"limit": row["limit"], "share": row["share"]} for row in summary["table"]]
+        lines = _clip_table(summary | {"table": table}, own, "clipped", (7, 8), ("own", ""))
     steps = f"from {summary['steps']:,} norms, " if "steps" in summary else ""
     return "\n".join([*lines, f"{steps}to the first order: another limit leads elsewhere"])
+
+
+def _clip_table(
+    summary: dict[str, Any],
+    own: float | None,
+    title: str,
+    widths: tuple[int, int],
+    words: tuple[str, str],
+) -> list[str]:
+    """Return the lines of the table: limit, share under its title, coefficient, names."""
+    (first, second), (this_run, quantile) = widths, words
+    rows = summary["table"]
+    means = all("coefficient" in row for row in rows)
+    if "own" in summary:
+        rows = [*rows, {"limit": None, **summary["own"]}]
+    lines = [f"{'limit':>{first}} {title:>{second}}{' mean coefficient' * means:>18}".rstrip()]
+    for row in rows:
+        limit, norms = row["limit"], summary["quantiles"]
+        names = [f"{q} % {quantile}".rstrip() for q, norm in norms.items() if norm == limit]
+        names += [this_run] * (limit is None or limit == own)
+        shown = "moving" if limit is None else f"{limit:.4g}"
+        factor = f"{row['coefficient']:>17.3f}" if means else ""
+        share = f"{row['share']:>{second - 1}.1%}"
+        lines.append(f"{shown:>{first}} {share} {factor}  {', '.join(names)}".rstrip())
+    return lines

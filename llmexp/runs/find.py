@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,10 +39,9 @@ class SweepFolder:
         return self.points.get(str(run.absolute().relative_to(self.path.absolute())))
 
     @cached_property
-    def to_train(self) -> Counter[frozenset[str]]:
-        """Return how many points of each setting are still to be trained."""
-        left = (p for p in self.points.values() if p.state in TO_TRAIN and p.rung is None)
-        return Counter(setting_of(point) for point in left)
+    def left(self) -> int:
+        """Return how many points are still to be trained."""
+        return sum(p.state in TO_TRAIN and p.rung is None for p in self.points.values())
 
 
 def setting_of(point: LedgerEntry) -> frozenset[str]:

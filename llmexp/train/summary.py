@@ -14,7 +14,7 @@ from llmexp.runs.rows import LINEAGE, Figures, walk_rows
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
-from llmexp.system.text import duration
+from llmexp.system.text import columns, duration
 from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.spikes import spike_totals
 from llmexp.train.state import Loop
@@ -109,10 +109,12 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     if "noise" in measured:
         sections.append(("noise scale", measured["noise"]["verdict"]))
     if "clip" in measured:
-        sections.append(("clipping", clip_lines(measured["clip"], loop.norms.limit)))
-        for key, found in measured["clip"].get("measures", {}).items():
+        measures = measured["clip"].get("measures", {})
+        room = columns() - 2 - max(map(len, ("mean tokens_per_sec", *measures)))
+        sections.append(("clipping", clip_lines(measured["clip"], loop.norms.limit, width=room)))
+        for key, found in measures.items():
             what = "steps" if "steps" in found else key
-            sections.append((key, clip_lines(found, found["limit"], what)))
+            sections.append((key, clip_lines(found, found["limit"], what, room)))
     return sections
 
 

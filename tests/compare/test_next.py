@@ -56,6 +56,17 @@ def step_of(*paths: Path) -> Step:
     return step
 
 
+def test_the_reason_is_wrapped_and_the_command_is_not(tmp_path, capsys, monkeypatch):
+    sweep = planted(tmp_path / "s", {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.01}, wobble=0.02)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert llmexp(["next", str(sweep)]) == 0
+    command, *rest = capsys.readouterr().out.splitlines()
+    step = step_of(sweep)
+    assert command == step.command
+    assert max(map(len, rest)) <= 40
+    assert " ".join(rest) == " ".join(str(step).splitlines()[1:])
+
+
 def test_a_decided_sweep_has_nothing_left_to_do(tmp_path):
     step = step_of(planted(tmp_path / "s", {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.5}))
     assert (step.rule, step.words) == ("nothing", ())

@@ -49,7 +49,7 @@ def test_pairs_of_one_seed_are_never_called_different_though_they_are(pairs):
         pair = [r for r in records if r.config["train.seed"] == seed]
         c = answered(findings(pair))
         assert c.headline.startswith("Undecided, one seed each"), c.headline
-        apart.append(abs(c.settings[1].apart))
+        apart.append(abs(c.settings[1].size))
     # The premise: a floor of 0.0001 that is assumed would call most of these different.
     assert np.median(apart) > 3e-4
 

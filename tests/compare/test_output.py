@@ -113,13 +113,19 @@ def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path):
         ["clip=adaptive", "norm", "", "", *beside],
         ["", "units", "0.01", "5.2%", *["", *beside[1:]]],
         ["clip=per_group", "norm", "by group", "25.0%", *beside],
-        ["", "norm of *.mlp.*", "null", "0.0%", *["", *beside[1:]]],
+        ["", "norm of *.mlp.*", "", "0.0%", *["", *beside[1:]]],
         ["", "norm of *", "2.0", "50.0%", *["", *beside[1:]]],
         ["clip=update", "norm", "", "", *beside],
         ["", "tensors", "1.0", "40.0%", *["", *beside[1:]]],
         ["", "heads", "9.0", "30.0%", *["", *beside[1:]]],
     ]
     assert "clip.ratio" not in shown_columns(made)
+
+
+def test_a_norm_without_a_limit_has_none_beside_it(tmp_path):
+    make_run(tmp_path / "norm", max_norm=None)
+    make_run(tmp_path / "value", max_norm=None, clip__kind="value", clip__max_value=0.1)
+    assert sorted(shown_columns(compare([tmp_path]))["clip limit"].cells) == ["", "0.1"]
 
 
 def test_titles_of_keys_give_way_before_the_metric_does(tmp_path):

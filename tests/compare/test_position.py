@@ -75,7 +75,7 @@ def test_runs_that_end_within_a_step_are_compared_at_their_ends(tmp_path):
     c = compare([tmp_path])
     assert c.align_at == 400 * TOKENS
     assert {e.figures["val/loss"] == e.figures["final val/loss"] for e in c.settings} == {True}
-    assert any("which every run reached to a step (batch=8 ends there)" in text for text in c.why)
+    assert any("where the first run ends" in text for text in c.why)
 
 
 def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(tmp_path):
@@ -108,7 +108,5 @@ def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(tmp_pa
     # 96 and 144 tokens a step: the first position at or past each 500 tokens, and the end
     assert at == {8: [576.0, 1056.0, 1536.0], 12: [576.0, 1008.0, 1584.0, 2016.0, 2304.0]}
     assert c.align_at == 1584.0
-    said = (
-        "Losses are read at 1,584 tokens, which every run reached to a step (batch=8 ends there)."
-    )
+    said = "Losses are read at 1,584 tokens, where the first run ends."
     assert said in c.why

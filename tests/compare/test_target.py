@@ -107,7 +107,7 @@ def test_runs_that_never_do_count_as_such(tmp_path):
     never = c.settings[-1]
     assert never.figures["target/reached"] == 0
     assert "target/tokens" not in never.figures
-    assert (never.mark, never.apart) == ("worse", None)
+    assert (never.mark, never.size) == ("worse", None)
     assert any(n.startswith("3 of 9 runs never reached it (lr=0.3") for n in c.notes)
     # One of three seeds: no mean is made of the other two.
     make_run(tmp_path / "0.1-4", offset=0.9, seed=4, val_every=20, optimizer__lr=0.1)
@@ -134,7 +134,7 @@ def test_what_is_reached_behind_the_end_of_a_run_that_never_does_has_no_order(tm
             "run that never does ends: lr=0.1 after "
         )
         assert {e.mark for e in c.settings} == {"lowest", "undecided"}
-        assert {e.apart for e in c.settings} == {None}
+        assert {e.size for e in c.settings} == {None}
 
 
 def test_a_target_given_as_a_number_alone_is_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_settings_that_get_there_at_the_same_place_are_not_said_to_be_first(
 ):
     for i, of in enumerate(places, 1):
         for seed, at in enumerate(of, 1):
-            run = make_run(tmp_path / f"{i}-{seed}", seed=seed, optimizer__lr=float(i))
+            run = make_run(tmp_path / f"{i}-{seed}", seed=seed, own=i, optimizer__lr=float(i))
             rows = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
             rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in rows if r["step"] % 20 == 0]
             (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -62,7 +62,7 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
     assert set(drawn) == {"lowest", "undecided", "worse"}
     for e in (undecided, worse):
         trace = drawn[e.mark]
-        assert list(trace.x) == pytest.approx([e.apart])
+        assert list(trace.x) == pytest.approx([e.size])
         assert list(trace.error_x.array) == pytest.approx([e.half])
     assert drawn["undecided"].opacity < drawn["worse"].opacity  # pale, also in grey
     assert len({trace.marker.symbol for trace in marks}) == 3

@@ -89,6 +89,24 @@ def test_the_runs_own_limit_is_its_own_count():
     assert own.split() == ["0.3", "80.0%", f"{found.at(0.3)[1]:.3f}", "this", "run"]
 
 
+def test_the_table_of_limits_fits_a_narrow_terminal():
+    """At 50 columns, beside the labels of the end of a run."""
+    for norms, own in (
+        (counted([0.1, 0.5, 0.9], limit=0.3), 0.3),
+        (counted([0.5, 2.0, 4.0, 8.0], "zscore"), None),
+    ):
+        summary = norms.summary()
+        wide = clip_lines(summary, own).splitlines()
+        assert clip_lines(summary, own, width=max(map(len, wide))).splitlines() == wide
+        *narrow, below = clip_lines(summary, own, width=29).splitlines()
+        assert max(map(len, narrow)) <= 29
+        assert below == wide[-1]
+        assert len(narrow) == len(wide) - 1
+        assert sum(line.endswith("own") for line in narrow) == 1
+        for short, full in zip(narrow[1:], wide[1:], strict=False):
+            assert short.split()[:2] == full.split()[:2]
+
+
 def test_a_row_has_the_mean_coefficient_since_the_last_one():
     found = Norms("norm", 1.0)
     found.add(0.5, False)
