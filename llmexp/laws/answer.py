@@ -103,10 +103,9 @@ def _stray(ladder: Ladder, answer: Answer) -> bool:
     if len(ladder.points) >= (LEAST if answer.surfaces else LEAST_OF_POWER):
         return False
     out = answer.laws[0].ladder.out
-    reason = f"set apart by {ladder.name}, and too few for a law of their own"
-    out[reason] = [*out.get(reason, ()), *(p.name for p in ladder.points)]
-    for reason, names in ladder.out.items():
-        out[reason] = [*out.get(reason, ()), *names]
+    apart = f"set apart by {ladder.apart or ladder.name}, and too few for a law of their own"
+    for reason, names in ({apart: [p.name for p in ladder.points]} | ladder.out).items():
+        out.setdefault(reason, []).extend(names)
     return True
 
 

@@ -54,10 +54,11 @@ class Surface(Law):
         self.count, self.target = count, target  # FLOPs to predict at
         self.sizes, self.tokens, self.flops, losses = ladder.figures(count)
         if why := _lacking(self.sizes, self.tokens):
-            raise ConfigError(
+            text = (
                 f"{ladder.name}: has {why}; train at least 3 sizes at 3 budgets, or fit one axis: "
                 "llmexp fit PATH --form power --by tokens"
             )
+            raise ConfigError(". ".join([text, *ladder.notes]))
         x, compute = np.log([self.sizes, self.tokens]), np.log(self.flops)
         super().__init__(ladder, x, losses, seed)
         self.rungs = rungs(compute, self.sizes)
@@ -150,7 +151,7 @@ def _groups(logs: np.ndarray, gap: float) -> list[np.ndarray]:
 def _lacking(sizes: np.ndarray, tokens: np.ndarray) -> str:
     """Return what the points lack for a surface, in words; empty where they have all."""
     if len(sizes) < LEAST:
-        return f"{plural(len(sizes), 'run')}, and a surface needs {LEAST} or more"
+        return f"{plural(len(sizes), 'point')}, and a surface needs {LEAST} or more"
     if len(set(sizes)) < 3 or len(set(tokens)) < 3:
         return "fewer than 3 sizes, or 3 lengths"
     x, y = np.log(sizes), np.log(tokens)

@@ -58,12 +58,14 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     settings = _settings(list(points), axis)
     groups = _apart(settings, places)
     origins = [places[group[0].path] for group in groups]
-    for name, group, origin in zip(_names(groups, settings, origins), groups, origins, strict=True):
+    named = _names(groups, settings, origins)
+    for (name, apart), group, origin in zip(named, groups, origins, strict=True):
         held = [r for r in group if not decayed(r)]
         if 0 < len(held) < len(group):  # a loss before the decay is no loss of such a budget
             out[UNDECAYED] = [r.name for r in held]
             group = [r for r in group if r not in held]
-        found.append(_ladder(Ladder(name, [], out, origin=origin), group, points, axis))
+        ladder = Ladder(name, [], out, origin=origin, apart=apart)
+        found.append(_ladder(ladder, group, points, axis))
         out = {}
     if not found:
         why = "; ".join(f"{listed(names)}: {reason}" for reason, names in out.items())
@@ -111,17 +113,18 @@ def _alike(runs: Sequence[Record], settings: Settings) -> dict[str, Any]:
 
 def _names(
     groups: Sequence[Sequence[Record]], settings: Settings, origins: Sequence[Path]
-) -> list[str]:
-    """Name ladders by what sets them apart, or by their paths."""
+) -> list[tuple[str, str]]:
+    """Name ladders by what sets them apart, or by their paths, with what sets these apart."""
     alike = [_alike(group, settings) for group in groups]
-    keys = [k for k in (alike[0] if alike else {}) if len({repr(a.get(k)) for a in alike}) > 1]
+    values = {key: {repr(a.get(key)) for a in alike} for some in alike for key in some}
+    keys = [key for key, found in values.items() if len(found) > 1]
     options = {k.partition(".")[0] for k in keys if k.endswith("._target_")}
     keys = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in options]
-    if len(keys) == 1 and options:
-        return [short_value(a.get(keys[0])) for a in alike]
-    if 0 < len(keys) < 4:
-        return [short_label({k: a.get(k) for k in keys}) for a in alike]
-    return [origin.name for origin in origins]
+    if len(keys) > 3 or not keys:
+        return [(origin.name, listed(keys)) for origin in origins]
+    told = [{key: a.get(key) for key in keys} for a in alike]
+    one = len(keys) == 1 and options
+    return [(short_value(t[keys[0]]) if one else short_label(t), "") for t in told]
 
 
 def _tell_apart(found: Sequence[Ladder]) -> None:

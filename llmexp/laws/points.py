@@ -53,6 +53,7 @@ class Ladder:
     out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     origin: Path = Path()  # where its runs lie
+    apart: str = ""  # what sets it apart from other ladders
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, tokens, FLOPs and losses of the points."""

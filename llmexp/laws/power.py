@@ -41,12 +41,13 @@ class Power(Law):
         found = [(x, p.loss) for p in points if (x := p.along(by, count) or 0) > 0]
         values = len({x for x, _ in found})
         if len(found) < LEAST or values < VALUES:
-            raise ConfigError(
-                f"{ladder.name}: has {plural(len(found), 'run')} with {by} above 0, at "
-                f"{plural(values, 'value')}, and a power law needs {LEAST} runs at {VALUES} values;"
-                f" train {'more budgets' if by in AXES else f'more of {by}'}, or give the paths of "
+            text = (
+                f"{ladder.name}: has {plural(len(found), 'point')} with {by} above 0, at "
+                f"{plural(values, 'value')}, and a power law needs {LEAST} at {VALUES} values; "
+                f"train {'more budgets' if by in AXES else f'more of {by}'}, or give the paths of "
                 "more runs"
             )
+            raise ConfigError(". ".join([text, *ladder.notes]))
         self.x, losses = np.array(sorted(found)).T
         super().__init__(ladder, np.log([self.x]), losses, seed)
         first, last = float(self.x[0]), float(self.x[-1])

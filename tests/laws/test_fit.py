@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -217,6 +218,26 @@ def test_a_run_that_is_set_apart_is_named_and_no_ladder(sweep, tmp_path):
         assert found.data["ladders"][0]["law"] == llmexp.fit(sweep).data["ladders"][0]["law"]
 
 
+def test_runs_that_much_sets_apart_are_told_by_what_does(sweep, tmp_path):
+    more = {"optimizer__lr": 2e-3, "clip__kind": "value", "clip__max_norm": 2.0}
+    stray = run(tmp_path / "stray", 4.0, BLOCKS[0], 10**6, optimizer__beta2=0.9, **more)
+    left_out = llmexp.fit(*sweep.iterdir(), stray).data["ladders"][0]["left_out"]
+    assert left_out == {
+        "set apart by clip.kind, clip.max_norm, optimizer.lr and 1 more, and too few for a law of "
+        "their own": ["stray"]
+    }
+
+
+def test_settings_that_are_no_points_are_told_where_points_are_too_few(tmp_path):
+    """Four runs, two settings of one size and length: two points."""
+    for i, (lr, seed) in enumerate(itertools.product((1e-3, 2e-3), (1, 2))):
+        run(tmp_path / str(i), 3.0 + i, BLOCKS[0], 10**6, optimizer__lr=lr, train__seed=seed)
+    with pytest.raises(ConfigError) as error:
+        llmexp.fit(tmp_path)
+    assert "has 2 points with tokens above 0" in str(error.value)
+    assert "is a point; 1 other setting is none." in str(error.value)
+
+
 def test_a_path_for_each_size_is_one_ladder(sweep, tmp_path):
     paths = []
     for number in range(len(BLOCKS)):
@@ -320,7 +341,7 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{csv}", "--by", "token"], "Did you mean tokens?"),
         (
             ["{one}"],
-            "one: has 1 run with tokens above 0, at 1 value, and a power law needs 5 runs "
+            "one: has 1 point with tokens above 0, at 1 value, and a power law needs 5 "
             "at 4 values; train more budgets, or give the paths of more runs",
         ),
         (["{csv}", "--count", "all"], "--count all: a CSV file has one N"),
