@@ -16,7 +16,7 @@ from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain
 from llmexp.laws.isoflop import Parabolas
-from llmexp.laws.law import Estimate
+from llmexp.laws.law import Estimate, Law
 from llmexp.laws.power import Power
 from llmexp.laws.table import heads, rows
 from llmexp.laws.words import big, flops_text, plain
@@ -82,8 +82,8 @@ def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         "Dots: runs, a colour for each budget. Lines: the law; a star is its best size, with the "
         "95 % interval. Dotted: the parabola of the budget."
     )
-    return _plot(s, "isoflop", "loss over size", traces, caption,
-                 _x(s.sizes, "parameters"), _y("val loss"))  # fmt: skip
+    axes = _log(s.sizes, "parameters"), _axis("val loss")
+    return _plot("isoflop", "loss over size", traces, caption, *axes, s)
 
 
 def _frontiers(surfaces: Sequence[Surface]) -> Plot:
@@ -104,8 +104,8 @@ def _frontiers(surfaces: Sequence[Surface]) -> Plot:
             traces.append(_star(at.flops, loss, "prediction", colour, **bars, **of))
             caption += "" if "Star" in caption else " Star: the prediction."
     compute = [v for s in surfaces for v in (*np.exp(s.span), s.predicted.flops)]
-    layout = {**_x(compute, "FLOPs"), **_y("val loss", type="log", nticks=6)}
-    return plot("frontier", "The frontier", traces, layout | _LAYOUT, caption)
+    axes = _log(compute, "FLOPs"), _axis("val loss", type="log", nticks=6)
+    return _plot("frontier", "The frontier", traces, caption, *axes)
 
 
 def _contours(s: Surface) -> Plot:
@@ -132,9 +132,8 @@ def _contours(s: Surface) -> Plot:
                 for f in (s.frontier.tokens, s.frontier.sizes))  # fmt: skip
         traces.append(_line(np.exp(d), np.exp(n), FEW[0]))
         caption += " Line: the best sizes."
-    y_axis = {"yaxis": _x(np.exp(y), "parameters")["xaxis"]}
-    title = "loss over size and tokens"
-    return _plot(s, "contours", title, traces, caption, _x(np.exp(x), "tokens"), y_axis)
+    axes = _log(np.exp(x), "tokens"), _log(np.exp(y), "parameters")
+    return _plot("contours", "loss over size and tokens", traces, caption, *axes, s)
 
 
 def _residuals(law: Surface | Power) -> Plot:
@@ -146,8 +145,8 @@ def _residuals(law: Surface | Power) -> Plot:
         x = law.flops
     traces = [_dots(x, 100 * law.rest, names, FEW[0])]
     caption = f"They lie {law.ensemble.noise:.2%} from the law (standard deviation)."
-    return _plot(law, "residuals", "runs about the law", traces, caption,
-                 _x(x, text(over)), _y("above the law, %", zeroline=True))  # fmt: skip
+    axes = _log(x, text(over)), _axis("above the law, %", zeroline=True)
+    return _plot("residuals", "runs about the law", traces, caption, *axes, law)
 
 
 def _gains(found: Sequence[Gain]) -> Plot:
@@ -156,17 +155,15 @@ def _gains(found: Sequence[Gain]) -> Plot:
     for g, colour in zip(found, FEW[1:] * len(found), strict=False):
         traces += _band([n.flops for n in g.curve], [n.ratio for n in g.curve], colour, g.change)
     baseline = text(found[0].baseline, 40)
-    layout = {
-        **_x([n.flops for g in found for n in g.curve], f"FLOPs of {baseline}"),
-        **_y(f"compute, of {baseline}'s", type="log", nticks=7),
-        "shapes": [dict(type="line", xref="paper", x0=0, x1=1, y0=1, y1=1,
-                        line={"color": GREY, "width": 1.2, "dash": "dot"})],
-    }  # fmt: skip
+    x = _log([n.flops for g in found for n in g.curve], f"FLOPs of {baseline}")
+    y = _axis(f"compute, of {baseline}'s", type="log", nticks=7)
     caption = (
         f"The compute that a change needs for the loss that {baseline} has at its best, as a "
         "multiple, with the 95 % interval. Below the dotted line it saves compute."
     )
-    return plot("gain", "Compute at equal loss", traces, layout | _LAYOUT, caption)
+    one = _plot("gain", "Compute at equal loss", traces, caption, x, y)
+    one.figure.add_hline(1, line={"color": GREY, "width": 1.2, "dash": "dot"})
+    return one
 
 
 def _power(p: Power) -> Plot:
@@ -175,30 +172,29 @@ def _power(p: Power) -> Plot:
     traces = _band(x, [p.loss_at(v) for v in x], FEW[0], p.ladder.name)
     traces.append(_dots(p.x, p.losses, map(big, p.x), FEW[0]))
     caption = "Dots: runs. Line and band: the law, with the 95 % interval."
-    return _plot(p, "power", "the law", traces, caption, _x(x, text(p.by)), _y("val loss"))
-
-
-_LAYOUT = {"height": 420, "margin.t": 60, "legend": ABOVE}
+    return _plot("power", "the law", traces, caption, _log(x, text(p.by)), _axis("val loss"), p)
 
 
 def _plot(
-    law: Surface | Power, kind: str, title: str, traces: list[Any], caption: str, *axes: Any
+    kind: str, title: str, traces: list[Any], caption: str, x: Any, y: Any, law: Law | None = None
 ) -> Plot:
-    """Return a figure of one law."""
-    name = "".join(ch if ch.isalnum() else "-" for ch in law.ladder.name)
-    layout = _LAYOUT | axes[0] | axes[1]
-    return plot(f"{kind}-{name}", f"{text(law.ladder.name)}: {title}", traces, layout, caption)
+    """Return a figure, of one law or of all."""
+    layout = {"height": 420, "margin.t": 60, "legend": ABOVE, "xaxis": x, "yaxis": y}
+    if law:
+        kind += "-" + "".join(ch if ch.isalnum() else "-" for ch in law.ladder.name)
+        title = f"{text(law.ladder.name)}: {title}"
+    return plot(kind, title, traces, layout, caption)
 
 
-def _x(values: Any, title: str) -> dict[str, Any]:
+def _log(values: Any, title: str) -> dict[str, Any]:
     """Return a logarithmic axis that has a tick or two."""
     wide = math.log10(float(np.max(values)) / float(np.min(values))) > 2.5
-    return {"xaxis": {"type": "log", "title": {"text": title}, "exponentformat": "power",
-                      "dtick": 1 if wide else "D2", "tickfont": {"size": 11}}}  # fmt: skip
+    tick = {"dtick": 1 if wide else "D2", "tickfont": {"size": 11}}
+    return _axis(title, type="log", exponentformat="power", **tick)
 
 
-def _y(title: str, **more: Any) -> dict[str, Any]:
-    return {"yaxis": {"title": {"text": title}, **more}}
+def _axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
 
 
 def _around(values: np.ndarray, more: float) -> np.ndarray:
