@@ -335,49 +335,41 @@ def changed(case: tuple[str, str, str]) -> tuple[dict[str, str], dict[str, Any],
     return choice, beside, changes
 
 
-def acts(case: tuple[str, str, str]) -> bool:
-    """Whether the result of a run depends on the knob, beside the option and with this value."""
-    choice, beside, changes = changed(case)
-    flat = flatten(plain(made(choice, beside))) | changes
-    return case[2] not in dead(flat) and case[2] in deciding_result(flat)
-
-
 CASES = [case for case in cases() if case[2] not in NOT_HERE]
-ACTING = [case for case in CASES if acts(case)]
+KNOBS_OF = {of: [*knobs] for of, knobs in itertools.groupby(CASES, lambda case: case[:2])}
 # Those of these sections cannot all be given at once.
 ALONE = ("model", "data", "train")
-IDLE = itertools.groupby(
-    (c for c in CASES if c not in ACTING), lambda c: c[:2] + c[2:] * (c[0] in ALONE)
-)
 
 
-@pytest.mark.parametrize("case", ACTING, ids=lambda c: f"{c[1]}-{c[2]}")
-def test_a_knob_changes_what_it_says(work, case):
-    """Two values of it: other windows, norms or updates, or the same to rounding where it says
-    so."""
-    key = case[2]
-    choice, beside, changes = changed(case)
-    old, old_figures = baseline(tuple(choice.items()), tuple(beside.items()))
-    try:
-        new, figures = trained(made(choice, beside | changes))
-    except ConfigError:  # it reads token files as of another type
-        assert key == "data.dtype"
-        return
-    if affects(key) == "result":
-        assert new != old, f"{key} does nothing: a dead knob"
-    else:
-        assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10)
-
-
-@pytest.mark.parametrize("idle", [[*of] for _, of in IDLE], ids=lambda of: "-".join(of[0]))
-def test_knobs_that_do_not_act_in_an_option_change_nothing(work, idle):
-    """Those of an option at once; and those that only name or record something."""
-    choice, beside, changes = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
-    for case in idle:
-        for known, more in zip((choice, beside, changes), changed(case), strict=True):
-            known.update(more)
-    old, _ = baseline(tuple(choice.items()), tuple(beside.items()))
-    assert trained(made(choice, beside | changes))[0] == old, [*changes]
+@pytest.mark.parametrize("of", KNOBS_OF, ids="-".join)
+def test_each_knob_of_an_option_changes_what_it_says(work, of):
+    """Two values of it: other windows, norms or updates, or the same to rounding where it says so.
+    Those that do not act beside the option, and those that only name or record something, change
+    nothing."""
+    idle = []
+    for case in KNOBS_OF[of]:
+        key, (choice, beside, changes) = case[2], changed(case)
+        flat = flatten(plain(made(choice, beside))) | changes
+        if key in dead(flat) or key not in deciding_result(flat):
+            idle.append((choice, beside, changes))
+            continue
+        old, old_figures = baseline(tuple(choice.items()), tuple(beside.items()))
+        try:
+            new, figures = trained(made(choice, beside | changes))
+        except ConfigError:  # it reads token files as of another type
+            assert key == "data.dtype"
+            continue
+        if affects(key) == "result":
+            assert new != old, f"{key} does nothing: a dead knob"
+        else:
+            assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10), key
+    for group in [[one] for one in idle] if of[0] in ALONE else [idle]:
+        choice, beside, changes = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
+        for knob in group:
+            for known, more in zip((choice, beside, changes), knob, strict=True):
+                known.update(more)
+        old, _ = baseline(tuple(choice.items()), tuple(beside.items()))
+        assert trained(made(choice, beside | changes))[0] == old, [*changes]
 
 
 def wrong(kind: Any, knob: Knob) -> Iterator[Any]:

@@ -549,7 +549,7 @@ def test_a_signal_before_training(tmp_path, moment, number):
     process.send_signal(number)
     if number == signal.SIGINT and moment == "preparing":
         process.send_signal(number)  # an impatient second one changes nothing
-    code = process.wait(timeout=20)
+    code = process.wait(timeout=120)
     took = time.monotonic() - began
     err = process.stderr.read() if number != signal.SIGKILL else ""
     # While the parent composes, TERM has its default action; a shell reads that as 143 too.

@@ -4,7 +4,7 @@ server.py SOCKET`."""
 import contextlib
 import ctypes
 import gc
-import json
+import marshal
 import os
 import runpy
 import signal
@@ -34,6 +34,7 @@ def main(address: str) -> None:
     gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
     gc.set_threshold(20_000, 10, 10)  # there are few in the second that it lives
+    forks.in_large_pages()
 
     # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork
     # Python itself runs code in which an exception is lost.
@@ -52,7 +53,7 @@ def main(address: str) -> None:
         if child == 0:
             listener.close()
             connection.close()
-            become_worker(json.loads(text), fds)
+            become_worker(marshal.loads(text), fds)
         for fd in fds:
             os.close(fd)
         threading.Thread(target=look_after, args=(child, connection), daemon=True).start()

@@ -12,11 +12,14 @@ import sys
 
 
 def hand_over(address: str) -> None:
-    import contextlib
+    """End this process as a fork of the server ends.
+
+    The C modules of `signal` and `socket`, and marshal for json: each command of the tests and each
+    of its workers pays for the imports of its stand-in, which would be most of what that costs."""
+    import _signal as signal
+    import _socket as socket
     import ctypes
-    import json
-    import signal
-    import socket
+    import marshal
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as the worker: SIGTERM when the parent dies
     parent = os.getppid()
@@ -37,8 +40,20 @@ def hand_over(address: str) -> None:
         if not child:
             waiting.append(number)
             return
+        import contextlib
+
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
+
+    def answer() -> int | None:
+        """A line of the server; None where it has ended."""
+        line = b""
+        while not line.endswith(b"\n"):
+            more = server.recv(1)
+            if not more:
+                return None
+            line += more
+        return int(line)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -58,22 +73,29 @@ def hand_over(address: str) -> None:
         "fds": numbers,
         "umask": umask,
         "pid": os.getpid(),
-        "ignored": [int(n) for n in ignored],
+        "ignored": ignored,
     }
-    message = json.dumps(request).encode()
-    socket.send_fds(server, [len(message).to_bytes(8, "big")], numbers)
+    message = marshal.dumps(request)
+    passed = b"".join(number.to_bytes(4, sys.byteorder) for number in numbers)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)
+    server.sendmsg([len(message).to_bytes(8, "big")], [rights])
     server.sendall(message)
-    answers = server.makefile("r")
-    child = int(answers.readline())
+    started = answer()
+    if started is None:
+        os._exit(1)
+    child = started
     if os.getppid() != parent:
         waiting.append(signal.SIGTERM)
     for number in waiting:
         forward(number, None)
     for number in numbers:  # what the worker closes must be closed
         os.close(number)
-    code = int(answers.readline() or -9)
+    code = answer()
+    if code is None:
+        code = -signal.SIGKILL
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
