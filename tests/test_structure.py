@@ -43,7 +43,7 @@ SIZES = {
     "runs": 12_150,
     "exchange": 10_550,
     "tracker": 9_700,
-    "compare": 50_800,
+    "compare": 50_650,
     "train": 39_750,
     "laws": 17_850,
     "evaluate": 2_550,

@@ -14,15 +14,14 @@ evidence       what runs show: differences over seeds, rounding, effects of sing
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
-spikes         which settings spiked, and what rose first
 searching      what a search has found: its choice with fresh seeds, which knobs mattered
 comparing      all of the above in order: runs -> `Result`
 clipping       what the rules of clipping did
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing
 page           the HTML page of a comparison, and the answer as a tracker gets it; plotting,
-               plot_verdict, plot_training, plot_settings, plot_layers, plot_screen and plot_search
-               make its figures
+               plot_verdict, plot_training, plot_settings, plot_layers and plot_search make its
+               figures
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts

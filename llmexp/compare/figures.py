@@ -15,7 +15,6 @@ import numpy as np
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
 from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, is_loss
 from llmexp.compare.rows import elapsed, finite
-from llmexp.compare.spikes import spikes_of
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import as_dict, number, shown, with_interval
@@ -233,7 +232,8 @@ def figures(
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(summary.get(_IN_SUMMARY.get(key, key)))
         found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
-    found |= spikes_of(record)
+    spikes = as_dict(record.status.get("spikes"))
+    found |= {key: number(spikes.get(key)) for key in ("spikes", "spike_tokens")}
     for key in filter(_is_other, more):
         found[key] = _last(finite(columns, key, rows))
     for key in filter(is_score, record.last):  # at the end of each run
@@ -247,6 +247,13 @@ def figures(
         if found["train_time"] is not None and (seconds := time_before(record)) is not None:
             found["line_time"] = found["train_time"] + seconds
     return {key: value for key, value in found.items() if value is not None}
+
+
+def rose_first(setting: Setting) -> tuple[str, int] | None:
+    """Return the module that rose first most often in most runs, and how many these are."""
+    spikes = (as_dict(record.status.get("spikes")) for record in setting.runs)
+    modules = (as_dict(found.get("rose_first")).get("module") for found in spikes)
+    return next(iter(Counter(map(str, filter(None, modules))).most_common(1)), None)
 
 
 def _losses(

@@ -140,12 +140,14 @@ def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     squares = np.bincount(of_cell, residuals**2, count)
     df = np.bincount(of_cell, np.diag(left), count)
     tame = [i for i in range(count) if i not in wild]
-    if df[tame].sum() < 0.5:  # it is a whole number
+    of_tame = np.isin(of_cell, tame)
+    total = float(np.trace(left[of_tame][:, of_tame]))
+    if total < 0.5:  # it is a whole number
         return None
     apart = len(tame) == 2 and not blocks and min(len(seeds[i]) for i in tame) > 1
     variances = squares / np.maximum(df, 1e-9)
     if not apart:
-        variances[tame], df[tame] = _moderated(squares[tame], df[tame])
+        variances[tame], df[tame] = _moderated(squares[tame], df[tame], total)
     weights = inverse[:count]
     if blocks:  # the figure over the seeds as they are on average
         weights[tame] += inverse[count:].mean(axis=0)
@@ -196,7 +198,7 @@ def _blocks(cells: Sequence[tuple[int, str, float]]) -> dict[str, int]:
     return {s: number for number, s in enumerate(shared)}
 
 
-def _moderated(squares: np.ndarray, df: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
     """Return each setting's variance, drawn towards the common one, and its degrees of freedom.
 
     The prior's degrees of freedom d0 follow from how far the log variances spread beyond what few
@@ -206,7 +208,6 @@ def _moderated(squares: np.ndarray, df: np.ndarray) -> tuple[np.ndarray, np.ndar
     """
     from scipy.special import psi, zeta
 
-    total = float(df.sum())
     pooled = float(squares.sum()) / total
     of_all = np.full(len(df), pooled), np.full(len(df), total)
     known = df > 0.1

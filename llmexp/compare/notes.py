@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.figures import has_a_say
+from llmexp.compare.figures import has_a_say, rose_first
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
-from llmexp.compare.spikes import spiked
 from llmexp.compare.target import UNITS, reached
 from llmexp.run.budget import sized_by
 from llmexp.runs.rundir import how_to_resume
@@ -21,6 +20,7 @@ from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
 from llmexp.system.text import duration, listed, number
 
+SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
     "other task": "of another task",
     "rows lost": "with lost rows",
@@ -52,7 +52,7 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     first, beside, how = (
         [line for say in several for line in say(f)]
         for several in (
-            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, spiked),
+            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _spiked),
             (_left_out, _unequal_seeds, _planned),
             (_tokens, _where, _batch, _method, _halving),
         )
@@ -147,6 +147,25 @@ def _trunk(f: Result) -> Iterator[str]:
         yield "The seeds go on from one trunk, so what they show holds for this trunk only."
     elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
         yield "Several seeds go on from one trunk, so their spread is less than that of trunks."
+
+
+def _spiked(f: Result) -> Iterator[str]:
+    """Tell the spikes of each setting that has any, those of the most spikes first."""
+    spiky = [e for e in f.settings if e.figures.get("spikes")]
+    spiky.sort(key=lambda e: -e.figures["spikes"])
+    parts = []
+    for e in spiky[:SPIKY]:
+        several = len(e.runs) > 1
+        part = f"{e.label} {e.figures['spikes']:.3g}{' a run' * several}"
+        if tokens := e.figures.get("spike_tokens"):
+            part += f", {tokens:,.0f} tokens until the loss was back"
+        if first := rose_first(e):
+            part += f", {first[0]} rose first most often"
+            part += f" in {first[1]} of {plural(len(e.runs), 'run')}" * several
+        parts.append(part)
+    if parts:
+        rest = f"; and {len(spiky) - SPIKY} more settings" * (len(spiky) > SPIKY)
+        yield f"Spikes: {'; '.join(parts)}{rest}."
 
 
 def _matters(e: Effect, f: Result) -> bool:

@@ -11,8 +11,7 @@ from plotly.offline import get_plotlyjs
 from llmexp.compare.clipping import looked_at
 from llmexp.compare.document import LIBRARY, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
-from llmexp.compare.plot_screen import screen_plots
-from llmexp.compare.plot_search import search_plots
+from llmexp.compare.plot_search import screen_plots, search_plots
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot

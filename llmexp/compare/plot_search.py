@@ -1,4 +1,8 @@
-"""Draw the history of a search: its trials in order and, apart from them, the fresh seeds."""
+"""Draw what a search and a screen have found.
+
+Of a search the trials in order and, apart from them, the fresh seeds; of a screen its effects by
+size, and all contrasts against what noise would make.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
 from llmexp.compare.figures import half_width
-from llmexp.compare.plotting import ABOVE, GREY, Look, Plot, looks, plot, points, text
+from llmexp.compare.plotting import ABOVE, FEW, GREY, Look, Plot, looks, plot, points, text
 from llmexp.compare.records import Record, Result, Setting
+from llmexp.compare.screening import Screen, spelled
 from llmexp.runs.rundir import by_number
+from llmexp.settings.labels import short_value
 
 
 def search_plots(c: Result) -> list[Plot]:
@@ -65,3 +72,48 @@ def _fresh(c: Result, e: Setting, look: Look, fresh: Sequence[Record], place: in
     bars = dict(array=[half or 0.0, *[0.0] * count], color=look.colour, width=5, visible=bool(half))
     x = [place] * (1 + count)
     return points(x, [mean, *values], words, name=look.title, marker=marker, error_y=bars)
+
+
+def screen_plots(c: Result) -> list[Plot]:
+    """Return a Pareto of the effects and a half-normal plot of all contrasts of a screen."""
+    return [_pareto(c, c.screen), _half_normal(c, c.screen)] if c.screen else []
+
+
+def _pareto(c: Result, screen: Screen) -> Plot:
+    names, knobs = c.names, list(screen.knobs.items())[::-1]
+    labels = []
+    for key, _ in knobs:
+        first, second = map(short_value, screen.levels[key])
+        labels.append(text(f"{names[key]}: {second} against {first}", 40))
+    trace = go.Bar(
+        y=labels, x=[k.effect for _, k in knobs], orientation="h",
+        error_x=dict(array=[k.half for _, k in knobs], color=GREY),
+        marker={"color": [FEW[0] if k.found else GREY for _, k in knobs]},
+        hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",
+    )  # fmt: skip
+    layout = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
+    caption = "Bars in colour are told from noise; the whiskers are 95 % intervals."
+    return plot("effects", f"Effects on {c.key}", [trace], layout, caption)
+
+
+def _half_normal(c: Result, screen: Screen) -> Plot:
+    from scipy.special import ndtri
+
+    every = sorted([*screen.knobs.values(), *screen.others], key=lambda k: abs(k.effect))
+    titles = [text(spelled(k.names, c.names)) or "higher" for k in every]
+    knobs = [c.names[k.names[0]] if k in screen.knobs.values() else "" for k in every]
+    x = ndtri(0.5 + 0.5 * (np.arange(len(every)) + 0.5) / len(every)).tolist()
+    marker = {"size": 9, "symbol": ["circle" if knob else "circle-open" for knob in knobs],
+              "color": [FEW[0] if k.found else GREY for k in every]}  # fmt: skip
+    trace = go.Scatter(
+        x=x, y=[abs(k.effect) for k in every], mode="markers+text", marker=marker,
+        text=[text(knob, 30) for knob in knobs],
+        textposition="top center", cliponaxis=False, customdata=titles,
+        hovertemplate="%{customdata}<br>%{y:.3g}<extra></extra>",
+    )  # fmt: skip
+    layout = {
+        "height": 340, "xaxis.title.text": "half-normal quantile", "xaxis.range": [-0.25, 2.6],
+        "yaxis.title.text": "size of the contrast",
+    }  # fmt: skip
+    caption = "Noise alone lies on a line through the origin, what matters above it. Open: pairs."
+    return plot("half-normal", "All contrasts", [trace], layout, caption)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from llmexp.compare.records import Result
-from llmexp.compare.screening import Contrast, Screen, screen
+from llmexp.compare.screening import Contrast, Screen, screen, spelled
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_value
 from llmexp.system.text import with_interval
@@ -52,15 +52,12 @@ def mixed(f: Result) -> Iterator[str]:
             yield "A screen is judged once all of its runs are there, over the same seeds."
         return
     s, names = f.screen, f.names
-
-    def short(pairs: Sequence[str], between: str) -> str:
-        return between.join(" x ".join(names[key] for key in p.split(" x ")) for p in pairs)
-
-    with_pairs = [f"{names[k]} with {short(p, ' + ')}" for k, p in s.confounded.items() if p]
+    pairs = {key: spelled(p, names, " + ") for key, p in s.confounded.items() if p}
+    with_pairs = [f"{names[key]} with {words}" for key, words in pairs.items()]
     if with_pairs:
         yield f"Resolution III: an effect may be that of a pair instead: {'; '.join(with_pairs)}."
     elif s.resolution == 4:
-        groups = [short(c.names, " = ") for c in s.others if len(c.names) > 1]
+        groups = [spelled(c.names, names) for c in s.others if len(c.names) > 1]
         yield f"Resolution IV: no effect is that of a pair; pairs are mixed: {'; '.join(groups)}."
     else:
         yield "No effect is mixed with a pair, nor pairs with each other."

@@ -54,6 +54,11 @@ class Screen:
         return self.levels[key][self.knobs[key].effect * sign < 0]
 
 
+def spelled(pairs: Sequence[str], names: Mapping[str, str], between: str = " = ") -> str:
+    """Return keys, or pairs of them, under their short names."""
+    return between.join(" x ".join(names[key] for key in p.split(" x ")) for p in pairs)
+
+
 def words(factors: int, runs: int) -> list[int]:
     """Return for each factor which base factors its levels follow from, as bits of a number.
 

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from llmexp.compare.clipping import CLIP_COLUMNS, clip_columns
-from llmexp.compare.figures import difference, figure_text
+from llmexp.compare.figures import difference, figure_text, rose_first
 from llmexp.compare.records import REACHED, TWIN, Result, Setting
 from llmexp.compare.screened import as_data
-from llmexp.compare.spikes import rose_first
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
