@@ -68,6 +68,10 @@ class LedgerEntry:
     error: str | None = None  # one line
 
     @property
+    def name(self) -> str:
+        return f"{self.number}-{self.label}"
+
+    @property
     def is_twin(self) -> bool:
         """Return whether it repeats a setting with another rounding."""
         return any(o.startswith(TWIN) and o != f"{TWIN}0" for o in self.overrides)
@@ -94,11 +98,14 @@ class PointFacts:
     """The checker's answer: how a point's run is solved, and what it needs."""
 
     solved: str  # identity of the config as solved; also what was null
-    max_steps: int
-    max_tokens: int
-    own_tokens: int  # of these, without a parent's
-    ranks: int
     devices: int  # CUDA devices of this machine; 0 for a run on the CPU
+    own_tokens: int  # of the budget, without a parent's
+    run: dict[str, Any]  # as its run.json will have it
+
+    @property
+    def ranks(self) -> int:
+        """Return the ranks of a host."""
+        return int(self.run["nproc_per_node"])
 
 
 @dataclass
@@ -128,8 +135,8 @@ class Ledger:
 
     def add(self, label: str, overrides: list[str], folder: str | None = None) -> LedgerEntry:
         """Return a new point, in the folder or in one that is named by its number."""
-        number = self.next_number()
-        entry = LedgerEntry(number, label, folder or f"{number}-{label}", None, overrides)
+        entry = LedgerEntry(self.next_number(), label, folder or "", None, overrides)
+        entry.folder = entry.folder or entry.name
         self.points.append(entry)
         return entry
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare, findings
-from llmexp.compose.app import refuse_hosts, visible
+from llmexp.compose.app import refuse_hosts
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
@@ -20,8 +20,15 @@ from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.sweep.deciding import refuse_undecidable, run_looks
 from llmexp.sweep.local import visible_devices
-from llmexp.sweep.matching import Task, is_left, lengthened, match, of_folders
-from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
+from llmexp.sweep.matching import (
+    is_left,
+    lengthened,
+    match,
+    of_folders,
+    placed_point,
+    startable,
+)  # fmt: skip
+from llmexp.sweep.points import Point, no_start, split_duplicates
 from llmexp.sweep.running import run_points, run_rungs
 from llmexp.sweep.show import name_of, warn_of_budgets
 from llmexp.system.child import say
@@ -32,62 +39,59 @@ from llmexp.tracker.sync import upload_command
 LOCK = ".lock-sweep"
 
 
-def run_batch(
-    current: Current,
-    points: list[Point],
-    refused: list[Refused],
-    *,
-    again: bool = False,
-    earlier: Sequence[LedgerEntry] = (),
-) -> list[Task]:
-    """Check all points, then run those that are not finished; return them with their entries.
+def run_batch(current: Current, points: list[Point], refused: list[LedgerEntry]) -> list[Point]:
+    """Check all points, then run those that are not finished; return them as the ledger has them.
 
-    `again`: a search may ask twice for the same point; `earlier`: those that it has tried. Raises
-    ConfigError before anything is written.
+    Raises ConfigError before anything is written.
     """
-    able, refused = checked(current, points, refused, again)
-    if current.knobs.decide:
-        refuse_undecidable(current, able)
-    resumed = current.knobs.resume is not None
-    if current.grid and not resumed:
-        spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
-        warn_of_budgets(spent, current.knobs, current.arguments)
-    if current.grid and not resumed and len(able) + len(refused) == 1:
-        say("one point: no key has several values (train.seed=1,2 would make two)")
-    longer = lengthened(current, able) if current.grid and resumed else {}
-    if current.opened is None:
-        open_ledger(current)
+    able, refused = checked(current, points, refused)
+    if current.grid:
+        placed = placed_grid(current, able, refused)
+    else:
+        placed = match(current.opened or open_ledger(current), able, {})
     ledger = current.ledger
-    first = ledger.next_number()
-    tasks = match(ledger, able, longer)
-    if current.grid and resumed:
-        say(how_many([task.entry.number >= first for task in tasks], len(longer)))
-    record_refused(ledger, refused, {task.entry.folder for task in tasks})
-    if resumed and not again:
-        tasks += others(current, {task.entry.folder for task in tasks})
-    ledger.add_swept(key for task in tasks for key in task.point.swept)
+    record_refused(ledger, refused, {point.entry.folder for point in placed})
+    if current.grid and current.resumed:
+        placed += others(current, {point.entry.folder for point in placed})
+    ledger.add_swept(key for point in placed for key in point.swept)
     ledger.state = "running"
     ledger.save()
-    once = list({task.entry.folder: task for task in tasks}.values())
+    once = list({point.entry.folder: point for point in placed}.values())
     if current.knobs.decide:
         run_looks(current, once)
     else:
-        run_rungs(current, once, earlier)
+        run_rungs(current, once)
     if current.grid:
         run_twins(current)
-    return tasks
+    return placed
 
 
-def how_many(new: Sequence[bool], longer: int) -> str:
-    """Return the line that begins a sweep that is gone on with."""
-    text = f"{plural(len(new), 'point')}, {sum(new) or 'none'} of them new"
-    return f"{text}, {longer} with a longer budget" if longer else text
+def placed_grid(current: Current, able: list[Point], refused: list[LedgerEntry]) -> list[Point]:
+    """Return the points of a grid with their entries in the ledger, which is opened.
+
+    Raises ConfigError.
+    """
+    if current.knobs.decide:
+        refuse_undecidable(current, able)
+    if not current.resumed:
+        warn_of_budgets([p.spent(p.facts.run) for p in able], current.knobs, current.arguments)
+        if len(able) + len(refused) == 1:
+            say("one point: no key has several values (train.seed=1,2 would make two)")
+        return match(open_ledger(current), able, {})
+    longer = lengthened(current, able)
+    ledger = open_ledger(current)
+    first = ledger.next_number()
+    placed = match(ledger, able, longer)
+    new = sum(point.entry.number >= first for point in placed) or "none"
+    more = f", {len(longer)} with a longer budget" if longer else ""
+    say(f"{plural(len(placed), 'point')}, {new} of them new{more}")
+    return placed
 
 
 def checked(
-    current: Current, points: list[Point], refused: list[Refused], again: bool
-) -> tuple[list[Point], list[Refused]]:
-    """Return the points that can run and those that are left out.
+    current: Current, points: list[Point], refused: list[LedgerEntry]
+) -> tuple[list[Point], list[LedgerEntry]]:
+    """Return the points that can run and those that are left out; a search may ask twice for one.
 
     Raises ConfigError where nothing may be left out, or nothing is left.
     """
@@ -95,19 +99,18 @@ def checked(
     if current.launcher != "slurm":
         for point in points:
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
-    same: list[Refused] = []
-    if not again:
+    same, solved = list[LedgerEntry](), list[LedgerEntry]()
+    if current.grid:
         points, same = split_duplicates(points, lambda point: point.identity)
     if same and knobs.on_infeasible == "refuse":
         raise no_start([*same, *refused])
     able, unable = current.checker.check(points)
     if current.launcher == "local":
         refuse_devices(current, able)
-    solved: list[Refused] = []
-    if not again:
+    if current.grid:
         able, solved = split_duplicates(able, lambda point: point.facts.solved)
     refused = [*same, *solved, *refused, *unable]
-    begun = again and current.opened is not None  # a search that has results goes on
+    begun = not current.grid and current.opened  # a search that has results goes on
     if refused and not begun and (knobs.on_infeasible == "refuse" or not able):
         raise no_start(refused)
     return able, refused
@@ -121,19 +124,19 @@ def refuse_devices(current: Current, points: Sequence[Point]) -> None:
         raise refuse("sweep.devices_per_run", wanted, f"this host has {most}", most)
 
 
-def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) -> None:
+def record_refused(ledger: Ledger, refused: Sequence[LedgerEntry], taken: set[str]) -> None:
     """Record the points that are left out; `taken`: the folders of the others, and then of all."""
     for one in refused:
-        asked = visible(one.overrides)
+        asked = one.overrides
         there = (e for e in ledger.points if e.overrides == asked and e.folder not in taken)
         entry = next(there, None) or ledger.add(one.label, asked)
         taken.add(entry.folder)
         if entry.state != "finished":
-            entry.refused = one_line(one.reason)
+            entry.refused = one_line(one.refused or "")
             ledger.look(entry)
 
 
-def others(current: Current, asked: set[str]) -> list[Task]:
+def others(current: Current, asked: set[str]) -> list[Point]:
     """Return the points of earlier commands that are not finished, from their folders.
 
     Twins are left out: they are trained at the end.
@@ -141,12 +144,12 @@ def others(current: Current, asked: set[str]) -> list[Task]:
     ledger = current.ledger
     there = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]
     left = [e for e in there if is_left(ledger, e) and e.rung is None]
-    return of_folders(current.checker, ledger, left)
+    return of_folders(current, left)
 
 
-def open_ledger(current: Current) -> None:
+def open_ledger(current: Current) -> Ledger:
     """Make the sweep's folder with its ledger, or find it, and lock it. Raises ConfigError."""
-    path, resumed = current.where, current.knobs.resume is not None
+    path, resumed = current.where, current.resumed
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         way = "copy the sweep to one that can, with all its runs, and go on there"
         raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
@@ -180,6 +183,7 @@ def open_ledger(current: Current) -> None:
     current.stack.enter_context(current.signals_noted())
     # however the sweep ends, and while the lock is held
     current.stack.callback(conclude, current)
+    return ledger
 
 
 def conclude(current: Current) -> None:
@@ -246,49 +250,43 @@ def run_twins(current: Current) -> None:
     # Twins that never began may be those of a setting that leads no more.
     never = [e for e in ledger.points if e.is_twin and not rundir.is_run(ledger.path / e.folder)]
     ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
-    lead = leading(ledger) if current.knobs.twins else None
-    tasks = [] if lead is None else twins_of(current, lead)
-    asked = {task.entry.folder for task in tasks}
-    there = [e for e in ledger.points if e.is_twin and e.folder not in asked]
-    tasks += of_folders(current.checker, ledger, [e for e in there if is_left(ledger, e)])
-    if all(ledger.look(task.entry) == "finished" for task in tasks):
+    lead, twins = leading(ledger) if current.knobs.twins else None, list[Point]()
+    there = [e for e in ledger.points if e.is_twin]
+    if lead is not None:
+        twins = copies_of(ledger, lead, "twin", range(1, current.knobs.twins + 1))
+        if new := sum(twin.entry not in there for twin in twins):
+            name = name_of(lead, ledger.swept)
+            other = ", where another setting led before," if there else ""
+            say(f"{name}{other} leads; {plural(new, 'twin')} of it will show what rounding makes")
+    run_copies(current, twins, [e for e in there if is_left(ledger, e)])
+
+
+def run_copies(
+    current: Current, copies: Sequence[Point], left: Sequence[LedgerEntry], why: str = ""
+) -> None:
+    """Train copies of points, and those that earlier commands have left; say `why` if any is."""
+    ledger, asked = current.ledger, [copy.entry for copy in copies]
+    points = startable(current, copies) + of_folders(current, [e for e in left if e not in asked])
+    if all(ledger.look(point.entry) == "finished" for point in points):
         return
-    ledger.add_swept(["train.twin"])
+    if why:
+        say(why)
+    ledger.add_swept(key for copy in copies for key in copy.swept)
     ledger.save()
-    run_points(current, tasks)
+    run_points(current, points)
 
 
-def twins_of(current: Current, lead: LedgerEntry) -> list[Task]:
-    """Return the twins of a finished point; those that the ledger does not have get new entries."""
-    ledger, count = current.ledger, current.knobs.twins
-    there = [e.folder for e in ledger.points if e.is_twin]
-    tasks = copies_of(current, lead, "twin", range(1, count + 1))
-    if new := sum(task.entry.folder not in there for task in tasks):
-        name = name_of(lead, ledger.swept)
-        other = ", where another setting led before," if there else ""
-        say(f"{name}{other} leads; {plural(new, 'twin')} of it will show what rounding makes")
-    return tasks
-
-
-def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Sequence[int]) -> list[Task]:
+def copies_of(ledger: Ledger, lead: LedgerEntry, knob: str, values: Sequence[int]) -> list[Point]:
     """Return a finished point with other values of a knob of `train`, each in the ledger."""
-    ledger, key = current.ledger, f"train.{knob}"
+    key, copies = f"train.{knob}", list[Point]()
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(f"{key}=")]
-    swept = list(dict.fromkeys([*ledger.swept, key]))
     there = {tuple(sorted(e.overrides)): e for e in ledger.points}
-    entries, points = {}, []
     for value in values:
         asked = [*overrides, f"{key}={value}"]
         entry = there.get(tuple(sorted(asked))) or ledger.add(f"{lead.label}+{knob}_{value}", asked)
         copy = with_knobs(config, train={knob: value, "stop_step": None})
-        path = ledger.path / entry.folder
-        point = Point(entry.number, asked, swept, None, copy, entry.label, path, ledger.group)
+        point = placed_point(ledger, entry, copy, key)
         entry.identity = point.identity
-        points.append(point)
-        entries[point.number] = entry
-    able, refused = current.checker.check(points)
-    for one in refused:
-        entries[one.number].not_started(one.reason)
-    ledger.save()
-    return [Task(point, entries[point.number]) for point in able]
+        copies.append(point)
+    return copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -52,11 +51,8 @@ def answer(
         folder.refuse_other_run(path, parts)
     run = parts.run
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
-    facts = PointFacts(
-        config_identity(plain(parts.config)), run.max_steps, run.max_tokens, run.own_tokens,
-        run.layout.nproc_per_node, devices,
-    )  # fmt: skip
-    return dataclasses.asdict(facts)
+    solved = config_identity(plain(parts.config))
+    return vars(PointFacts(solved, devices, run.own_tokens, run.as_dict()))
 
 
 def serve() -> None:

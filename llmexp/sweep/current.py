@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.points import Point, Refused, counted
+from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep
 from llmexp.system.child import PASSED_ON, handling, start
 
@@ -44,14 +44,14 @@ class Checker:
 
     def check(
         self, points: Sequence[Point], purpose: str = "check"
-    ) -> tuple[list[Point], list[Refused]]:
+    ) -> tuple[list[Point], list[LedgerEntry]]:
         """Return the points that can run, with the facts of their runs, and the others.
 
         Data are prepared, which the runs need anyway. With `lengthen` each point goes on with the
         run in its folder. Raises ConfigError.
         """
         able: list[Point] = []
-        refused: list[Refused] = []
+        refused: list[LedgerEntry] = []
         for point, found in zip(points, self._ask(purpose, points), strict=True):
             if "refused" in found:
                 refused.append(point.refused(found["refused"]))
@@ -93,6 +93,7 @@ class Current:
     fixed: bool  # the user named the folder
     grid: bool  # all points are known beforehand
     launcher: str  # local | slurm | ray
+    place: Any  # the knobs of the launcher, if it has any
     checker: Checker
     stack: contextlib.ExitStack
     opened: Ledger | None = None  # once the first points have passed their checks
@@ -104,6 +105,10 @@ class Current:
     def ledger(self) -> Ledger:
         assert self.opened is not None
         return self.opened
+
+    @property
+    def resumed(self) -> bool:
+        return self.knobs.resume is not None
 
     @property
     def stopped(self) -> bool:

@@ -27,10 +27,9 @@ from llmexp.settings.knobs import SEED, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_label as named
 from llmexp.settings.values import refuse
-from llmexp.sweep import points
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task, match
-from llmexp.sweep.points import Point, with_devices
+from llmexp.sweep.matching import match
+from llmexp.sweep.points import Point, new_entry, with_devices
 from llmexp.sweep.running import run_points
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import values_of
@@ -119,7 +118,7 @@ def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
         raise refuse("sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
-    spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
+    spent = [p.spent(p.facts.run) for p in able]
     if not budgets.equal(one.tokens for one in spent):
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
@@ -136,9 +135,9 @@ def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
         raise refuse("sweep.max_seeds", most, f"{text}; {way}", looks[-1].most)
 
 
-def run_looks(current: Current, tasks: Sequence[Task]) -> None:
+def run_looks(current: Current, points: Sequence[Point]) -> None:
     """Train seeds until the sweep is decided; what the looks found is recorded in the ledger."""
-    deciding = Deciding(current, tasks)
+    deciding = Deciding(current, points)
     deciding.run()
     if not current.over:  # what another decision had queued
         ledger = current.ledger
@@ -150,14 +149,14 @@ def run_looks(current: Current, tasks: Sequence[Task]) -> None:
 
 
 class Deciding:
-    """A sweep that decides by itself: its settings by name, each with a task a seed."""
+    """A sweep that decides by itself: its settings by name, each with a point a seed."""
 
-    def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
+    def __init__(self, current: Current, points: Sequence[Point]) -> None:
         self.current = current
-        self.settings: dict[frozenset[str], dict[int, Task]] = {}
-        for task in tasks:
-            seeds = self.settings.setdefault(setting_of(task.entry), {})
-            seeds[task.point.config.train.seed] = task
+        self.settings: dict[frozenset[str], dict[int, Point]] = {}
+        for point in points:
+            seeds = self.settings.setdefault(setting_of(point.entry), {})
+            seeds[point.config.train.seed] = point
         self.asked: set[str] = set()  # folders of the runs that were asked for by this command
 
     def run(self) -> None:
@@ -224,13 +223,13 @@ class Deciding:
     def beyond(self, more: int, runs: int, count: int) -> str | None:
         """Return the limit that so many more runs would go beyond, None where they fit."""
         knobs, seeds = self.current.knobs, self.seeds(count)
-        tasks = [t for s in self.settings.values() for seed, t in s.items() if seed in seeds]
+        there = [p for s in self.settings.values() for seed, p in s.items() if seed in seeds]
         runs += more
         tokens = knobs.max_tokens
-        if tokens is not None and runs * max(t.facts.own_tokens for t in tasks) > tokens:
+        if tokens is not None and runs * max(p.facts.own_tokens for p in there) > tokens:
             return f"sweep.max_tokens={tokens}"
         if (hours := knobs.max_hours) is not None:
-            times = [number(RunFolder(task.path).summary.get("train_time")) for task in tasks]
+            times = [number(RunFolder(p.path).summary.get("train_time")) for p in there]
             known = [time for time in times if time is not None]
             if known and runs * fmean(known) > 3600 * hours:
                 return f"sweep.max_hours={hours:g}"
@@ -250,28 +249,28 @@ class Deciding:
         if new:
             able, refused = self.current.checker.check(new)
             for one in refused:
-                say(f"{one.name}  not started: {one.reason}")
-            for task in match(ledger, able, {}):
-                self.settings[setting_of(task.entry)][task.point.config.train.seed] = task
+                say(f"{one.name}  not started: {one.refused}")
+            for point in match(ledger, able, {}):
+                self.settings[setting_of(point.entry)][point.config.train.seed] = point
             ledger.add_swept([SEED])
             ledger.save()
-        tasks = [self.settings[s][seed] for seed in self.seeds(count) for s in going
+        asked = [self.settings[s][seed] for seed in self.seeds(count) for s in going
                  if seed in self.settings[s]]  # fmt: skip
-        tasks = [task for task in tasks if task.entry.folder not in self.asked]
-        self.asked |= {task.entry.folder for task in tasks}
-        run_points(self.current, tasks)
+        asked = [point for point in asked if point.entry.folder not in self.asked]
+        self.asked |= {point.entry.folder for point in asked}
+        run_points(self.current, asked)
 
     def another(self, setting: frozenset[str], seed: int) -> Point:
         """Return the point of a setting with a seed that it does not have."""
-        point = next(iter(self.settings[setting].values())).point
+        point = next(iter(self.settings[setting].values()))
         assert point.composer is not None
         overrides = [*unseeded(point.overrides), f"{SEED}={seed}"]
         swept = list(dict.fromkeys([*point.swept, SEED]))
-        name = points.point_label(overrides, swept)
-        config = with_devices(typed_config(point.composer(overrides, name)), self.current.knobs)
-        return dataclasses.replace(
-            point, overrides=overrides, swept=swept, label=name, config=config, checked=None
-        )
+        entry = new_entry(point.entry.number, overrides, swept)
+        entry.folder = point.entry.folder  # until the ledger knows it
+        cfg = point.composer(overrides, entry.label)
+        config = with_devices(typed_config(cfg), self.current.knobs)
+        return Point(entry, point.where, overrides, swept, config, point.composer)
 
     def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""
@@ -296,13 +295,13 @@ class Deciding:
     def setting_of(self, r: Setting) -> frozenset[str] | None:
         """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
         runs = {run.path for run in r.runs}
-        its = (s for s, tasks in self.settings.items()
-               if any(t.path in runs for t in tasks.values()))  # fmt: skip
+        its = (s for s, points in self.settings.items()
+               if any(point.path in runs for point in points.values()))  # fmt: skip
         return next(its, None)
 
     def failed(self, setting: frozenset[str]) -> bool:
         """Return whether a run of a setting has failed, so that it gets no further seeds."""
-        return any(t.entry.state == "failed" for t in self.settings[setting].values())
+        return any(p.entry.state == "failed" for p in self.settings[setting].values())
 
     def name(self, setting: frozenset[str]) -> str:
         """Return the short name of a setting."""

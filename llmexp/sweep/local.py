@@ -14,7 +14,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task
+from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
 from llmexp.system.fileio import last_line
 
@@ -25,9 +25,9 @@ STDERR = "stderr.log"
 
 @dataclass
 class Active:
-    """A task under way."""
+    """A point under way."""
 
-    task: Task
+    point: Point
     process: subprocess.Popen[bytes]
     devices: list[str]
     sign: tuple[float, ...] = ()  # of life
@@ -36,40 +36,40 @@ class Active:
 
 
 class Local:
-    """Run each task as soon as its devices are free; on a CPU, sweep.max_parallel at once."""
+    """Run each point as soon as its devices are free; on a CPU, sweep.max_parallel at once."""
 
     pause_s = 0.1
+    busy = ()
 
-    def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
+    def __init__(self, current: Current, points: Sequence[Point], display: object = None) -> None:
         self._current, self._knobs = current, current.knobs
-        self._free = visible_devices(max((t.facts.devices for t in tasks), default=0))
+        self._free = visible_devices(max((p.facts.devices for p in points), default=0))
         self._most = self._knobs.max_parallel or len(self._free) or 1
-        self.slots = self._knobs.at_once(len(self._free), [self._need(t) for t in tasks])
+        self.slots = self._knobs.at_once(len(self._free), [self._need(p) for p in points])
         self._active: list[Active] = []
 
-    def start(self, waiting: list[Task]) -> None:
-        """Start tasks in their order."""
+    def start(self, waiting: list[Point]) -> None:
+        """Start points in their order."""
         while waiting and not self._current.over and len(self._active) < self._most:
-            task = waiting[0]
-            need = self._need(task)
+            need = self._need(waiting[0])
             if need > len(self._free):
                 return
             devices, self._free = self._free[:need], self._free[need:]
             self._begin(waiting.pop(0), devices)
 
-    def _need(self, task: Task) -> int:
-        return self._knobs.devices_of(task.facts.ranks, task.cuda)
+    def _need(self, point: Point) -> int:
+        return self._knobs.devices_of(point.facts.ranks, point.facts.devices)
 
-    def _begin(self, task: Task, devices: list[str]) -> None:
-        self._current.began(task.entry)
+    def _begin(self, point: Point, devices: list[str]) -> None:
+        self._current.began(point.entry)
         try:
-            process = start_task(task, devices, self._most)
+            process = start_point(point, devices, self._most)
         except (ConfigError, OSError) as error:  # something is in the place of its files
-            record_end(task.path, "failed", REFUSED, str(error))
+            record_end(point.path, "failed", REFUSED, str(error))
             self._free += devices
-            self._current.ended(task.entry)
+            self._current.ended(point.entry)
         else:
-            self._active.append(Active(task, process, devices))
+            self._active.append(Active(point, process, devices))
 
     def poll(self) -> bool:
         for one in list(self._active):
@@ -79,8 +79,8 @@ class Local:
                 continue
             self._active.remove(one)
             self._free += one.devices
-            record_left(one.task.path, code, one.cause, stopped=self._current.stopped)
-            self._current.ended(one.task.entry)
+            record_left(one.point.path, code, one.cause, stopped=self._current.stopped)
+            self._current.ended(one.point.entry)
         return bool(self._active)
 
     def stop(self, number: int) -> int:
@@ -99,15 +99,15 @@ def visible_devices(count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def start_task(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the worker of a task, which starts its own ranks."""
+def start_point(point: Point, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
+    """Return the worker of a point, which starts its own ranks."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     elif slots > 1:
-        share = len(os.sched_getaffinity(0)) // slots // task.facts.ranks
+        share = len(os.sched_getaffinity(0)) // slots // point.facts.ranks
         env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-    return start_worker(str(task.path), log=task.path / STDERR, env=env)
+    return start_worker(str(point.path), log=point.path / STDERR, env=env)
 
 
 def end_if_silent(one: Active, silence_s: float | None) -> None:
@@ -115,7 +115,7 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
     now = time.monotonic()
     if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
         return
-    path = one.task.path
+    path = one.point.path
     names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"
     files = [path / name for name in names]
     sign = tuple(file.stat().st_mtime for file in files if file.exists())

@@ -51,7 +51,7 @@ def sweep(
         fixed = knobs.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
         grid = knobs.search.trials is None
         current = Current(
-            knobs, cfg, list(arguments), where, fixed, grid, check_launcher(cfg), checker, stack,
+            knobs, cfg, list(arguments), where, fixed, grid, *check_launcher(cfg), checker, stack,
         )  # fmt: skip
         if current.grid:
             points = points_of(hydra, cfg, overrides, knobs)

@@ -6,43 +6,21 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmexp.compose.app import typed_config, visible
+from llmexp.compose.app import typed_config
 from llmexp.run.budget import BUDGETS, keep_warmup
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
-from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts, steps_of
+from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import deciding_result
 from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse
-from llmexp.sweep.current import Checker, Current
+from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point, no_start, point_label, with_devices
 from llmexp.sweep.section import Sweep
-
-
-@dataclass(frozen=True)
-class Task:
-    """A point with its place in the ledger."""
-
-    point: Point
-    entry: LedgerEntry
-
-    @property
-    def path(self) -> Path:
-        return self.point.path
-
-    @property
-    def facts(self) -> PointFacts:
-        return self.point.facts
-
-    @property
-    def cuda(self) -> bool:
-        return self.facts.devices > 0
 
 
 def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry]:
@@ -58,36 +36,35 @@ def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry
     return {point.identity: entry for point, entry in found if entry is not None}
 
 
-def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) -> list[Task]:
-    """Return the points with their entries: those that the sweep has, else new ones.
+def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) -> list[Point]:
+    """Return the points with the entries that the sweep has of them, else with new ones.
 
     `longer`: the folders of points that get another budget, by their identities.
     """
     known = entries_of(ledger, points)
     folders = {e.folder: e for e in ledger.points}
     infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
-    tasks = []
+    placed = []
     for point in points:
-        asked = visible(point.overrides)
+        asked = point.entry.overrides
         entry = known.get(point.identity) or infeasible.get(tuple(asked))
         if point.identity in longer:
             entry = folders[longer[point.identity]]
             entry.overrides = asked
         if entry is None:
-            point = told_apart(point, ledger)
-            path = point.moved(ledger.next_number(), ledger.path).path
-            entry = ledger.add(point.label, asked, str(path.relative_to(ledger.path)))
+            point = told_apart(point, ledger).moved(ledger.next_number(), ledger.path)
+            entry = point.entry
+            ledger.points.append(entry)
         entry.identity = point.identity
         if entry.state == "infeasible":
             entry.refused = None
             ledger.look(entry)
-        path = ledger.path / entry.folder
-        placed = dataclasses.replace(point, number=entry.number, path=path, group=ledger.group)
-        more = is_longer(placed)
+        point = dataclasses.replace(point, entry=entry, where=ledger.path, group=ledger.group)
+        more = is_longer(point)
         if entry.state != "finished" or more:
-            placed = dataclasses.replace(placed, config=as_begun(placed, more))
-        tasks.append(Task(placed, entry))
-    return tasks
+            point = dataclasses.replace(point, config=as_begun(point, more))
+        placed.append(point)
+    return placed
 
 
 def is_longer(point: Point) -> bool:
@@ -95,7 +72,7 @@ def is_longer(point: Point) -> bool:
 
     Epochs are left out: there it may be the data that have grown.
     """
-    more = 0 < steps_of(point.path) < point.facts.max_steps
+    more = 0 < steps_of(point.path) < point.facts.run["max_steps"]
     return more and point.config.train.max_epochs is None
 
 
@@ -129,22 +106,32 @@ def is_left(ledger: Ledger, entry: LedgerEntry) -> bool:
     return rundir.is_run(ledger.path / entry.folder) and ledger.look(entry) != "finished"
 
 
-def of_folders(checker: Checker, ledger: Ledger, entries: Sequence[LedgerEntry]) -> list[Task]:
+def of_folders(current: Current, entries: Sequence[LedgerEntry]) -> list[Point]:
     """Return points of earlier commands, from their runs' folders; those that cannot run failed."""
-    points, by_path = [], {ledger.path / entry.folder: entry for entry in entries}
-    for path, entry in by_path.items():
+    points = []
+    for entry in entries:
         try:
-            config = rundir.built_config(path)
+            config = rundir.built_config(current.ledger.path / entry.folder)
         except ConfigError as error:
             entry.not_started(str(error))
             continue
-        known = entry.number, entry.overrides, ledger.swept
-        points.append(Point(*known, None, config, entry.label, path, ledger.group))
-    able, refused = checker.check(points)
-    numbered = {entry.number: entry for entry in entries}
+        points.append(placed_point(current.ledger, entry, config))
+    return startable(current, points)
+
+
+def placed_point(ledger: Ledger, entry: LedgerEntry, config: Config, *swept: str) -> Point:
+    """Return the point of an entry in the ledger, with its config and further swept keys."""
+    keys = list(dict.fromkeys([*ledger.swept, *swept]))
+    return Point(entry, ledger.path, entry.overrides, keys, config, group=ledger.group)
+
+
+def startable(current: Current, points: Sequence[Point]) -> list[Point]:
+    """Return those of the points of the ledger that can run; the others failed."""
+    able, refused = current.checker.check(points)
+    entries = {point.entry.number: point.entry for point in points}
     for one in refused:
-        numbered[one.number].not_started(one.reason)
-    return [Task(point, by_path[point.path]) for point in able]
+        entries[one.number].not_started(one.refused or "")
+    return able
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
@@ -152,15 +139,16 @@ def told_apart(point: Point, ledger: Ledger) -> Point:
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
     text = point_label(point.overrides, swept)
     if other := next((e for e in ledger.points if e.label == text), None):
-        new = [o for o in visible(point.overrides) if o not in other.overrides]
+        new = [o for o in point.entry.overrides if o not in other.overrides]
         swept = list(dict.fromkeys([*swept, *(o.partition("=")[0] for o in new)]))
         text = point_label(point.overrides, swept)
     if any(e.label == text for e in ledger.points):  # of less than the other was given
         text = f"{text[:110]}-{ledger.next_number()}"
-    if text == point.label:
+    if text == point.entry.label:
         return point
     keys = {o.partition("=")[0] for o in point.overrides}
-    return dataclasses.replace(point, label=text, swept=[key for key in swept if key in keys])
+    entry = dataclasses.replace(point.entry, label=text)
+    return dataclasses.replace(point, entry=entry, swept=[key for key in swept if key in keys])
 
 
 def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
@@ -186,7 +174,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
             refuse_shared(ledger, point, whole, [flat for _, flat in there], swept)
         else:
             found[point.identity] = entry.folder
-            placed = dataclasses.replace(point, path=ledger.path / entry.folder)
+            placed = dataclasses.replace(point, entry=entry, where=ledger.path)
             asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
     if asked and current.knobs.halving is not None:
         text = "decides by shares of the old budget; to train all points on"

@@ -11,11 +11,11 @@ from typing import Any
 from llmexp.compare.spending import expected_runs
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.runs.ledger import config_identity
+from llmexp.runs.ledger import LedgerEntry, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.points import Point, Refused, counted, reasons, split_duplicates
+from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
 from llmexp.system.redact import redacted
@@ -48,14 +48,14 @@ class PlannedSweep:
 
     points: list[Point]
     plans: list[Planned]
-    refused: list[Refused]
+    refused: list[LedgerEntry]
     knobs: Sweep
     total: dict[str, Any]
 
 
 def plan_points(
     points: list[Point],
-    refused: list[Refused],
+    refused: list[LedgerEntry],
     knobs: Sweep,
     plan: Callable[[Config, str], Planned],
 ) -> PlannedSweep:
@@ -133,7 +133,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
             print(fitted(total), flush=True)
         if "sweep.decide" in sweep.total:
             print(fitted(seeds_in_words(sweep.total["sweep.decide"], knobs)), flush=True)
-        spends = [p.spent(one.run.max_tokens, one.run.max_steps) for p, one in pairs]
+        spends = [p.spent(vars(one.run)) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
         warn_of_budgets(spends, knobs, of_training)
     for line in reasons(refused):
@@ -178,7 +178,7 @@ def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
     if not costs or len(costs) < len(planned):
         return found
     devices = max(one.gpus_here for one in planned)
-    needs = [knobs.devices_of(one.run.world_size, one.gpus_here > 0) for one in planned]
+    needs = [knobs.devices_of(one.run.world_size, one.gpus_here) for one in planned]
     slots = knobs.at_once(devices, needs)
     # the points are checked by a process that starts as each of them does
     check_s = max(cost.times.start_s for cost in costs)
@@ -220,7 +220,7 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
     same = [name for name in same if name not in ("steps", "tokens")]
     shown = [name for name in shown if name not in same]
     rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
-    names = naming([(p.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
+    names = naming([(p.entry.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
     print(
         aligned(
             [(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import check_batch
-from llmexp.runs.ledger import PointFacts, config_identity
+from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.rules import ONE_NUMBER, SIZES
@@ -129,36 +130,28 @@ def counted(doing: str, points: Sequence[T]) -> Iterable[T]:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A point that cannot run, and why."""
-
-    number: int
-    label: str
-    overrides: list[str]
-    reason: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.number}-{self.label}"
-
-
-@dataclass(frozen=True)
 class Point:
-    """A point that composes. `number` and `path` are final once the ledger knows it."""
+    """A point that composes, with its entry: that of the ledger once the sweep knows it.
 
-    number: int
-    overrides: list[str]
+    A point that cannot run is an entry alone, which says why (`refused`).
+    """
+
+    entry: LedgerEntry
+    where: Path  # the sweep's folder
+    overrides: list[str]  # all of them; those of the entry are what is shown
     swept: list[str]  # the keys that differ between the points
-    composer: Composer | None  # None for a point that is known by its folder only
     config: Config
-    label: str
-    path: Path
+    composer: Composer | None = None  # None for a point that is known by its folder only
     group: str = ""  # in the tracker
     checked: PointFacts | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.number}-{self.label}"
+        return self.entry.name
+
+    @property
+    def path(self) -> Path:
+        return self.where / self.entry.folder
 
     @property
     def facts(self) -> PointFacts:
@@ -166,9 +159,9 @@ class Point:
         assert self.checked is not None
         return self.checked
 
-    def spent(self, tokens: int, steps: int) -> Spent:
-        """Return the budget of so many tokens and steps, with the distance of evaluations."""
-        chosen = self.config.train
+    def spent(self, run: Mapping[str, Any]) -> Spent:
+        """Return the budget of a run with these facts, with the distance of evaluations."""
+        chosen, tokens, steps = self.config.train, run["max_tokens"], run["max_steps"]
         every = None if chosen.eval_every_tokens else chosen.eval_every
         by = sized_by(flatten(plain(self.config)))
         return Spent(self.values, tokens, steps, every and every * (tokens // steps), by)
@@ -184,8 +177,8 @@ class Point:
         given = dict(o.lstrip("+").partition("=")[::2] for o in self.overrides)
         return {key: flat.get(key, given.get(key)) for key in (k.lstrip("+") for k in self.swept)}
 
-    def refused(self, reason: str) -> Refused:
-        return Refused(self.number, self.label, self.overrides, redacted(reason))
+    def refused(self, reason: str) -> LedgerEntry:
+        return dataclasses.replace(self.entry, refused=redacted(reason))
 
     def request(self) -> dict[str, Any]:
         """Return what a worker needs to make the run, or to go on with it."""
@@ -193,22 +186,29 @@ class Point:
             "config": plain(with_knobs(self.config, checkpoint={"resume": "auto"})),
             "folder": str(self.path),
             "fixed": True,
-            "overrides": visible(self.overrides),
-            "label": self.label,
-            "group": self.group or str(self.path.parent),
+            "overrides": self.entry.overrides,
+            "label": self.entry.label,
+            "group": self.group,
             "swept": self.swept,
         }
 
     def moved(self, number: int, where: Path) -> Point:
         """Return the same point under another number, in the sweep's folder `where`."""
         assert self.composer is not None
-        cfg = self.composer(self.overrides, self.label)
+        cfg = self.composer(self.overrides, self.entry.label)
         cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
         path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
             text = "must be inside the sweep's folder"
             raise refuse("hydra.sweep.subdir", path, text, "${hydra.job.num}")
-        return dataclasses.replace(self, number=number, path=path)
+        folder = os.path.relpath(path, where)
+        entry = dataclasses.replace(self.entry, number=number, folder=folder)
+        return dataclasses.replace(self, entry=entry, where=where)
+
+
+def new_entry(number: int, overrides: Sequence[str], swept: Sequence[str]) -> LedgerEntry:
+    """Return the entry of a point that the ledger does not have yet; its folder is not known."""
+    return LedgerEntry(number, point_label(overrides, swept), "", None, visible(overrides))
 
 
 def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
@@ -227,7 +227,7 @@ def load_points(
     knobs: Sweep,
     where: Path,
     swept: Sequence[str] = (),
-) -> tuple[list[Point], list[Refused]]:
+) -> tuple[list[Point], list[LedgerEntry]]:
     """Return every point that composes and divides, and each one that is refused.
 
     `swept`: the keys that differ between the points of the sweep; without it, between these.
@@ -237,30 +237,31 @@ def load_points(
         values.setdefault(override.partition("=")[0], set()).add(override)
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
-    refused: list[Refused] = []
+    refused: list[LedgerEntry] = []
     composer = Composer(loader, base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
-        name = point_label(overrides, swept)
+        entry = new_entry(number, overrides, swept)
         try:
             with user_errors(overrides):
-                cfg = composer(overrides, name)
+                cfg = composer(overrides, entry.label)
             config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
                 check_batch(config, solve_layout(config.parallelism, ranks).dp_size)
-            point = Point(number, list(overrides), swept, composer, config, name, where)
+            point = Point(entry, where, list(overrides), swept, config, composer)
             points.append(point.moved(number, where))
         except ConfigError as error:
-            refused.append(Refused(number, name, list(overrides), redacted(str(error))))
+            entry.refused = redacted(str(error))
+            refused.append(entry)
     return points, refused
 
 
 def split_duplicates(
     points: Sequence[Point], known_by: Callable[[Point], str]
-) -> tuple[list[Point], list[Refused]]:
+) -> tuple[list[Point], list[LedgerEntry]]:
     """Return the points, and apart from them those with the same config or folder as another."""
     kept: list[Point] = []
-    refused: list[Refused] = []
+    refused: list[LedgerEntry] = []
     configs, folders = dict[str, Point](), dict[Path, Point]()
     for point in points:
         same = configs.setdefault(known_by(point), point)
@@ -338,13 +339,13 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
     return grid
 
 
-def no_start(refused: Sequence[Refused]) -> ConfigError:
+def no_start(refused: Sequence[LedgerEntry]) -> ConfigError:
     return ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
 
 
-def reasons(refused: Sequence[Refused]) -> list[str]:
+def reasons(refused: Sequence[LedgerEntry]) -> list[str]:
     """Return a line for each reason, with the first of the points that share it."""
-    names: dict[str, list[str]] = {}
+    names: dict[str | None, list[str]] = {}
     for one in refused:
-        names.setdefault(one.reason, []).append(one.name)
+        names.setdefault(one.refused, []).append(one.name)
     return [f"{first_of(of)}: {reason}" for reason, of in names.items()]

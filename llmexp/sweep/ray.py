@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
+from llmexp.runs.ledger import PointFacts
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, record_left
-from llmexp.sweep.matching import Task
+from llmexp.sweep.points import Point
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 
 ORPHAN_S = 60.0  # that a run has to save and leave
@@ -81,29 +82,32 @@ class Ray:
     """
 
     pause_s = 0.2
+    slots = 1
+    busy = ()
 
-    def __init__(self, current: Current, knobs: Knobs, tasks: Sequence[Task]) -> None:
+    def __init__(self, current: Current, points: Sequence[Point], display: object) -> None:
         """Connect to the cluster. Raises ConfigError where there is none that is large enough."""
         import ray
 
+        knobs: Knobs = current.place
         self._ray, self._current, self._knobs = ray, current, knobs
-        self._left: dict[Any, Task] = {}
+        self._left: dict[Any, Point] = {}
         self._running: set[Path] = set()
         if not ray.is_initialized():
             connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
             current.stack.callback(ray.shutdown)
-        refuse_impossible(ray.nodes(), tasks, knobs)
+        refuse_impossible(ray.nodes(), points, knobs)
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
         self._environment = kept | {"PWD": os.getcwd()}
 
-    def start(self, waiting: list[Task]) -> None:
+    def start(self, waiting: list[Point]) -> None:
         most = self._current.knobs.max_parallel or len(waiting) + len(self._left)
         while waiting and len(self._left) < most:
-            task = waiting.pop(0)
-            cpus, gpus = needs(task, self._knobs)
-            room = {"num_cpus": cpus, "num_gpus": gpus, "name": task.path.name}
+            point = waiting.pop(0)
+            cpus, gpus = needs(point.facts, self._knobs)
+            room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
             remote = self._ray.remote(train_task).options(**room)
-            self._left[remote.remote(str(task.path.absolute()), self._environment)] = task
+            self._left[remote.remote(str(point.path.absolute()), self._environment)] = point
 
     def poll(self) -> bool:
         if not self._left:
@@ -111,16 +115,16 @@ class Ray:
         handles = list(self._left)
         done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
         for handle in done:
-            task = self._left.pop(handle)
-            self._running.discard(task.path)
-            finish(self._ray, handle, task.path, stopped=self._current.stopped)
-            self._current.ended(task.entry)
-        for task in self._left.values():
-            state = rundir.read_status(task.path).get("state")
-            if task.path not in self._running and state == "running":
-                self._running.add(task.path)
-                self._current.began(task.entry)
-                self._current.ledger.look(task.entry)
+            point = self._left.pop(handle)
+            self._running.discard(point.path)
+            finish(self._ray, handle, point.path, stopped=self._current.stopped)
+            self._current.ended(point.entry)
+        for point in self._left.values():
+            state = rundir.read_status(point.path).get("state")
+            if point.path not in self._running and state == "running":
+                self._running.add(point.path)
+                self._current.began(point.entry)
+                self._current.ledger.look(point.entry)
         return bool(self._left)
 
     def stop(self, number: int) -> int:
@@ -130,8 +134,8 @@ class Ray:
         return len(self._running)
 
     def cancel_waiting(self) -> None:
-        for handle, task in self._left.items():
-            if task.path not in self._running:
+        for handle, point in self._left.items():
+            if point.path not in self._running:
                 self._ray.cancel(handle)
 
 
@@ -156,17 +160,19 @@ def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> 
             signal.signal(number, handler)
 
 
-def needs(task: Task, knobs: Knobs) -> tuple[float, float]:
+def needs(facts: PointFacts, knobs: Knobs) -> tuple[float, float]:
     """Return the CPUs and GPUs of a run."""
-    cpus = task.facts.ranks if knobs.cpus_per_run is None else knobs.cpus_per_run
-    gpus = task.facts.ranks if task.cuda else 0
+    cpus = facts.ranks if knobs.cpus_per_run is None else knobs.cpus_per_run
+    gpus = facts.ranks if facts.devices else 0
     return cpus, gpus if knobs.gpus_per_run is None else knobs.gpus_per_run
 
 
-def refuse_impossible(nodes: Sequence[dict[str, Any]], tasks: Sequence[Task], knobs: Knobs) -> None:
+def refuse_impossible(
+    nodes: Sequence[dict[str, Any]], points: Sequence[Point], knobs: Knobs
+) -> None:
     """Raise ConfigError for a run that would wait for ever: it has to fit on one node."""
     alive = [node["Resources"] for node in nodes if node.get("Alive")]
-    wanted = [needs(task, knobs) for task in tasks]
+    wanted = [needs(point.facts, knobs) for point in points]
     for i, (key, name) in enumerate((("cpus_per_run", "CPU"), ("gpus_per_run", "GPU"))):
         most = max((each[i] for each in wanted), default=0)
         largest = max((resources.get(name, 0.0) for resources in alive), default=0.0)

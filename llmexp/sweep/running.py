@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,17 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
-from llmexp.run.stages import recorded_stages, stages_of, step_after
+from llmexp.run.stages import recorded_stages, step_after
 from llmexp.runs import rundir
-from llmexp.runs.ledger import LedgerEntry
 from llmexp.runs.rows import read_rows
-from llmexp.settings.convert import ramp_sizes, with_knobs
+from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
-from llmexp.sweep.matching import Task, is_longer
+from llmexp.sweep.matching import is_longer
 from llmexp.sweep.points import Point
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import Display
@@ -37,15 +36,18 @@ from llmexp.system.text import number
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 PLUGINS = "hydra_plugins.llmexp."
 NAMES = {"LocalLauncher": "local", "SlurmLauncher": "slurm", "RayLauncher": "ray"}
+LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": slurm.Slurm, "ray": ray.Ray}
 KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
 
 class Launcher(Protocol):
-    """A place where points run."""
+    """A place where points run: made with the sweep, its points and the display."""
 
     pause_s: float  # between two looks
+    slots: int  # points that run at once, where that is known
+    busy: Collection[Path]  # folders of points that are at work there already
 
-    def start(self, waiting: list[Task]) -> None:
+    def start(self, waiting: list[Point]) -> None:
         """Start what there is room for, and take it from the list."""
 
     def poll(self) -> bool:
@@ -58,16 +60,14 @@ class Launcher(Protocol):
         """Take back what has not begun."""
 
 
-def check_launcher(cfg: DictConfig) -> str:
-    """Return local, slurm or ray; its knobs are checked. Raises ConfigError."""
+def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
+    """Return local, slurm or ray, and its checked knobs, if it has any. Raises ConfigError."""
     target = str(cfg.hydra.launcher.get("_target_"))
     name = NAMES.get(target.removeprefix(PLUGINS))
     if name is None:
         text = f"does not run here; it is one of {', '.join(NAMES.values())}"
         raise ConfigError(f"hydra/launcher: {target} {text}")
-    if name in KNOBS:
-        launcher_knobs(name, cfg)
-    return name
+    return name, launcher_knobs(name, cfg) if name in KNOBS else None
 
 
 def launcher_knobs(name: str, cfg: DictConfig) -> Any:
@@ -84,28 +84,13 @@ def launcher_knobs(name: str, cfg: DictConfig) -> Any:
     return knobs
 
 
-def run_tasks(
-    current: Current, tasks: list[Task], at_work: list[slurm.Submitted], display: Display
-) -> None:
-    """Run tasks where the launcher says; wait for them and for jobs of an earlier command."""
-    launcher: Launcher
-    if current.launcher == "local":
-        launcher = Local(current, tasks)
-        display.slots(launcher.slots)
-    elif current.launcher == "ray":
-        launcher = ray.Ray(current, launcher_knobs("ray", current.cfg), tasks)
-    else:
-        knobs = launcher_knobs("slurm", current.cfg)
-        launcher = slurm.Slurm(current, knobs, at_work, display.line)
-    drive(launcher, list(tasks), current, display)
-
-
-def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Display) -> None:
-    """Run the waiting tasks until all have ended.
+def drive(launcher: Launcher, waiting: list[Point], current: Current, display: Display) -> None:
+    """Run the waiting points until all have ended.
 
     None starts after a signal, which is passed on, or after a failure that ends the sweep.
     """
     passed_on, cancelled, left = 0, False, True
+    display.slots = launcher.slots
     while left:
         for signal in current.signals[passed_on:]:
             saving = launcher.stop(signal)
@@ -123,17 +108,6 @@ def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Di
         time.sleep(launcher.pause_s if left else 0)
 
 
-def at_work(current: Current, tasks: Sequence[Task]) -> list[slurm.Submitted]:
-    """Return jobs of an earlier command for these tasks that have not ended, in Slurm."""
-    if current.launcher != "slurm":
-        return []
-    jobs = slurm.live_jobs(tasks)
-    if jobs:
-        verb = "is" if len(jobs) == 1 else "are"
-        say(f"{plural(len(jobs), 'job')} submitted before {verb} still there")
-    return jobs
-
-
 def rungs(knobs: Sweep) -> list[float | None]:
     """Return the shares of a run's steps at which halving compares the points; None is all of them.
 
@@ -147,78 +121,56 @@ def rungs(knobs: Sweep) -> list[float | None]:
     return [*shares, None]
 
 
-def run_rungs(current: Current, tasks: list[Task], earlier: Sequence[LedgerEntry] = ()) -> None:
-    """Run the points to the end, or from rung to rung with the best of them.
-
-    `earlier`: points of a search that these are held against as well.
-    """
-    for task in tasks:
+def run_rungs(current: Current, racing: list[Point]) -> None:
+    """Run the points to the end, or from rung to rung with the best of them."""
+    for point in racing:
         # who goes on follows from the losses at the rungs, whatever was interrupted
-        current.ledger.update(task.entry, rung=None)
-    racing = tasks
+        current.ledger.update(point.entry, rung=None)
     for share in rungs(current.knobs):
         if share is None:
             run_points(current, racing)
             return
-        stops = {task.entry.folder: stop_of(task, share) for task in racing}
+        stops = {point.entry.folder: stop_of(point.facts.run, share) for point in racing}
         run_points(current, racing, stops)
         if current.over:
             return
-        racing = best(current, racing, stops, share, earlier)
+        racing = best(current, racing, stops, share)
 
 
-def stop_of(task: Task, share: float) -> int:
+def stop_of(run: Mapping[str, Any], share: float) -> int:
     """Return the step at which a run, or a fork after its parent, has done a share of its steps.
 
-    With a ramp that is a share of its sequences.
+    With a ramp that is a share of its sequences. `run`: as in its run.json.
     """
-    config, facts = task.point.config, task.facts
-    batch, first = config.batch, config.fork.step or 0
-    if batch.ramp is None:
-        return step_at(share, first, facts.max_steps)
-    begin = first, 0, facts.max_tokens - facts.own_tokens
-    stages = stages_of(ramp_sizes(batch.ramp), batch.sequence_length, 1, begin)
-    return step_after(stages, math.ceil(share * (facts.own_tokens // batch.sequence_length)))
-
-
-def stop_in(path: Path, share: float) -> int:
-    """Return the same step for a run in its folder."""
-    facts = rundir.read_run(path)
-    parent = facts.get("parent") or {}
-    if "stages" not in facts:
-        return step_at(share, parent.get("step") or 0, facts["max_steps"])
-    stages = recorded_stages(facts)
+    if "stages" not in run:
+        first = (run.get("parent") or {}).get("step") or 0
+        return first + max(1, math.ceil(share * (run["max_steps"] - first)))
+    stages = recorded_stages(run)
     first = stages[0].first_sequence
-    return step_after(stages, first + math.ceil(share * (facts["total_sequences"] - first)))
-
-
-def step_at(share: float, first: int, last: int) -> int:
-    return first + max(1, math.ceil(share * (last - first)))
+    return step_after(stages, first + math.ceil(share * (run["total_sequences"] - first)))
 
 
 def best(
-    current: Current,
-    racing: list[Task],
-    stops: Mapping[str, int],
-    share: float,
-    earlier: Sequence[LedgerEntry] = (),
-) -> list[Task]:
+    current: Current, racing: list[Point], stops: Mapping[str, int], share: float
+) -> list[Point]:
     """Return the points that go on after a rung, those with the lowest losses.
 
-    The others are out at this share of their steps. `earlier`: points that have been there before.
+    The others are out at this share of their steps. Those of a search are held against the trials
+    that have been there before, too.
     """
-    where = current.ledger.path
-    scores = {name: score(where / name, stop) for name, stop in stops.items()}
-    for e in earlier:
-        if e.folder not in scores and rundir.is_run(where / e.folder):
-            scores[e.folder] = score(where / e.folder, stop_in(where / e.folder, share))
+    ledger = current.ledger
+    scores = {name: score(ledger.path / name, stop) for name, stop in stops.items()}
+    for e in () if current.grid else ledger.points:
+        path = ledger.path / e.folder
+        if e.folder not in scores and rundir.is_run(path) and not ledger.is_fresh(e):
+            scores[e.folder] = score(path, stop_of(rundir.read_run(path), share))
     arrived = sorted((name for name in scores if scores[name] < math.inf), key=scores.__getitem__)
     kept = arrived[: max(1, math.ceil(len(arrived) * current.knobs.halving_keep))]
-    for task in racing:
-        out = task.entry.folder in arrived and task.entry.folder not in kept
-        if out and task.entry.state != "finished":
-            current.ledger.update(task.entry, rung=share)
-    by_folder = {task.entry.folder: task for task in racing}
+    for point in racing:
+        out = point.entry.folder in arrived and point.entry.folder not in kept
+        if out and point.entry.state != "finished":
+            ledger.update(point.entry, rung=share)
+    by_folder = {point.entry.folder: point for point in racing}
     return [by_folder[name] for name in kept if name in by_folder]
 
 
@@ -236,14 +188,14 @@ def score(path: Path, step: int) -> float:
     return math.inf
 
 
-def at_its_stop(task: Task, stops: Mapping[str, int]) -> bool:
+def at_its_stop(point: Point, stops: Mapping[str, int]) -> bool:
     """Return whether a run has been at the step where it has to stop, if there is one."""
-    step = stops.get(task.entry.folder)
-    return step is not None and score(task.path, step) < math.inf
+    step = stops.get(point.entry.folder)
+    return step is not None and score(point.path, step) < math.inf
 
 
 def run_points(
-    current: Current, tasks: Sequence[Task], stops: Mapping[str, int] | None = None
+    current: Current, points: Sequence[Point], stops: Mapping[str, int] | None = None
 ) -> None:
     """Run points to their ends, or to the steps in `stops`, by folder; failed ones again.
 
@@ -251,69 +203,67 @@ def run_points(
     """
     stops, ledger = stops or {}, current.ledger
     left = [
-        task
-        for task in tasks
-        if (ledger.look(task.entry) != "finished" or is_longer(task.point))
-        and not at_its_stop(task, stops)
+        point
+        for point in points
+        if (ledger.look(point.entry) != "finished" or is_longer(point))
+        and not at_its_stop(point, stops)
     ]
-    done = len(tasks) - len(left)
+    done = len(points) - len(left)
     if left and done:
-        say(f"{done} of {len(tasks)} points {'is' if done == 1 else 'are'} there already")
+        say(f"{done} of {len(points)} points {'is' if done == 1 else 'are'} there already")
     for attempt in range(1 + current.knobs.max_retries):
         if not left or current.over:
             return
         if attempt:
-            names = ", ".join(show.name_of(task.entry, ledger.swept) for task in left)
+            names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
             say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
         run_once(current, left, stops)
-        left = [task for task in left if goes_again(task, stops)]
+        left = [point for point in left if goes_again(point, stops)]
 
 
-def goes_again(task: Task, stops: Mapping[str, int]) -> bool:
+def goes_again(point: Point, stops: Mapping[str, int]) -> bool:
     """Return whether a point that has ended is worth another attempt."""
-    entry = task.entry
+    entry = point.entry
     if entry.state == "failed":
         return entry.exit_code != REFUSED
-    return entry.state == "preempted" and not at_its_stop(task, stops)
+    return entry.state == "preempted" and not at_its_stop(point, stops)
 
 
-def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> None:
+def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]) -> None:
     """Queue the points' runs and wait until all have ended, or have been stopped."""
-    # jobs of an earlier command that are not over
-    jobs = at_work(current, tasks)
-    busy = {job.task.path for job in jobs}
+    # jobs are reported with their ids
+    display = show.Display(current.ledger, current.launcher != "slurm")
+    launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
     free, deadline = [], time.monotonic() + ORPHAN_S
-    for task in tasks:
-        if task.path in busy:
+    for point in points:
+        if point.path in launcher.busy:
             continue
-        if is_free(task.path, current, deadline):
-            free.append(task)
+        if is_free(point.path, current, deadline):
+            free.append(point)
         else:
-            name = show.name_of(task.entry, current.ledger.swept)
+            name = show.name_of(point.entry, current.ledger.swept)
             say(f"{name}  left alone: another process is training there")
     queued = queue(current, free, stops)
     if current.over:
         return
-    # jobs are reported with their ids
-    with show.Display(current.ledger, current.launcher != "slurm") as display:
-        run_tasks(current, queued, jobs, display)
+    with display:
+        drive(launcher, queued, current, display)
         display.tick()
 
 
-def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> list[Task]:
+def queue(current: Current, points: Sequence[Point], stops: Mapping[str, int]) -> list[Point]:
     """Make the folders of the points' runs; return the points where that succeeded."""
-    ledger, queued, points = current.ledger, list[Task](), list[Point]()
-    for task in tasks:
-        stop = {"stop_step": stops.get(task.entry.folder)}
-        config = with_knobs(task.point.config, train=stop)
-        points.append(dataclasses.replace(task.point, config=config))
-    for task, refused in zip(tasks, current.checker.queue(points), strict=True):
+    ledger, queued, requests = current.ledger, list[Point](), list[Point]()
+    for point in points:
+        stop = {"stop_step": stops.get(point.entry.folder)}
+        requests.append(dataclasses.replace(point, config=with_knobs(point.config, train=stop)))
+    for point, refused in zip(points, current.checker.queue(requests), strict=True):
         if not refused:
-            ledger.look(task.entry)
-            queued.append(task)
+            ledger.look(point.entry)
+            queued.append(point)
             continue
-        task.entry.not_started(refused)
-        say(f"{show.name_of(task.entry, ledger.swept)}  not started: {task.entry.error}")
+        point.entry.not_started(refused)
+        say(f"{show.name_of(point.entry, ledger.swept)}  not started: {point.entry.error}")
         current.halted |= current.knobs.stop_on_failure
     return queued
 

@@ -21,11 +21,10 @@ from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
 from llmexp.settings.knobs import SEED, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.sweep.batch import copies_of, open_ledger, run_batch
+from llmexp.sweep.batch import copies_of, open_ledger, run_batch, run_copies
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task, of_folders
-from llmexp.sweep.points import asked_of, grid_of, load_points
-from llmexp.sweep.running import launcher_knobs, run_points, score, stop_in
+from llmexp.sweep.points import Point, asked_of, grid_of, load_points
+from llmexp.sweep.running import score, stop_of
 from llmexp.system.child import say
 from llmexp.system.text import number
 
@@ -66,8 +65,8 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
         first = current.opened.next_number() if current.opened else 0
         points = load_points(hydra.config_loader, current.cfg, texts, first, current.knobs,
                              current.where, list(space))  # fmt: skip
-        tasks = run_batch(current, *points, again=True, earlier=trials_of(current))
-        batch, facts = [], tasks[0].facts if tasks else facts
+        placed = run_batch(current, *points)
+        batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == there:
             text = "what the search proposes next is a run that it has, in other words"
             say(f"{text}; it ends after {plural(there, 'trial')}")
@@ -259,7 +258,7 @@ def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
         value, state, step = values.get(e.folder), "COMPLETE", 0
         if value is None and e.rung is not None:
             path = current.ledger.path / e.folder
-            step = stop_in(path, e.rung)
+            step = stop_of(rundir.read_run(path), e.rung)
             value, state = score(path, step), "PRUNED"
         elif value is None:
             value, state = worst, "COMPLETE" if worst is not None else "FAIL"
@@ -284,9 +283,9 @@ def batch_size(current: Current, facts: PointFacts | None) -> int:
     """
     knobs, most = current.knobs, current.knobs.max_parallel or 1
     if knobs.max_parallel is None and current.launcher == "slurm":
-        most = launcher_knobs("slurm", current.cfg).array_parallelism
+        most = current.place.array_parallelism
     elif knobs.max_parallel is None and facts is not None:
-        need = knobs.devices_of(facts.ranks, facts.devices > 0)
+        need = knobs.devices_of(facts.ranks, facts.devices)
         most = knobs.at_once(facts.devices, [need])
     assert knobs.search.trials is not None
     return max(0, min(most, knobs.search.trials - len(trials_of(current))))
@@ -302,19 +301,12 @@ def confirm(current: Current) -> None:
     values = {folder: value for folder, value in known.items() if value is not None}
     best = sorted((e for e in ledger.points if e.folder in values), key=lambda e: values[e.folder])
     best = best[: search.confirm]
-    tasks: list[Task] = []
+    copies: list[Point] = []
     for entry in best:
         own = rundir.built_config(ledger.path / entry.folder).train.seed
         fresh = [seed for seed in range(1, search.seeds + 2) if seed != own][: search.seeds]
-        tasks += copies_of(current, entry, "seed", fresh)
-    asked = {task.entry.folder for task in tasks}
-    there = [e for e in ledger.points if ledger.is_fresh(e) and e.folder not in asked]
-    left = [e for e in there if has_no_end(e) and rundir.is_run(ledger.path / e.folder)]
-    tasks += of_folders(current.checker, ledger, left)
-    if all(ledger.look(task.entry) == "finished" for task in tasks):
-        return
+        copies += copies_of(ledger, entry, "seed", fresh)
+    there = [e for e in ledger.points if ledger.is_fresh(e) and has_no_end(e)]
     count = plural(len(best), "trial") if len(best) > 1 else "trial"
-    say(f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each")
-    ledger.add_swept([SEED])
-    ledger.save()
-    run_points(current, tasks)
+    why = f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each"
+    run_copies(current, copies, [e for e in there if rundir.is_run(ledger.path / e.folder)], why)

@@ -105,9 +105,9 @@ class Sweep:
     report: str = choice("the table at the end", "runs | throughput")
     search: Search = field(default_factory=Search)
 
-    def devices_of(self, ranks: int, cuda: bool) -> int:
-        """Return the CUDA devices that a point of so many ranks takes."""
-        return (self.devices_per_run or ranks) if cuda else 0
+    def devices_of(self, ranks: int, devices: int) -> int:
+        """Return the CUDA devices that a point of so many ranks takes; none for one on the CPU."""
+        return (self.devices_per_run or ranks) if devices else 0
 
     def at_once(self, devices: int, needs: Sequence[int]) -> int:
         """Return how many points run at once on CUDA devices; `needs`: those of each point."""

@@ -33,17 +33,15 @@ class Display:
 
     def __init__(self, ledger: Ledger, lines: bool = True) -> None:
         """`lines`: print each change of a point's state."""
-        self._ledger, self._slots, self._lines = ledger, 1, lines
+        self._ledger, self._lines = ledger, lines
+        self.slots = 1  # points that run at the same time, for the time that is left
         self._live: Any = None
         self._at = 0.0
-        self._state = {entry.folder: entry.state for entry in ledger.points}
-        self._waiting = {e.folder for e in ledger.points if waits(e, ledger.path)}
-
-    def slots(self, number: int) -> None:
-        """Set how many points run at the same time, for the time that is left."""
-        self._slots = number
 
     def __enter__(self) -> Display:
+        points = self._ledger.points
+        self._state = {entry.folder: entry.state for entry in points}
+        self._waiting = {e.folder for e in points if waits(e, self._ledger.path)}
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -123,7 +121,7 @@ class Display:
                 took.append(entry.ended - entry.started)
         if not took or not left:
             return ""
-        queued = sum(e.state == "queued" for e in points) / max(self._slots, 1)
+        queued = sum(e.state == "queued" for e in points) / self.slots
         return f"; about {duration(fmean(left.values()) + queued * fmean(took))} left"
 
 

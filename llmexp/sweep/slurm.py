@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task
-from llmexp.sweep.show import name_of
+from llmexp.sweep.points import Point
+from llmexp.sweep.show import Display, name_of
 from llmexp.sweep.slurm_job import client, states
 from llmexp.system import fileio
 
@@ -154,23 +154,22 @@ def fixed_here(config: Config, path: Path) -> str:
 
 @dataclass
 class Submitted:
-    """A job that was submitted for a task."""
+    """A job that was submitted for a point."""
 
-    task: Task
+    point: Point
     job: str
     shown: str = ""
     over: bool = False
     gone_at: float = math.inf  # when Slurm first had it as ended
-    written: tuple[int, int] | None = None  # its status as it was looked at last
 
 
-def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
-    """Return earlier jobs of these tasks that have not ended. Raises ConfigError."""
+def live_jobs(points: Sequence[Point]) -> list[Submitted]:
+    """Return earlier jobs of these points that have not ended. Raises ConfigError."""
     known = []
-    for task in tasks:
+    for point in points:
         with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
-            job = fileio.read_json(task.path / JOB).get("job_id")
-            known.append(Submitted(task, str(job)))
+            job = fileio.read_json(point.path / JOB).get("job_id")
+            known.append(Submitted(point, str(job)))
     if not known:
         return []
     try:
@@ -182,54 +181,58 @@ def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
 
 
 class Slurm:
-    """Run each task as a job, which goes on without this process.
+    """Run each point as a job, which goes on without this process.
 
     Needs no accounting database: the run's own status.json says how a job ended, and squeue whether
     it is still there.
     """
 
     pause_s = 1.0
+    slots = 1
 
-    def __init__(
-        self, current: Current, knobs: Knobs, jobs: Sequence[Submitted], say: Callable[[str], None]
-    ) -> None:
-        self._current, self._knobs, self._say = current, knobs, say
-        self._jobs = list(jobs)
+    def __init__(self, current: Current, points: Sequence[Point], display: Display) -> None:
+        """Find the jobs of an earlier command for these points. Raises ConfigError."""
+        self._current, self._say = current, display.line
+        self._jobs = live_jobs(points)
+        self.busy = [one.point.path for one in self._jobs]
+        if self._jobs:
+            verb = "is" if len(self._jobs) == 1 else "are"
+            self._say(f"{plural(len(self._jobs), 'job')} submitted before {verb} still there")
         self._states: dict[str, tuple[str, str]] = {}
         self._answers = True
         self._changed_at = self._next_look = time.monotonic()
         self._cancelled: list[Path] = []
 
-    def start(self, waiting: list[Task]) -> None:
+    def start(self, waiting: list[Point]) -> None:
         """Submit all, one job array for those that need the same nodes. Raises ConfigError."""
         if not waiting:
             return
-        if note := fixed_here(waiting[0].point.config, waiting[0].path):
+        if note := fixed_here(waiting[0].config, waiting[0].path):
             self._say(f"note: {note}")
         ledger = self._current.ledger
         # new: what jobs run is not what lay there
         where = rundir.claim(ledger.path / "slurm", False, "hydra.sweep.dir")
-        alike: dict[tuple[Any, ...], list[Task]] = {}
-        for task in waiting:
-            run = rundir.read_run(task.path)
+        alike: dict[tuple[Any, ...], list[Point]] = {}
+        for point in waiting:
+            run = point.facts.run
             shape = (run["nnodes"], run["nproc_per_node"], run["device"])
-            alike.setdefault(shape, []).append(task)
+            alike.setdefault(shape, []).append(point)
         submitted: list[Submitted] = []
-        for number, tasks in enumerate(alike.values()):
+        for number, points in enumerate(alike.values()):
             script = where / f"jobs-{number}.sh"
-            paths = [task.path for task in tasks]
+            paths = [point.path for point in points]
             try:
-                ids = submit_array(paths, self._knobs, script, f"llmexp-{ledger.name}")
+                ids = submit_array(paths, self._current.place, script, f"llmexp-{ledger.name}")
             except OSError as error:
                 before = ", ".join(one.job for one in submitted)
                 text = f"sbatch refused the jobs: {error}"
                 text += f"; submitted before: {before}" if before else ""
                 raise ConfigError(f"hydra/launcher=slurm: {text}") from None
-            for task, job in zip(tasks, ids, strict=True):
-                fileio.write_json(task.path / JOB, {"job_id": job})
-                submitted.append(Submitted(task, job))
-        for task in waiting:
-            ledger.update(task.entry, attempts=task.entry.attempts + 1)
+            for point, job in zip(points, ids, strict=True):
+                fileio.write_json(point.path / JOB, {"job_id": job})
+                submitted.append(Submitted(point, job))
+        for point in waiting:
+            ledger.update(point.entry, attempts=point.entry.attempts + 1)
         count = plural(len(submitted), "job")
         self._say(f"{count} submitted; what their processes print is in {where}")
         self._jobs += submitted
@@ -242,12 +245,7 @@ class Slurm:
             for one in self._left():
                 self._look(one, now)
             self._next_look = now + (1 if now - self._changed_at < 60 else 10)
-        left = self._left()
-        for one in left:  # a job runs before its run says so
-            if (written := changed_at(one.task.path / rundir.STATUS)) != one.written:
-                one.written = written
-                self._current.ledger.look(one.task.entry, alive=True)
-        return bool(left)
+        return bool(self._left())
 
     def _left(self) -> list[Submitted]:
         return [one for one in self._jobs if not one.over]
@@ -266,17 +264,16 @@ class Slurm:
         gone = self._answers and (state in OVER or not state)
         one.gone_at = min(one.gone_at, now) if gone else math.inf
         settled = now - one.gone_at >= SETTLE_S
-        cancelled = one.task.path in self._cancelled
-        text, one.over = look(one.task.path, one.job, state, reason, settled, cancelled)
-        if text == one.shown:
-            return
-        one.shown, self._changed_at = text, now
-        entry = one.task.entry
+        path, entry = one.point.path, one.point.entry
+        cancelled = path in self._cancelled
+        text, one.over = look(path, one.job, state, reason, settled, cancelled)
         if one.over:
             self._current.ended(entry)
-        else:
+        else:  # a job runs before its run says so
             self._current.ledger.look(entry, alive=True)
-        self._say(f"{one.job:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
+        if text != one.shown:
+            one.shown, self._changed_at = text, now
+            self._say(f"{one.job:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
 
     def stop(self, number: int) -> int:
         if self._jobs:
@@ -289,20 +286,12 @@ class Slurm:
 
     def cancel_waiting(self) -> None:
         """Take those jobs out of the queue that have not started."""
-        left = [(one, rundir.read_status(one.task.path)) for one in self._left()]
+        left = [(one, rundir.read_status(one.point.path)) for one in self._left()]
         waiting = [one for one, status in left if status.get("state") == "queued"]
-        self._cancelled = [one.task.path for one in waiting]
+        self._cancelled = [one.point.path for one in waiting]
         if waiting:
             with contextlib.suppress(OSError):
                 client("scancel", "--state=PENDING", *(one.job for one in waiting))
-
-
-def changed_at(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a file is written anew; None where there is none."""
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_ino
-    return None
 
 
 def look(

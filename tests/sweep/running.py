@@ -15,7 +15,7 @@ from llmexp.runs.ledger import Ledger, PointFacts
 from llmexp.sweep import local
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
-from llmexp.sweep.matching import Task
+from llmexp.sweep.points import Point
 from llmexp.sweep.running import drive
 from llmexp.sweep.section import build_sweep
 from tests.conftest import ROOT
@@ -29,24 +29,22 @@ def current_sweep(folder: Path, **given: Any) -> Current:
     knobs = {key: value for key, value in given.items() if key not in SHARED}
     shared: dict[str, Any] = {key: given[key] for key in SHARED if key in given}
     launcher, grid = shared.pop("launcher", "local"), shared.pop("grid", True)
+    ledger = Ledger(folder, "n", "g", launcher, [], [])
     return Current(
-        build_sweep(DEFAULTS | knobs), None, [], folder, True, grid, launcher, None,
-        contextlib.ExitStack(), opened=Ledger(folder, "n", "g", launcher, [], []), **shared,
+        build_sweep(DEFAULTS | knobs), None, [], folder, True, grid, launcher, None, None,
+        contextlib.ExitStack(), opened=ledger, **shared,
     )  # fmt: skip
 
 
-def new_task(
-    current: Current, name: str, ranks: int = 1, devices: int = 0, steps: int = 80
-) -> Task:
+def new_point(current: Current, name: str, ranks: int = 1, devices: int = 0) -> Point:
     """A point of the sweep, in a run folder without a config of its own."""
     entry = current.ledger.add(name.partition("-")[2], [], name)
     path = current.where / name
     path.mkdir(exist_ok=True)
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
-    facts = PointFacts(name, 80, 0, 0, ranks, devices)
-    config = SimpleNamespace(fork=SimpleNamespace(step=None), batch=SimpleNamespace(ramp=None))
-    return Task(SimpleNamespace(path=path, facts=facts, config=config), entry)
+    facts = PointFacts(name, devices, 0, {"max_steps": 80, "nproc_per_node": ranks})
+    return Point(entry, current.where, [], [], None, checked=facts)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -58,6 +56,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(local, "start_worker", start)
 
 
-def run_locally(current: Current, tasks: list[Task]) -> None:
-    display = SimpleNamespace(line=print, tick=lambda: None)
-    drive(Local(current, tasks), list(tasks), current, display)
+def run_locally(current: Current, points: list[Point]) -> None:
+    drive(Local(current, points), list(points), current, quiet_display())
+
+
+def quiet_display() -> SimpleNamespace:
+    return SimpleNamespace(line=print, tick=lambda: None)

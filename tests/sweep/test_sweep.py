@@ -18,7 +18,7 @@ from llmexp.sweep import running
 from llmexp.sweep.running import rungs
 from llmexp.system import child
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
+from tests.sweep.running import current_sweep, new_point, run_locally, stand_in
 from tests.tools import all_gone, exact, same_state, wait_for
 
 STEPS = 30
@@ -359,7 +359,7 @@ def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch
     def race(folder: Path, stops_at: list[int]) -> list[float | None]:
         folder.mkdir()
         current = current_sweep(folder, halving=0.125)
-        tasks = [new_task(current, f"{i}-x") for i in range(8)]
+        tasks = [new_point(current, f"{i}-x") for i in range(8)]
         calls = 0
 
         def run_points(current, tasks, stops=None):
@@ -429,7 +429,7 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch, per_run, devices, o
     seen: list[str] = []
     monkeypatch.setattr(current, "began", lambda entry: seen.append(entry.label))
     monkeypatch.setattr(current, "ended", lambda entry: seen.append(f"{entry.label} ended"))
-    run_locally(current, [new_task(current, name, devices=3) for name in ("0-a", "1-b")])
+    run_locally(current, [new_point(current, name, devices=3) for name in ("0-a", "1-b")])
     assert sorted((tmp_path / "devices").read_text().split()) == sorted(devices)
     assert seen[: len(order)] == order
 
@@ -439,7 +439,7 @@ def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
     stand_in(monkeypatch, "trap '' TERM; sleep 1000 & echo $! > child; kill -STOP $$")
     monkeypatch.chdir(tmp_path)
     current = current_sweep(tmp_path, silence_s=0.5)
-    run_locally(current, [new_task(current, "0-a")])
+    run_locally(current, [new_point(current, "0-a")])
     (entry,) = current.ledger.points
     assert (entry.state, entry.error) == (
         "failed",

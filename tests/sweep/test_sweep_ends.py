@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,7 @@ from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import record_left
 from llmexp.system.text import one_line
 from tests.conftest import TINY, llmexp
-from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
+from tests.sweep.running import current_sweep, new_point, quiet_display, run_locally, stand_in
 
 RUN = [
     *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=2", "train.eval_every=null",
@@ -74,10 +73,10 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
 ):
     """Of two jobs of Slurm one fails; by its status the other is still queued, but it may begin."""
     current = current_sweep(tmp_path, launcher="slurm", stop_on_failure=True)
-    failing, other = (new_task(current, name) for name in ("0-a", "1-b"))
+    failing, other = (new_point(current, name) for name in ("0-a", "1-b"))
     rundir.write_status(failing.path, "failed", error="of its own", exit_code=3)
     rundir.write_status(other.path, "queued", started=1.0)
-    jobs = {"1": ("FAILED", ""), "2": ("PENDING", "None")}
+    jobs = {"1": ("RUNNING", "n1"), "2": ("PENDING", "None")}
 
     def cancel(*command):
         assert command == ("scancel", "--state=PENDING", "2")
@@ -89,11 +88,12 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
     monkeypatch.setattr(slurm, "SETTLE_S", 0.0)
     monkeypatch.setattr(slurm, "states", lambda: jobs)
     monkeypatch.setattr(slurm, "client", cancel)
-    submitted = [slurm.Submitted(failing, "1"), slurm.Submitted(other, "2")]
-    launcher = slurm.Slurm(current, None, submitted, print)
+    for point, job in ((failing, "1"), (other, "2")):
+        (point.path / slurm.JOB).write_text(json.dumps({"job_id": job}))
+    launcher = slurm.Slurm(current, [failing, other], quiet_display())
     launcher.pause_s = 0
-    display = SimpleNamespace(line=print, tick=lambda: None)
-    running.drive(launcher, [], current, display)
+    jobs["1"] = ("FAILED", "")
+    running.drive(launcher, [], current, quiet_display())
     after = "finished" if begins else "queued"
     assert [e.state for e in current.ledger.points] == ["failed", after]
     assert rundir.read_status(other.path)["state"] == after
@@ -112,7 +112,7 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
 def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
     """A folder is in the place of what its processes print."""
     current = current_sweep(tmp_path)
-    task = new_task(current, "0-a")
+    task = new_point(current, "0-a")
     (task.path / local.STDERR).mkdir()
     run_locally(current, [task])
     status = rundir.read_status(task.path)
@@ -152,7 +152,7 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
         )
         row = f'{{"step": 3, "train/loss": {wrong}, "tokens_per_sec": {wrong}, "eta": {wrong}}}'
         (path / "metrics.jsonl").write_text((row if n % 3 else "[" * 9_000) + "\n")
-    display = show.Display(ledger)
+    display = show.Display(ledger).__enter__()
     ledger.save()
     for look in (False, True):
         for entry in entries:
@@ -170,7 +170,7 @@ def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
     stand_in(monkeypatch, "true")
     current = current_sweep(tmp_path)
     run_locally(
-        current, [new_task(current, "0-a", ranks=4), new_task(current, "1-b", ranks=2, devices=2)]
+        current, [new_point(current, "0-a", ranks=4), new_point(current, "1-b", ranks=2, devices=2)]
     )
     assert [entry.attempts for entry in current.ledger.points] == [1, 1]
 
