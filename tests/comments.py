@@ -12,6 +12,7 @@ from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
 from llmexp.settings.targets import arguments_of, locate
 from llmexp.settings.values import Knob, section_knobs
+from llmexp.sweep import ray, slurm
 from llmexp.sweep.section import Sweep
 from tests.tools import option
 
@@ -20,6 +21,7 @@ KNOBS = fields() | {
     for section, kind in (("sweep", Sweep), ("prepare", Prepare), ("plan", PlanKnobs))
     for name, knob in section_knobs(kind).items()
 }
+LAUNCHERS = {"slurm": slurm.Knobs, "ray": ray.Knobs}
 LINE = re.compile(
     r"(?P<setting>(?P<indent> *)[\"]?(?P<name>\w+)[\"]?: *(?P<value>[^#]*?)) *(#.*)?$"
 )
@@ -31,10 +33,13 @@ def files() -> Iterator[Path]:
     for section in sorted({key.partition(".")[0] for key in KNOBS if "." in key}):
         yield from sorted(conf_dir().glob(f"base/{section}*.yaml"))
         yield from sorted(conf_dir().glob(f"{section}/*.yaml"))
+    yield from (conf_dir() / "hydra" / "launcher" / f"{name}.yaml" for name in LAUNCHERS)
 
 
 def arguments(path: Path) -> dict[str, Knob]:
     """The knobs of the function that the file of an option names, by their names."""
+    if path.parent.name == "launcher":
+        return section_knobs(LAUNCHERS[path.stem])
     tree = option(str(path.relative_to(conf_dir()).with_suffix("")))
     target = str(tree.get("_target_", "???"))
     if target == "???":

@@ -5,6 +5,7 @@ It says what is wrong with which key, and the nearest key that exists.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
-from llmexp.compose.overrides import key_of, parsed
+from llmexp.compose.overrides import key_of, parsed, written
+from llmexp.runs import rundir
 from llmexp.settings.convert import MOVED
 from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
 from llmexp.system.text import first_of
@@ -27,18 +29,24 @@ NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.ru
 
 
 @contextmanager
-def user_errors(overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Turn refusals of Hydra, OmegaConf and YAML into ConfigError within the block."""
+def user_errors(overrides: Sequence[str] = (), sweep: Sequence[str] = ()) -> Iterator[None]:
+    """Turn refusals of Hydra, OmegaConf and YAML into ConfigError within the block.
+
+    `sweep`: the command line of the sweep where the overrides are those of one of its points.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(in_words(error, overrides)) from None
+        raise ConfigError(in_words(error, overrides, sweep or overrides)) from None
 
 
-def in_words(error: Exception, overrides: Sequence[str]) -> str:
-    """Return what Hydra refused, in words that name the key, the value and what would be valid."""
+def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -> str:
+    """Return what Hydra refused, in words that name the key, the value and what would be valid.
+
+    `given`: all that was typed, for examples.
+    """
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
         text += "\n" + str(error.__cause__).strip()
@@ -51,7 +59,7 @@ def in_words(error: Exception, overrides: Sequence[str]) -> str:
         if "already at" in text:
             return f"{found[1]}: this key exists; write it without the +"
         inner = getattr(error.__cause__, "full_key", None)  # of batch={max_steps:3}
-        return unknown(inner or found[1].partition("=")[0], overrides)
+        return unknown(inner or found[1].partition("=")[0], overrides, given)
     if found := re.search(r"Error merging override (\S+?)=.*\nCannot merge ", text):
         return _other_kind(found[1], overrides)
     choosing = r"In '[^']+': Could not (?:find|load) '([^']+)/([^/']+)'"
@@ -90,7 +98,7 @@ def _other_kind(key: str, overrides: Sequence[str]) -> str:
     return str(refuse(key, given, f"a section of keys is needed here, not a list{example}"))
 
 
-def unknown(key: str, overrides: Sequence[str]) -> str:
+def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
     """Return the refusal of a key that the composed config does not have, with the nearest one."""
     if key == "hydra":
         return NO_GROUP
@@ -102,33 +110,60 @@ def unknown(key: str, overrides: Sequence[str]) -> str:
     tree = known_tree(overrides)
     choices = tree["hydra"]["runtime"]["choices"]
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})
-    value = next((o.partition("=")[2] for o in overrides if key_of(o) == key), "")
+    value = next((o.partition("=")[2] for o in given if key_of(o) == key), "")
     for other in parsed(overrides):
         if other.key_or_group in flat and not other.is_sweep_override():
             flat[other.key_or_group] = other.value()
-    section, _, name = key.partition(".")
-    swept = next((o.partition("=")[2].split(",") for o in overrides if key_of(o) == section), [])
-    having = [o for o in swept if name in option(f"{section}/{o}")]
-    if lacking := [o for o in swept if o in options_of(section) and o not in having]:
-        choices = {**choices, section: lacking[0]}
+    section = key.partition(".")[0]
+    swept = [o for o in written(given).get(section, ()) if o in options_of(section)]
+    lacking = [o for o in swept if not _takes(o, key)]
+    if lacking:
+        choices[section] = lacking[0]
+    own = own_options(key, given)
     if refusal := not_in_option(choices, key, value, flat):
-        return refusal + (_own_option(section, swept, having[0], name, value) if having else "")
+        return refusal + own
+    if own:
+        return f"{key}: the option {section}={choices[section]} has no such knob{own}"
     near = _longer_in_option(choices, key, value)
     near = near or nearest_key(key, [*flat_keys(tree), "experiment"])
     return f"{key}: there is no such key or group.{near}"
 
 
-def _own_option(section: str, swept: Sequence[str], base: str, name: str, value: str) -> str:
-    """Return how an option of a sweep gets a knob that the others do not have: by a file."""
-    value = value if value.startswith(("[", "{")) else value.partition(",")[0]
-    own = re.sub(r"\W", "_", f"{base}_{value}")
-    options = ",".join(own if o == base else o for o in swept)
-    line = pasteable(f"{name}: {value}")
-    return (
-        f"; an option of your own has it beside the others: mkdir -p own/{section} && "
-        f"printf '%s\\n' 'defaults: [{base}]' {line} > own/{section}/{own}.yaml && "
-        f"llmexp train -m --config-dir own {section}={options}"
-    )
+def own_options(key: str, given: Sequence[str]) -> str:
+    """Return how some options of a swept group get a knob that the others do not have: by files.
+
+    That is the whole command; empty where the group is not swept, or no option has the knob.
+    """
+    section, asked = key.partition(".")[0], written(given)
+    swept = asked.get(section, [])
+    apart = [
+        k for k in asked if k.startswith(f"{section}.") and not all(_takes(o, k) for o in swept)
+    ]
+    if key not in apart or not any(_takes(o, key) for o in swept):
+        return ""
+    path = loader().get_search_path().get_path()
+    folders = [p.path.removeprefix("file://") for p in path if p.provider == "command-line"]
+    folder, chosen = next(iter(folders), "own"), list[str]()
+    steps = [f"mkdir -p {pasteable(f'{folder}/{section}')}"]
+    for o in swept:
+        own = [k for k in apart if _takes(o, k)]
+        for values in itertools.product(*(asked[k] for k in own)):
+            chosen.append("_".join(re.sub(r"\W+", "_", v).strip("_") for v in (o, *values)))
+            lines = [f"{k.partition('.')[2]}: {v}" for k, v in zip(own, values, strict=True)]
+            text = " ".join(map(pasteable, (f"defaults: [{o}]", *lines)))
+            file = pasteable(f"{folder}/{section}/{chosen[-1]}.yaml")
+            steps += [f"printf '%s\\n' {text} > {file}"] if own else []
+    kept = [o for o in given if key_of(o) not in (section, "hydra.mode", *apart)]
+    words = ["--config-dir", folder, f"{section}={','.join(chosen)}", *kept]
+    steps.append(f"llmexp train -m {' '.join(map(pasteable, words))}{rundir.allowed_again()}")
+    return f"; options of your own have it beside the others: {' && '.join(steps)}"
+
+
+def _takes(chosen: str, key: str) -> bool:
+    """Return whether an option of a group has a knob; one of a library takes all arguments."""
+    section, _, name = key.partition(".")
+    there = option(f"{section}/{chosen}")
+    return name in there or (section == "optimizer" and "name" in there)
 
 
 def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:

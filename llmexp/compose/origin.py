@@ -207,4 +207,5 @@ def not_in_option(choices: dict[str, Any], key: str, value: str, flat: dict[str,
     if not having:
         return ""
     text = f"the option {section}={choices[section]} has no such knob"
-    return f"{key}: {text}; these have it: {', '.join(having)}"
+    example = f"; for example {section}={having[0]} {pasteable(f'{key}={value}')}" if value else ""
+    return f"{key}: {text}; these have it: {', '.join(having)}{example}"

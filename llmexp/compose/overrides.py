@@ -20,6 +20,15 @@ def parsed(overrides: Iterable[str]) -> list[Override]:
     return found
 
 
+def written(overrides: Iterable[str]) -> dict[str, list[str]]:
+    """Return the values of each key as they are written, those of a sweep one by one."""
+    found = {}
+    for o in parsed(overrides):
+        swept = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
+        found[o.key_or_group] = swept or [o.get_value_element_as_str()]
+    return found
+
+
 def replace_ramp(tree: Any, overrides: Sequence[str]) -> None:
     """Put a batch ramp of the overrides in the place of that of a file, and of the sizes there.
 

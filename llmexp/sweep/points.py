@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from llmexp.compare.budgets import Spent
 from llmexp.compose import forking
 from llmexp.compose.app import chosen_folder, typed_config, visible
-from llmexp.compose.errors import user_errors
+from llmexp.compose.errors import own_options, user_errors
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
@@ -238,11 +238,12 @@ def load_points(
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[LedgerEntry] = []
-    composer = Composer(loader, base)
+    composer, typed = Composer(loader, base), base.hydra.overrides
+    command = [*typed.hydra, *typed.task]
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         entry = new_entry(number, overrides, swept)
         try:
-            with user_errors(overrides):
+            with user_errors(overrides, command):
                 cfg = composer(overrides, entry.label)
             config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
@@ -251,7 +252,7 @@ def load_points(
             point = Point(entry, where, list(overrides), swept, config, composer)
             points.append(point.moved(number, where))
         except ConfigError as error:
-            entry.refused = redacted(str(error))
+            entry.refused = redacted(f"{error}{own_options(error.key or '', command)}")
             refused.append(entry)
     return points, refused
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import AUTO, ConfigError, knob, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
@@ -33,21 +33,23 @@ OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 
 @dataclass(frozen=True)
 class Knobs:
-    """The knobs of conf/hydra/launcher/ray.yaml, where each is explained."""
+    """The section `hydra.launcher` with hydra/launcher=ray."""
 
-    address: str | None
-    cpus_per_run: float | None
-    gpus_per_run: float | None
-    init: dict[str, Any]
+    address: str | None = knob(
+        "of a running cluster (auto, or host:port); null: one on this machine, for the time of the "
+        "sweep",
+        AUTO,
+    )
+    cpus_per_run: float | None = knob("CPUs of each run; null: one per rank", 1.0, at_least=0)
+    gpus_per_run: float | None = knob(
+        "GPUs of each run; null: one per rank where the run is on CUDA, else none", 1.0, at_least=0
+    )
+    init: dict[str, Any] = knob("anything else for ray.init: {num_cpus: 4}", {"num_cpus": 4})
 
 
 def check(knobs: Knobs) -> None:
-    """Raise ConfigError for knobs that no cluster takes, or where there is no Ray."""
+    """Raise ConfigError where there is no Ray."""
     need("hydra/launcher=ray")
-    for key in ("cpus_per_run", "gpus_per_run"):
-        value = getattr(knobs, key)
-        if value is not None and not 0 <= value < float("inf"):
-            raise refuse(f"hydra.launcher.{key}", value, "must be at least 0", 1)
 
 
 def need(asked: str) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from llmexp.compose.app import section
 from llmexp.compose.environment import refuse_secrets
-from llmexp.compose.errors import user_errors
 from llmexp.run.stages import recorded_stages, step_after
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
-from llmexp.settings.convert import with_knobs
+from llmexp.settings.convert import convert_section, with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
@@ -62,26 +62,18 @@ class Launcher(Protocol):
 
 def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
     """Return local, slurm or ray, and its checked knobs, if it has any. Raises ConfigError."""
-    target = str(cfg.hydra.launcher.get("_target_"))
+    given = section(cfg.hydra, "launcher")
+    target = str(given.pop("_target_", None))
     name = NAMES.get(target.removeprefix(PLUGINS))
     if name is None:
         text = f"does not run here; it is one of {', '.join(NAMES.values())}"
         raise ConfigError(f"hydra/launcher: {target} {text}")
-    return name, launcher_knobs(name, cfg) if name in KNOBS else None
-
-
-def launcher_knobs(name: str, cfg: DictConfig) -> Any:
-    """Return the checked knobs of the launcher. Raises ConfigError."""
-    launcher = cfg.hydra.launcher
-    with user_errors():
-        given = OmegaConf.masked_copy(launcher, [k for k in launcher if k != "_target_"])
-        typed = OmegaConf.create({"hydra": {"launcher": OmegaConf.structured(KNOBS[name].Knobs)}})
-        OmegaConf.set_readonly(typed.hydra.launcher, False)  # as the dataclass is frozen
-        merged = OmegaConf.merge(typed, {"hydra": {"launcher": given}})
-        knobs: Any = OmegaConf.to_object(merged.hydra.launcher)
-    refuse_secrets(dataclasses.asdict(knobs), "hydra.launcher")  # the jobs' scripts are files
+    if name not in KNOBS:
+        return name, None
+    knobs: Any = convert_section(KNOBS[name].Knobs, given, "hydra.launcher.")
+    refuse_secrets(given, "hydra.launcher")  # the jobs' scripts are files
     KNOBS[name].check(knobs)
-    return knobs
+    return name, knobs
 
 
 def drive(launcher: Launcher, waiting: list[Point], current: Current, display: Display) -> None:

@@ -18,7 +18,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude_run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError, count, knob, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point
 from llmexp.sweep.show import Display, name_of
@@ -50,19 +50,37 @@ srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --unbuffered \\
 
 @dataclass(frozen=True)
 class Knobs:
-    """The knobs of conf/hydra/launcher/slurm.yaml, where each is explained."""
+    """The section `hydra.launcher` with hydra/launcher=slurm."""
 
-    partition: str | None
-    account: str | None
-    qos: str | None
-    timeout_min: int | None
-    cpus_per_task: int | None
-    gpus_per_node: int | None
-    mem_gb: float | None
-    signal_delay_s: int
-    array_parallelism: int
-    setup: list[str]
-    additional_parameters: dict[str, Any]
+    partition: str | None = knob(
+        "partition, or several with commas between them; null: the cluster's default", "gpu"
+    )
+    account: str | None = knob("account that is charged; null: the user's default", "lab")
+    qos: str | None = knob("quality of service; null: the user's default", "high")
+    timeout_min: int | None = count(
+        "time limit in minutes, after which a run saves, queues again and goes on; null: the "
+        "partition's",
+        240,
+    )
+    cpus_per_task: int | None = count("CPUs on each node; null: one per rank", 8)
+    gpus_per_node: int | None = knob(
+        "GPUs on each node; null: one per rank if this host has GPUs too, else none is asked for",
+        8,
+        at_least=0,
+    )
+    mem_gb: float | None = knob(
+        "memory on each node in GiB; null: the cluster's default", 64.0, above=0
+    )
+    signal_delay_s: int = count(
+        "seconds before the time limit at which a run is asked to save", 120
+    )
+    array_parallelism: int = count("jobs of the sweep that run at the same time, at most", 256)
+    setup: list[str] = knob(
+        "shell lines before the run, on the job's first node: [module load cuda]", ["true"]
+    )
+    additional_parameters: dict[str, Any] = knob(
+        "any other option of sbatch: {constraint: h100, exclusive: true}", {"exclusive": True}
+    )
 
 
 def check(knobs: Knobs) -> None:
@@ -70,18 +88,11 @@ def check(knobs: Knobs) -> None:
     if shutil.which("sbatch") is None or shutil.which("squeue") is None:
         text = "there is no sbatch on this host; start it where Slurm's commands are"
         raise ConfigError(f"hydra/launcher=slurm: {text}")
-    times, sizes = ("timeout_min", "signal_delay_s"), ("cpus_per_task", "gpus_per_node")
-    for key in (*times, *sizes, "array_parallelism"):
-        value, low = getattr(knobs, key), int(key != "gpus_per_node")
-        if value is not None and value < low:
-            raise refuse(f"hydra.launcher.{key}", value, f"must be at least {low}", 2)
     for key in ("partition", "account", "qos"):
         text = getattr(knobs, key)
         if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):
             needed = "one word of letters, digits and . , : @ / + - is needed"
-            raise refuse(f"hydra.launcher.{key}", repr(text), needed)
-    if knobs.mem_gb is not None and not 0 < knobs.mem_gb < float("inf"):
-        raise refuse("hydra.launcher.mem_gb", knobs.mem_gb, "must be above 0", 32)
+            raise refuse(f"hydra.launcher.{key}", repr(text), needed, "gpu")
     delay_s = knobs.signal_delay_s
     if knobs.timeout_min is not None and knobs.timeout_min * 60 <= delay_s:
         text = f"ends before its own warning, which comes signal_delay_s={delay_s} seconds earlier"

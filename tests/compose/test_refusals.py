@@ -319,8 +319,8 @@ def test_commands(capsys, home, arguments, says):
 
 
 SWEEPS = [
-    (["clip=none,norm", "clip.max_norm=0.1,5.0"], "0-clip_none+max_norm_0.1: clip.max_norm=0.1: "
-                                                  "does", "leave"),
+    (["clip=none,norm", "clip.max_norm=0.1,5.0"],
+     "0-clip_none+max_norm_0.1, 1-clip_none+max_norm_5.0: clip.max_norm=0.1,5.0: does", "leave"),
     (["model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3 does not divide", "1, 2, 4"),
     (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: "
                                                                  "batch.real_batch_size=10", "9"),
@@ -347,19 +347,38 @@ def test_plan_of_a_sweep_names_the_refused_points(capsys, home, sweep):
     assert valid in message
 
 
-@pytest.mark.parametrize("swept", ["library,adamw", "muon,library"])
-def test_a_knob_of_one_of_two_options_is_given_by_a_file(capsys, home, swept):
-    """What the refusal gives to paste is a sweep of both."""
-    other = swept.replace("library", "").strip(",")
-    given = [*SYNTHETIC, f"optimizer={swept}", "optimizer.name=torch.optim.RAdam"]
-    message = refused(capsys, home, "plan", "-m", *given).strip()
-    assert f"the option optimizer={other} has no such knob; these have it: library; " in message
-    *making, last = message.partition("beside the others: ")[2].split(" && ")
+RADAM, BETAS = "optimizer.name=torch.optim.RAdam", "optimizer.betas=[0.9,0.98]"
+APART = [  # options of a group, knobs that not all of them have, and the options of both
+    ("optimizer=library,adamw", [RADAM], "library_torch_optim_RAdam,adamw"),
+    ("optimizer=muon,library", [RADAM], "muon,library_torch_optim_RAdam"),
+    ("optimizer=library,adamw", [BETAS, f"{RADAM},torch.optim.NAdam", "optimizer.lr=1e-3,2e-3"],
+     "library_0_9_0_98_torch_optim_RAdam,library_0_9_0_98_torch_optim_NAdam,adamw"),
+    ("clip=norm,value", ["clip.max_norm=0.5"], "norm_0_5,value"),
+    ("clip=norm,value,none", ["clip.max_norm=0.5,1", "clip.max_value=2"],
+     "norm_0_5,norm_1,value_2,none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("swept", "knobs", "both"), APART, ids=str)
+def test_a_knob_of_some_options_of_a_sweep_is_given_by_files(capsys, home, swept, knobs, both):
+    """What the refusal gives to paste is the whole sweep, with all else that was typed."""
+    message = refused(capsys, home, "plan", "-m", *SYNTHETIC, swept, *knobs)
+    (recipe,) = {line.partition("beside the others: ")[2] for line in message.splitlines()}
+    *making, last = recipe.split(" && ")
     subprocess.run(" && ".join(making), shell=True, check=True)
     words = shlex.split(last)
     assert words[:3] == ["llmexp", "train", "-m"]
-    assert run(["plan", *words[2:], *SYNTHETIC]) == 0
-    assert {"library_torch_optim_RAdam", other} <= {*capsys.readouterr().out.split()}
+    kept = {*SYNTHETIC, *(k for k in knobs if k.startswith("optimizer.lr="))}
+    assert {*words[5:]} == {f"{swept.partition('=')[0]}={both}", *kept}
+    assert run(["plan", *words[2:]]) == 0
+    assert {*both.split(",")} <= {*capsys.readouterr().out.split()}
+
+
+def test_a_knob_that_is_swept_over_another_option_names_its_own(capsys, home):
+    message = refused(capsys, home, "plan", "-m", *SYNTHETIC, "optimizer.name=RAdam,NAdam")
+    assert "these have it: library; for example optimizer=library optimizer.name=RAd" in message
+    words = message.rpartition("for example ")[2].split()
+    assert run(["plan", "-m", *SYNTHETIC, *words]) == 0
 
 
 def test_train_writes_nothing_when_it_refuses(home, tmp_path):
