@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmexp.compose import command_line
 from llmexp.runs import rundir
-from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.runs.naming import OF_WEIGHTS, named_checkpoint
 from llmexp.runs.rundir import check_new
 from llmexp.settings.values import ConfigError
 
@@ -27,21 +27,17 @@ class Averaged:
 
 def main(arguments: list[str]) -> int:
     """Write the mean of checkpoints into a folder that other commands take as they take a run."""
-    parser = command_line.parser_of(
-        "average",
+    text = (
         "Average the weights of several checkpoints, of one run or of several. evaluate, sample, "
-        "export and model.init_from take the result as they take a run.",
+        "export and model.init_from take the result as they take a run."
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN[@STEP]", help="run folder; without a step its newest one"
-    )
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="the newest N checkpoints of each run"
-    )
-    add_weights(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="a new folder (default, of one run: in it)"
-    )
+    table = {
+        "runs+": ("RUN[@STEP]", "run folder; without a step its newest one"),
+        "--last": ("N", "the newest N checkpoints of each run", int),
+        **OF_WEIGHTS,
+        "--out": ("FOLDER", "a new folder (default, of one run: in it)", Path),
+    }
+    parser = command_line.parser_of("average", text, table)
     args = parser.parse_args(command_line.take_allowed(arguments))
     done = averaged(args.runs, args.last, args.weights, args.out)
     steps = ", ".join(f"{step:,}" for step in done.steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,13 @@ def main(arguments: list[str]) -> int:
     Raises ConfigError for arguments that cannot be followed and where there is no run to show, and
     OSError for a file that could not be written.
     """
-    args = _arguments(arguments)
+    parser = Parser(
+        "llmexp compare",
+        "Compare runs: which setting is best, by how much, and is the difference real.",
+        ARGUMENTS,
+        "Runs that are training are compared as far as they are. See docs/compare.md.",
+    )
+    args = parser.parse_args(arguments)
     for path in args.out:
         check_file("--out", path, tuple(_FORMS))
     comparison = compare(
@@ -87,39 +92,26 @@ def write_file(flag: str, path: Path, text: str) -> None:
     warn(f"wrote {path}")
 
 
-def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="llmexp compare",
-        description="Compare runs: which setting is best, by how much, and is the difference real.",
-        epilog="Runs that are training are compared as far as they are. See docs/compare.md.",
-    )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="runs, sweeps, folders of them, globs (default: outputs)",
-    )
-    parser.add_argument(
-        "--align", default="tokens", help=f"what runs must have had alike: {', '.join(UNITS)}"
-    )
-    parser.add_argument(
-        "--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec"
-    )
-    parser.add_argument(
-        "--why", action="store_true", help="also what the result rests on, and notes on the runs"
-    )
-    parser.add_argument(
-        "--negligible", metavar="NATS",
-        help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--target", metavar="KEY=NUMBER",
-        help="compare by where runs first reach a figure, such as val/loss=3.28",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
-    parser.add_argument(
-        "--out", action="append", default=[], type=Path, metavar="FILE",
-        help="also write the table as FILE.json, FILE.csv or FILE.md, or the page as FILE.html; "
+ARGUMENTS = {
+    "paths*": ("PATH", "runs, sweeps, folders of them, globs (default: outputs)"),
+    "--align": (None, f"what runs must have had alike: {', '.join(UNITS)}", "tokens"),
+    "--sort": ("KEY", "figure that orders the table, such as tokens_per_sec"),
+    "--why": "also what the result rests on, and notes on the runs",
+    "--negligible": (
+        "NATS",
+        f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
+    ),
+    "--target": (
+        "KEY=NUMBER",
+        "compare by where runs first reach a figure, such as val/loss=3.28",
+    ),
+    "--json": "print everything as JSON instead",
+    "--out": {
+        "action": "append",
+        "default": [],
+        "type": Path,
+        "metavar": "FILE",
+        "help": "also write the table as FILE.json, FILE.csv or FILE.md, or the page as FILE.html; "
         "may be given several times",
-    )  # fmt: skip
-    return parser.parse_args(arguments)
+    },
+}

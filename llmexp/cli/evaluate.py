@@ -7,21 +7,46 @@ import dataclasses
 import gc
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.overrides import key_of
 from llmexp.runs import rundir
-from llmexp.runs.naming import add_checkpoint, named_checkpoint
+from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
-BY = ("set", "document", "item")
+ARGUMENTS = OF_CHECKPOINT | {
+    "run": (
+        "RUN[@STEP]",
+        "run folder; without a step its newest checkpoint; or a Hugging Face folder",
+    ),
+    "overrides*": (
+        "data=...",
+        "other data, for example data=text data.train_files=book.txt data.val_ratio=0; "
+        "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
+    ),
+    "--tokens": (None, "tokens of each set, spread evenly, or all (default: train.eval_tokens)"),
+    "--by": {
+        "choices": ("set", "document", "item"),
+        "default": "set",
+        "help": "also a row for each document, or item of a task",
+    },
+    "--tasks": ("NAME,...", "multiple choice in place of losses"),
+    "--tasks-folder": (
+        "DIR",
+        "folder of NAME.jsonl (default: train.tasks_folder, else $LLMEXP_TASKS, else the shipped "
+        "tiny_facts); of --lm-eval: of YAML files that describe more tasks",
+    ),
+    "--lm-eval": ("NAME,...", "tasks of lm-eval, on the model exported to it"),
+    "--json": "print JSON instead of a table",
+    "--config-dir": (None, "folder with options of your own, as for train"),
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -30,16 +55,27 @@ def main(arguments: list[str]) -> int:
     args = parsed_words(command_line.take_allowed(arguments))
     _tasks(args)  # refuses words that do not go together, before ranks start
     ranks = ranks_of(args.run, args.overrides, args.config_dir)
+
+    def answer() -> str:
+        found = evaluated(args)
+        if args.json:
+            return json.dumps(found, indent=1, allow_nan=False)
+        return redacted(tables_of(found))
+
+    return answered(words, ranks, answer)
+
+
+def answered(words: list[str], ranks: int, answer: Callable[[], str]) -> int:
+    """Print the answer of a command, once; several ranks that find it run the same command."""
     if ranks > 1 and "RANK" not in os.environ:
         from llmexp.mesh.ranks import run_alike
 
         return run_alike(words, ranks)
     if ranks > 1:
         release_signals()
-    found = evaluated(args)
-    if ranks > 1 and os.environ.get("RANK", "0") != "0":
-        return 0
-    print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(tables_of(found)))
+    text = answer()
+    if ranks == 1 or os.environ["RANK"] == "0":
+        print(text)
     return 0
 
 
@@ -193,39 +229,12 @@ def tables_of(found: Mapping[str, Any]) -> str:
 
 def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line of `llmexp evaluate`, after --allow was taken out."""
-    parser = command_line.parser_of(
-        "evaluate",
+    text = (
         "Evaluate a checkpoint on the validation sets of its run, or on other data: loss, "
         "perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
-        "choice: accuracy.",
+        "choice: accuracy."
     )
-    add_checkpoint(parser, "; or a Hugging Face folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="data=...",
-        help="other data, for example data=text data.train_files=book.txt data.val_ratio=0; "
-        "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
-    )
-    parser.add_argument(
-        "--tokens", help="tokens of each set, spread evenly, or all (default: train.eval_tokens)"
-    )
-    parser.add_argument(
-        "--by", choices=BY, default="set", help="also a row for each document, or item of a task"
-    )
-    parser.add_argument("--tasks", metavar="NAME,...", help="multiple choice in place of losses")
-    parser.add_argument(
-        "--tasks-folder",
-        metavar="DIR",
-        help="folder of NAME.jsonl (default: train.tasks_folder, else $LLMEXP_TASKS, else the "
-        "shipped tiny_facts); of --lm-eval: of YAML files that describe more tasks",
-    )
-    parser.add_argument(
-        "--lm-eval", metavar="NAME,...", help="tasks of lm-eval, on the model exported to it"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--config-dir", help="folder with options of your own, as for train")
-    return parser.parse_intermixed_args(arguments)
+    return command_line.parser_of("evaluate", text, ARGUMENTS).parse_intermixed_args(arguments)
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:

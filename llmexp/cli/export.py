@@ -7,31 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmexp.compose import command_line
-from llmexp.runs.naming import add_checkpoint, named_checkpoint
+from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.runs.rundir import check_new
 
 if TYPE_CHECKING:
     from llmexp.exchange.export import Exported
 
 
+ARGUMENTS = OF_CHECKPOINT | {
+    "--to": {"choices": ["hf"], "required": True, "help": "hf: Hugging Face transformers"},
+    "folder": ("FOLDER", "a new folder", Path),
+    "--dtype": {
+        "choices": ["fp32", "bf16", "fp16"],
+        "help": "of the weights; default: as trained",
+    },
+    "--keep-padding": "write the rows of embedding and head behind the tokenizer's ids, too",
+    "--no-check": "do not compare tensors and ids with those that transformers finds in the folder",
+}
+
+
 def main(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
     text = "Write a trained model as a folder that transformers loads."
-    parser = command_line.parser_of("export", text)
-    add_checkpoint(parser)
-    parser.add_argument("--to", choices=["hf"], required=True, help="hf: Hugging Face transformers")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
-    parser.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights; default: as trained"
-    )
-    parser.add_argument(
-        "--keep-padding", action="store_true",
-        help="write the rows of embedding and head behind the tokenizer's ids, too",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-check", action="store_true",
-        help="do not compare tensors and ids with those that transformers finds in the folder",
-    )  # fmt: skip
+    parser = command_line.parser_of("export", text, ARGUMENTS)
     args = parser.parse_args(command_line.take_allowed(arguments))
     form = (args.dtype, args.weights)
     done = exported(args.run, args.folder, *form, args.keep_padding, not args.no_check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,10 +14,37 @@ from llmexp.system.child import DONE
 from llmexp.system.redact import warn
 from llmexp.system.text import columns
 
+ARGUMENTS = {
+    "paths+": (
+        "PATH",
+        "runs, sweeps, folders of them, globs; or a CSV file with N, D, loss (and C)",
+    ),
+    "--form": (
+        "FORM",
+        f"{', '.join(FORMS)} (default: a surface, or a power law where there is one axis)",
+    ),
+    "--by": ("KEY", "axis of a power law: tokens, flops, parameters or a knob"),
+    "--count": (
+        "COUNT",
+        f"how N counts parameters: {', '.join(COUNTS)} (default: head, without embeddings)",
+    ),
+    "--predict": ("C", "FLOPs to predict at, such as 1e16"),
+    "--why": "also what the answer rests on",
+    "--html": ("FILE", "also write the page, such as --html laws.html", Path),
+    "--json": "print everything as JSON instead",
+}
+
 
 def main(arguments: list[str]) -> int:
     """Fit, print the answer, and return exit code 0. Raises ConfigError for what has no law."""
-    args = _arguments(arguments)
+    parser = Parser(
+        "llmexp fit",
+        "Fit scaling laws: the best size for a budget, the loss there, and what a change saves at "
+        "other scales.",
+        ARGUMENTS,
+        "See docs/laws.md.",
+    )
+    args = parser.parse_args(arguments)
     if args.html:
         check_file("--html", args.html, (".html",))
     answer = fit(args.paths, form=args.form, by=args.by, count=args.count, predict=args.predict)
@@ -33,34 +59,3 @@ def main(arguments: list[str]) -> int:
     else:
         show(answer, sys.stdout, columns(), args.why)
     return DONE
-
-
-def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="llmexp fit",
-        description="Fit scaling laws: the best size for a budget, the loss there, and what a "
-        "change saves at other scales.",
-        epilog="See docs/laws.md.",
-    )
-    parser.add_argument(
-        "paths", nargs="+", metavar="PATH",
-        help="runs, sweeps, folders of them, globs; or a CSV file with N, D, loss (and C)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--form", metavar="FORM",
-        help=f"{', '.join(FORMS)} (default: a surface, or a power law where there is one axis)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--by", metavar="KEY", help="axis of a power law: tokens, flops, parameters or a knob"
-    )
-    parser.add_argument(
-        "--count", metavar="COUNT",
-        help=f"how N counts parameters: {', '.join(COUNTS)} (default: head, without embeddings)",
-    )  # fmt: skip
-    parser.add_argument("--predict", metavar="C", help="FLOPs to predict at, such as 1e16")
-    parser.add_argument("--why", action="store_true", help="also what the answer rests on")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write the page, such as --html laws.html"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
-    return parser.parse_args(arguments)

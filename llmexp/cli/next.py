@@ -20,19 +20,18 @@ from llmexp.system.text import columns
 
 def main(arguments: list[str]) -> int:
     """Print the step and return exit code 0, also where nothing is left to do; ConfigError: 2."""
+    table = {
+        "paths+": ("PATH", "a sweep, runs, folders, globs"),
+        "--negligible": ("NATS", "as for llmexp compare"),
+        "--predict": ("C", "of a ladder: FLOPs of the prediction to narrow"),
+        "--json": "the step as JSON",
+    }
     parser = Parser(
-        prog="llmexp next",
-        description="Propose the one command that would tell most about runs, with its cost.",
-        epilog="Nothing is started. See docs/compare.md.",
+        "llmexp next",
+        "Propose the one command that would tell most about runs, with its cost.",
+        table,
+        "Nothing is started. See docs/compare.md.",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a sweep, runs, folders, globs")
-    parser.add_argument("--negligible", metavar="NATS", help="as for llmexp compare")
-    parser.add_argument(
-        "--predict",
-        metavar="C",
-        help="of a ladder: FLOPs of the prediction to narrow",
-    )
-    parser.add_argument("--json", action="store_true", help="the step as JSON")
     args = parser.parse_args(arguments)
     step = proposed(args.paths, args.negligible, args.predict)
     print(json.dumps(step.data, indent=2, allow_nan=False) if args.json else wrapped(step))

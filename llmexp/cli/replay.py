@@ -14,26 +14,29 @@ from llmexp.system.text import aligned
 from llmexp.verify.replay import ReplayOf, repeat
 
 SHOWN = 8  # sequences, and modules
+ARGUMENTS = {
+    "run": ("RUN@STEP", "a run folder and the step to look into"),
+    "--from": {
+        "dest": "start",
+        "type": int,
+        "metavar": "STEP",
+        "help": "look at the same window with the weights of this checkpoint, too (default: the "
+        "newest before the step)",
+    },
+    "--lr": (None, "another learning rate for this step", float),
+    "--clip": ("NORM", "another limit of the norm", float),
+    "--skip": "go on without the step's window",
+    "--after": ("N", "steps to take after it (default 0; --skip: 20)", int),
+    "--text": "show how each document begins",
+    "--json": "everything as JSON",
+}
 UNPROVEN = "no step of these has a row, so nothing proves that they came out as in the run"
 
 
 def main(arguments: list[str]) -> int:
     """Repeat the step, print what it found, and return exit code 0. Raises ConfigError."""
-    parser = command_line.parser_of("replay", "Repeat a step of a run bit by bit and look into it.")
-    parser.add_argument("run", metavar="RUN@STEP", help="a run folder and the step to look into")
-    parser.add_argument(
-        "--from", dest="start", type=int, metavar="STEP",
-        help="look at the same window with the weights of this checkpoint, too (default: the "
-        "newest before the step)",
-    )  # fmt: skip
-    parser.add_argument("--lr", type=float, help="another learning rate for this step")
-    parser.add_argument("--clip", type=float, metavar="NORM", help="another limit of the norm")
-    parser.add_argument("--skip", action="store_true", help="go on without the step's window")
-    parser.add_argument(
-        "--after", type=int, metavar="N", help="steps to take after it (default 0; --skip: 20)"
-    )
-    parser.add_argument("--text", action="store_true", help="show how each document begins")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    text = "Repeat a step of a run bit by bit and look into it."
+    parser = command_line.parser_of("replay", text, ARGUMENTS)
     args = parser.parse_args(command_line.take_allowed(arguments))
     found = repeat(wanted_of(args))
     print(json.dumps(found, indent=2, allow_nan=False) if args.json else shown(found, args.text))

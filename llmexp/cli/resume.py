@@ -22,17 +22,15 @@ from llmexp.system import child
 def main(arguments: list[str]) -> int:
     """Go on with a run, or with a sweep, in its folder: `llmexp resume RUN_DIR [key=value ...]`."""
     text = "Go on with a run in its folder, from its newest whole checkpoint; or with a sweep."
-    parser = command_line.parser_of("resume", text)
-    parser.add_argument(
-        "run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="changes to how the run is executed, for example batch.micro_batch_size=4; what it "
-        "computes is fixed, but for a longer budget: train.max_steps=600",
-    )
+    table = {
+        "run_dir": (None, "for example outputs/default/2030-01-01_12-00-00", Path),
+        "overrides*": (
+            "KEY=VALUE",
+            "changes to how the run is executed, for example batch.micro_batch_size=4; what it "
+            "computes is fixed, but for a longer budget: train.max_steps=600",
+        ),
+    }
+    parser = command_line.parser_of("resume", text, table)
     args = parser.parse_args(command_line.take_allowed(arguments))
     command_line.check_overrides(args.overrides)
     path = args.run_dir

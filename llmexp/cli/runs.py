@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fnmatch
 import json
@@ -29,6 +28,14 @@ from llmexp.system.redact import clean, warn
 from llmexp.system.text import columns, duration, number, one_line, padded, readable_size
 
 INCOMPLETE = 1
+ARGUMENTS = {
+    "folders*": ("FOLDER", "runs, sweeps, folders of them (default: outputs)"),
+    "--state": (None, f"only those in this state: {', '.join(STATES)}"),
+    "--name": ("GLOB", "only those of such a name, such as '*max_norm_0.5*'"),
+    "--json": "as JSON",
+    "--remove-checkpoints": "of finished runs, all but the newest whole one",
+    "--yes": "do remove; else it is only listed what would be",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
     1 where something could not be removed, 2 where there is no run. Raises ConfigError.
     """
-    args = _arguments(arguments)
+    args = Parser("llmexp runs", "List runs and sweeps; clear up.", ARGUMENTS).parse_args(arguments)
     if args.state is not None and args.state not in STATES:
         text = f"must be one of {', '.join(STATES)}; for example --state failed"
         raise ConfigError(f"--state {args.state}: {text}")
@@ -249,27 +256,3 @@ def _is_whole(checkpoint: Path) -> bool:
         return there and bool(paths)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="llmexp runs", description="List runs and sweeps; clear up.")
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        metavar="FOLDER",
-        help="runs, sweeps, folders of them (default: outputs)",
-    )
-    parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
-    parser.add_argument(
-        "--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'"
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument(
-        "--remove-checkpoints",
-        action="store_true",
-        help="of finished runs, all but the newest whole one",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="do remove; else it is only listed what would be"
-    )
-    return parser.parse_args(arguments)

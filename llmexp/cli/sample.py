@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import sys
 from collections.abc import Sequence
 
-from llmexp.cli.evaluate import ranks_of, refuse_sections, with_data
+from llmexp.cli.evaluate import answered, ranks_of, refuse_sections, with_data
 from llmexp.compose import command_line
-from llmexp.runs.naming import add_checkpoint, named_checkpoint
+from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.values import ConfigError
+
+ARGUMENTS = OF_CHECKPOINT | {
+    "--prompt": (None, "text to go on from (default: the start of a document)", ""),
+    "--tokens": (None, "tokens to generate (default 200)", 200),
+    "--temperature": (None, "0: always the likeliest token (default 0.8)", 0.8),
+    "--top-k": (None, "sample from the k likeliest tokens (default 50)", 50),
+    "--seed": (None, "of the sampling (default 0)", 0),
+    "overrides*": (
+        "parallelism=...",
+        "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
+    ),
+}
 
 
 def main(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
-    parser = command_line.parser_of("sample", "Generate text from a run.")
-    add_checkpoint(parser)
-    parser.add_argument(
-        "--prompt", default="", help="text to go on from (default: the start of a document)"
-    )
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="parallelism=...",
-        help="ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
-    )
+    parser = command_line.parser_of("sample", "Generate text from a run.", ARGUMENTS)
     words = ["sample", *arguments]
     args = parser.parse_intermixed_args(command_line.take_allowed(arguments))
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
-    ranks = ranks_of(args.run, args.overrides)
-    if ranks > 1 and "RANK" not in os.environ:
-        from llmexp.mesh.ranks import run_alike
+    return answered(words, ranks_of(args.run, args.overrides), lambda: shown(text_of(**vars(args))))
 
-        return run_alike(words, ranks)
-    text = text_of(**vars(args))
-    if ranks > 1 and os.environ.get("RANK", "0") != "0":
-        return 0
-    if sys.stdout.isatty():
-        text = re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
-    print(text)
-    return 0
+
+def shown(text: str) -> str:
+    """Return a text without what would control a terminal."""
+    controls = r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    return re.sub(controls, "�", text) if sys.stdout.isatty() else text
 
 
 def text_of(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.machinery
 import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -22,10 +21,10 @@ from llmexp.settings.values import ConfigError, Parser, pasteable, typed
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
 
-def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+def parser_of(command: str, description: str, table: Mapping[str, Any]) -> Parser:
     """Return the parser of a command that opens a run; `take_allowed` reads --allow before."""
     epilog = "--allow PACKAGE allows the run's own parts from your package."
-    return Parser(prog=f"llmexp {command}", description=description, epilog=epilog)
+    return Parser(f"llmexp {command}", description, table, epilog)
 
 
 def allow(packages: Sequence[str]) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
+# Arguments of a command that takes weights of a checkpoint, and of one that takes a checkpoint.
+OF_WEIGHTS: dict[str, Any] = {
+    "--weights": {
+        "choices": WEIGHTS,
+        "default": WEIGHTS[0],
+        "help": "ema: the average that train.ema keeps; default: model, those that were trained",
+    }
+}
+OF_CHECKPOINT: dict[str, Any] = {
+    "run": ("RUN[@STEP]", "run folder; without a step its newest checkpoint"),
+    **OF_WEIGHTS,
+}
 
 
 def named_checkpoint(text: str) -> tuple[Path, int | None]:
@@ -33,16 +45,3 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
             f"{', '.join(map(str, steps))}; for example {path}@{steps[-1]}"
         )
     return path, int(step)
-
-
-def add_checkpoint(parser: argparse.ArgumentParser, or_else: str = "") -> None:
-    """Let a command take a checkpoint, RUN[@STEP], and choose which of its weights."""
-    words = f"run folder; without a step its newest checkpoint{or_else}"
-    parser.add_argument("run", metavar="RUN[@STEP]", help=words)
-    add_weights(parser)
-
-
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Let a command choose which weights of a checkpoint it takes."""
-    words = "ema: the average that train.ema keeps; default: model, those that were trained"
-    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help=words)

@@ -34,7 +34,23 @@ class ConfigError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuse a command line as everything else is refused, in place of ending the process."""
+    """Refuse a command line as everything else is refused, in place of ending the process.
+
+    `table`: the arguments by their names, those of several words with * or +. A text is the help of
+    a switch. A tuple: what the value is called, its help, its type or default. Else: argparse's.
+    """
+
+    def __init__(self, prog: str, about: str, table: Mapping[str, Any], end: str = "") -> None:
+        super().__init__(prog=prog, description=about, epilog=end)
+        for name, how in table.items():
+            bare = name.rstrip("*+")
+            if isinstance(how, str):
+                how = {"action": "store_true", "help": how}
+            if isinstance(how, tuple):
+                metavar, words, kind = (*how, str)[:3]
+                how = {"metavar": metavar, "help": words, "nargs": name[len(bare) :] or None}
+                how |= {"type": kind} if callable(kind) else {"type": type(kind), "default": kind}
+            self.add_argument(bare, **how)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

@@ -100,13 +100,13 @@ def request_file(source: HubSet, rows: Iterable[HubRow]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="python -m llmexp.tasks.make",
-        description="Make request files for --tasks and train.tasks from sets of the hub.",
-        epilog=f"Known: {', '.join(SOURCES)}.",
-    )
-    parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the files")
+    table = {
+        "names": {"nargs": "+", "choices": SOURCES, "metavar": "NAME"},
+        "--to": {"type": Path, "required": True, "help": "folder of the files"},
+    }
+    text = "Make request files for --tasks and train.tasks from sets of the hub."
+    known = f"Known: {', '.join(SOURCES)}."
+    parser = Parser("python -m llmexp.tasks.make", text, table, known)
     try:
         args = parser.parse_args(arguments)
         datasets = need_package("datasets", args.names[0], "making request files")

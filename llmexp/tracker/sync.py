@@ -37,6 +37,13 @@ from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
+ARGUMENTS = {
+    "paths+": ("PATH", "run or sweep folders; globs in quotes work too"),
+    "--dry-run": "say what would be sent; asks no server",
+    "--anew": "upload to new runs: the old ones were deleted, or differ from the records",
+    "--answer": "then also the answer of each sweep, in the place of an earlier one",
+    "--to": ("TRACKER", f"wandb (default), {', '.join(STORES)}", "wandb"),
+}
 
 
 def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
@@ -44,31 +51,11 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
 
     `answer_of` finds the answer of a sweep. Return exit code 1 when something stayed behind.
     """
-    parser = Parser(
-        prog="llmexp sync",
-        description="Upload runs and sweeps to a tracker from their own records. What is there is "
-        "not sent again.",
+    text = (
+        "Upload runs and sweeps to a tracker from their own records. What is there is not sent "
+        "again."
     )
-    parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="run or sweep folders; globs in quotes work too"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be sent; asks no server"
-    )
-    parser.add_argument(
-        "--anew",
-        action="store_true",
-        help="upload to new runs: the old ones were deleted, or differ from the records",
-    )
-    parser.add_argument(
-        "--answer",
-        action="store_true",
-        help="then also the answer of each sweep, in the place of an earlier one",
-    )
-    parser.add_argument(
-        "--to", default="wandb", metavar="TRACKER", help=f"wandb (default), {', '.join(STORES)}"
-    )
-    args = parser.parse_args(arguments)
+    args = Parser("llmexp sync", text, ARGUMENTS).parse_args(arguments)
     runs = find_runs(args.paths)
     if args.to != "wandb":
         check_stores([args.to], "--to")
