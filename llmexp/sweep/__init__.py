@@ -4,6 +4,7 @@ In reading order:
 
 main            from the points to the exit code; the points of a screen
 section         the section `sweep`: how points are run
+composer        from the overrides of a point to its config
 points          compose, check and name the points and their folders, what they share once
 planning        the table of `plan -m`
 current, check  what all parts of the running sweep share; the process that assembles its points

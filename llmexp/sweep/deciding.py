@@ -154,10 +154,14 @@ class Deciding:
     def __init__(self, current: Current, points: Sequence[Point]) -> None:
         self.current = current
         self.settings: dict[frozenset[str], dict[int, Point]] = {}
+        self.add(points)
+        self.asked: set[str] = set()  # folders of the runs that were asked for by this command
+
+    def add(self, points: Sequence[Point]) -> None:
+        """Note points that the ledger has."""
         for point in points:
             seeds = self.settings.setdefault(setting_of(point.entry), {})
             seeds[point.config.train.seed] = point
-        self.asked: set[str] = set()  # folders of the runs that were asked for by this command
 
     def run(self) -> None:
         """Train and look until the sweep is decided, used up or stopped."""
@@ -250,8 +254,7 @@ class Deciding:
             able, refused = self.current.checker.check(new)
             for one in refused:
                 say(f"{one.name}  not started: {one.refused}")
-            for point in match(ledger, able, {}):
-                self.settings[setting_of(point.entry)][point.config.train.seed] = point
+            self.add(match(ledger, able, {}))
             ledger.add_swept([SEED])
             ledger.save()
         asked = [self.settings[s][seed] for seed in self.seeds(count) for s in going
@@ -284,13 +287,10 @@ class Deciding:
 
     def standing(self, f: Result) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
         """Return the settings that may get further seeds, and those that were shown to be worse."""
-        found: tuple[list[frozenset[str]], list[frozenset[str]]] = [], []
-        for r in f.ranked:
-            setting = self.setting_of(r)
-            if setting and not (r.verdict not in OUT and self.failed(setting)):
-                found[r.verdict in OUT].append(setting)
-        going, worse = (sorted(some, key=list(self.settings).index) for some in found)
-        return going, worse
+        found = {self.setting_of(r): r.verdict for r in f.ranked}
+        worse = [s for s in self.settings if found.get(s) in OUT]
+        left = [s for s in self.settings if s in found and s not in worse]
+        return [s for s in left if not self.failed(s)], worse
 
     def setting_of(self, r: Setting) -> frozenset[str] | None:
         """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
@@ -306,5 +306,5 @@ class Deciding:
     def name(self, setting: frozenset[str]) -> str:
         """Return the short name of a setting."""
         entry = next(iter(self.settings[setting].values())).entry
-        return named({k: v for k, v in values_of(entry, self.current.ledger.swept).items()
-                      if k != SEED}) or entry.label  # fmt: skip
+        keys = [key for key in self.current.ledger.swept if key != SEED]
+        return named(values_of(entry, keys)) or entry.label

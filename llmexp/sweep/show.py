@@ -25,6 +25,7 @@ from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, number, one_line
 
 REFRESH_S = 0.5
+UNFINISHED = ("failed", "infeasible", "preempted")
 ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
 
 
@@ -145,7 +146,7 @@ def waits(entry: LedgerEntry, where: Path) -> bool:
 def line_of(entry: LedgerEntry, ledger: Ledger) -> str:
     """Return a line for a point whose state has changed."""
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
-    if entry.state in ("failed", "preempted") and entry.error:
+    if entry.state in UNFINISHED and entry.error:
         return f"{name}  {entry.state}: {one_line(entry.error)}"
     if waits(entry, ledger.path):
         row = RunFolder(path).last_row()
@@ -168,12 +169,8 @@ def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
 
 def unfinished(ledger: Ledger) -> list[str]:
     """Return lines that say why points did not finish, each with its whole reason."""
-    lines = []
-    for entry in ledger.points:
-        if entry.state in ("failed", "infeasible", "preempted") and entry.error:
-            text = f"{name_of(entry, ledger.swept)}  {entry.state}: {one_line(entry.error)}"
-            lines.append(fitted(text))
-    return lines
+    left = [e for e in ledger.points if e.state in UNFINISHED and e.error]
+    return [fitted(line_of(entry, ledger)) for entry in left]
 
 
 def shown_as(value: Any, form: str) -> str:

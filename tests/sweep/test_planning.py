@@ -17,8 +17,9 @@ from llmexp.compose import app
 from llmexp.runs import rundir
 from llmexp.settings.config import plain
 from llmexp.sweep import check
+from llmexp.sweep.composer import Composer
 from llmexp.sweep.local import Local
-from llmexp.sweep.points import Composer, expand
+from llmexp.sweep.points import expand
 from llmexp.sweep.section import Sweep
 from tests.conftest import TINY, llmexp
 

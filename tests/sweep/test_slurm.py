@@ -360,7 +360,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
 def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     """Not where srun was typed, an address that nothing answers here."""
     auto = ["batch.micro_batch_size=auto", "batch.memory_gib=8", "train.max_steps=3",
-            "batch.real_batch_size=2"]  # fmt: skip
+            "batch.real_batch_size=4"]  # fmt: skip
     two = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
     (work / "fast").touch()
     options = [*SLOW, *two, *auto, "parallelism.start_timeout_s=30", "hydra.run.dir=run"]
@@ -373,10 +373,10 @@ def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
         cwd=work, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"auto: 1 fits", done.stderr)) == 1  # of two, one a rank
+    assert len(re.findall(r"auto: 2 fits", done.stderr)) == 1  # of four, two a rank
     assert state_of(result.folder) == "finished"
     batch = yaml.safe_load((result.folder / "config.yaml").read_text())["batch"]
-    assert (batch["micro_batch_size"], batch["gradient_accumulation_steps"]) == (1, 1)
+    assert (batch["micro_batch_size"], batch["gradient_accumulation_steps"]) == (2, 1)
 
 
 @needs_slurm

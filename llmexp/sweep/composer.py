@@ -1,0 +1,92 @@
+"""Compose the points of a sweep: what they share is composed once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from llmexp.compose import forking
+
+
+class Composer:
+    """From the overrides of a point to its config.
+
+    Hydra composes the first of the points that differ in plain values alone (numbers, texts,
+    switches); of the others these values are put into that config, with the same words of
+    OmegaConf's as Hydra has for them.
+    """
+
+    def __init__(self, loader: Any, base: DictConfig) -> None:
+        self._loader, self._base = loader, base
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._parsed: dict[str, Override] = {}
+        self._groups: dict[str, bool] = {}  # whether a key is a group of configs
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._last: tuple[list[str], str, DictConfig] | None = None
+
+    def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
+        """Return the config of the point with this name, which the next call may change.
+
+        Raises Hydra's exceptions.
+        """
+        if self._last is not None and self._last[:2] == (list(overrides), name):
+            return self._last[2]
+        for text in overrides:
+            if text not in self._parsed:
+                self._parsed[text] = self._parser.parse_override(text)
+        parsed = [self._parsed[text] for text in overrides]
+        plain = self._plain(parsed)
+        shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
+        cfg = self._composed.get(shape)
+        if cfg is None:
+            root = forking.root_of(overrides, self._base.hydra.overrides.task)
+            with read_write(self._base.hydra):
+                self._base.hydra.job.config_name = root
+            cfg = self._loader.load_sweep_config(self._base, list(overrides))
+            self._composed[shape] = cfg
+        else:
+            for override in plain:
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+            task = [o for o in parsed if not o.is_hydra_override()]
+            cfg.hydra.overrides.task = [o.input_line for o in task]
+            style = cfg.hydra.job.config.override_dirname
+            cfg.hydra.job.override_dirname = get_overrides_dirname(
+                task, style.exclude_keys, style.item_sep, style.kv_sep
+            )
+        with open_dict(cfg):
+            cfg.hydra.job.name = name
+            cfg.hydra.job.id = cfg.hydra.job.num = "???"
+        self._last = (list(overrides), name, cfg)
+        return cfg
+
+    def _plain(self, parsed: Sequence[Override]) -> list[Override]:
+        """Return the overrides that do no more than put a value in the place of another one."""
+        keys = [f"{o.key_or_group}." for o in parsed if not self._is_group(o.key_or_group)]
+        return [o for o in parsed if self._puts_a_value(o) and self._stands_alone(o, keys)]
+
+    def _puts_a_value(self, o: Override) -> bool:
+        if o.type != OverrideType.CHANGE or o.package is not None or o.is_hydra_override():
+            return False
+        value, key = o.value(), o.key_or_group
+        if key == "fork.run":  # it decides what the others are put over
+            return False
+        if isinstance(value, str) and "$" in value:
+            return False
+        scalar = value is None or isinstance(value, (bool, int, float, str))
+        return scalar and re.fullmatch(r"\w+(\.\w+)*", key) is not None and not self._is_group(key)
+
+    def _stands_alone(self, o: Override, keys: Sequence[str]) -> bool:
+        """Return whether no other override is for the same key, a section of it or one in it."""
+        own = f"{o.key_or_group}."
+        return sum(key.startswith(own) or own.startswith(key) for key in keys) == 1
+
+    def _is_group(self, key: str) -> bool:
+        if key not in self._groups:
+            self._groups[key] = self._loader.repository.group_exists(key)
+        return self._groups[key]
