@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from llmexp.laws.law import Estimate, HoldOut, Law
+from llmexp.laws.law import Estimate, Law
 from llmexp.laws.optimum import Frontier, Price
 from llmexp.laws.points import Ladder, counts_of
 from llmexp.settings.labels import plural
@@ -53,17 +53,17 @@ class Surface(Law):
     ) -> None:
         self.count, self.target = count, target  # FLOPs to predict at
         self.sizes, self.tokens, self.flops, losses = ladder.figures(count)
-        if why := _lacking(self.sizes, self.tokens):
+        x, compute = np.log([self.sizes, self.tokens]), np.log(self.flops)
+        if why := self.lacking(x):
             text = (
                 f"{ladder.name}: has {why}; train at least 3 sizes at 3 budgets, or fit one axis: "
                 "llmexp fit PATH --form power --by tokens"
             )
             raise ConfigError(". ".join([text, *ladder.notes]))
-        x, compute = np.log([self.sizes, self.tokens]), np.log(self.flops)
         super().__init__(ladder, x, losses, seed)
         self.rungs = rungs(compute, self.sizes)
         self.frontier = Frontier(self.ensemble.laws, Price.of(x[0], compute - x[1]))
-        found = [r.compute for r in self.rungs]
+        self.last, found = self.rungs[-1].runs, [r.compute for r in self.rungs]
         self.span = min(found), max(found)  # log compute
         largest = math.exp(self.span[1]), f"largest {self.rungs[-1].what}"
         self.ends = (float(self.flops.min()), "smallest run"), largest
@@ -78,13 +78,10 @@ class Surface(Law):
         """Return the best at log compute, beside the runs of that rung."""
         f = self.frontier
         n, d, loss = (Estimate.of(find(compute)) for find in (f.sizes, f.tokens, f.losses))
-        best = Optimum(math.exp(compute), len(runs), n, d, loss)
-        if not len(runs):
-            return best
-        run = min(runs, key=self.losses.__getitem__)
-        return replace(
-            best, lowest_loss=float(self.losses[run]), lowest_parameters=float(self.sizes[run])
+        lowest, size = min(
+            ((float(self.losses[i]), float(self.sizes[i])) for i in runs), default=(None, None)
         )
+        return Optimum(math.exp(compute), len(runs), n, d, loss, lowest, size)
 
     @cached_property
     def optima(self) -> list[Optimum]:
@@ -103,9 +100,8 @@ class Surface(Law):
         The best of the largest budget has to lie, interval and all, between the tokens per
         parameter of its runs; of all runs where there are no budgets.
         """
-        rung, c = self.rungs[-1], self.span[1]
-        runs = rung.runs if rung.what == "budget" else slice(None)
-        ratios = np.log(self.tokens / self.sizes)[runs]
+        c, of_budget = self.span[1], self.rungs[-1].what == "budget"
+        ratios = np.log(self.tokens / self.sizes)[self.last if of_budget else slice(None)]
         best = Estimate.of(self.frontier.tokens(c) - self.frontier.sizes(c), log=False)
         beyond = {
             "smaller": max(best.value, best.high) > ratios.max(),
@@ -114,22 +110,26 @@ class Surface(Law):
         return " and ".join(word for word, true in beyond.items() if true)
 
     @cached_property
-    def held_out(self) -> HoldOut | None:
-        """Return how the law without the largest rung does there; None with too few other runs."""
-        runs = self.rungs[-1].runs
-        if _lacking(np.delete(self.sizes, runs), np.delete(self.tokens, runs)):
-            return None
-        return self.without(runs, self.ends[1][1])
-
-    @cached_property
     def other_counts(self) -> dict[str, Estimate]:
         """Return the exponent of the best size where N is counted in the other ways."""
         found = {}
         for count in counts_of(self.ladder.points):
             sizes, tokens, _, _ = self.ladder.figures(count)
-            if count != self.count and not _lacking(sizes, tokens):
+            if count != self.count and not self.lacking(np.log([sizes, tokens])):
                 found[count] = Surface(self.ladder, count, seed=self.seed).exponent
         return found
+
+    def lacking(self, x: np.ndarray) -> str:
+        """Return what points lack for a surface, in words; empty where they have all."""
+        points = x.shape[1]
+        if points < LEAST:
+            return f"{plural(points, 'point')}, and a surface needs {LEAST} or more"
+        if min(len(set(axis)) for axis in x) < 3:
+            return "fewer than 3 sizes, or 3 lengths"
+        spread = [np.ones(points), *((axis - axis.mean()) / np.ptp(axis) for axis in x)]
+        if np.linalg.svd(spread, compute_uv=False)[-1] < 0.05 * math.sqrt(points) / 4:
+            return "tokens that follow from the size alone (or one budget alone)"
+        return ""
 
 
 def rungs(compute: np.ndarray, sizes: np.ndarray) -> list[Rung]:
@@ -146,16 +146,3 @@ def _groups(logs: np.ndarray, gap: float) -> list[np.ndarray]:
     """Return the places of values that lie together, from small to large."""
     order = np.argsort(logs, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(logs[order]) > math.log1p(gap)) + 1)
-
-
-def _lacking(sizes: np.ndarray, tokens: np.ndarray) -> str:
-    """Return what the points lack for a surface, in words; empty where they have all."""
-    if len(sizes) < LEAST:
-        return f"{plural(len(sizes), 'point')}, and a surface needs {LEAST} or more"
-    if len(set(sizes)) < 3 or len(set(tokens)) < 3:
-        return "fewer than 3 sizes, or 3 lengths"
-    x, y = np.log(sizes), np.log(tokens)
-    spread = np.stack([np.ones_like(x), (x - x.mean()) / np.ptp(x), (y - y.mean()) / np.ptp(y)])
-    if np.linalg.svd(spread, compute_uv=False)[-1] < 0.05 * math.sqrt(len(x)) / 4:
-        return "tokens that follow from the size alone (or one budget alone)"
-    return ""

@@ -87,6 +87,7 @@ class Law:
 
     exponents: tuple[str, ...]
     ends: tuple[tuple[float, str], tuple[float, str]]  # of its runs' compute or x, with their names
+    last: np.ndarray  # places of the runs at the largest end
 
     def __init__(self, ladder: Ladder, x: np.ndarray, losses: np.ndarray, seed: int) -> None:
         if np.ptp(losses) == 0:
@@ -129,13 +130,20 @@ class Law:
         """Return by how much each run lies above the law, as a share."""
         return self.losses / self.at(*self.ensemble.x) - 1
 
-    def without(self, runs: np.ndarray, what: str) -> HoldOut:
-        """Return how the law of the other runs predicts these."""
-        e = self.ensemble
+    def lacking(self, x: np.ndarray) -> str:
+        """Return what runs at logs of figures of the axes lack for a law; empty: nothing."""
+        raise NotImplementedError
+
+    @cached_property
+    def held_out(self) -> HoldOut | None:
+        """Return how the law without the last runs does there; None with too few others."""
+        e, runs = self.ensemble, self.last
         kept = np.setdiff1d(np.arange(len(self.losses)), runs)
+        if self.lacking(e.x[:, kept]):
+            return None
         others = Ensemble(e.x[:, kept], e.logs[kept], self.seed)
         there = log_losses(others.laws, e.x[:, runs]).mean(axis=1)
         there[1:] += others.noises(len(there) - 1, len(runs)).mean(axis=1)
         predicted, measured = Estimate.of(there), math.exp(float(e.logs[runs].mean()))
         inside, miss = predicted.low <= measured <= predicted.high, measured / predicted.value - 1
-        return HoldOut(what, len(runs), predicted, measured, miss, inside)
+        return HoldOut(self.ends[1][1], len(runs), predicted, measured, miss, inside)

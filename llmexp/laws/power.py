@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmexp.laws.fitting import rungs
-from llmexp.laws.law import Estimate, HoldOut, Law
+from llmexp.laws.law import Estimate, Law
 from llmexp.laws.points import CELL, Ladder, Point
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -39,18 +39,14 @@ class Power(Law):
         self.by, self.count, self.target = by, count, target
         points = _lowest(ladder, count) if by == "flops" else ladder.points
         found = [(x, p.loss) for p in points if (x := p.along(by, count) or 0) > 0]
-        values = len({x for x, _ in found})
-        if len(found) < LEAST or values < VALUES:
-            text = (
-                f"{ladder.name}: has {plural(len(found), 'point')} with {by} above 0, at "
-                f"{plural(values, 'value')}, and a power law needs {LEAST} at {VALUES} values; "
-                f"train {'more budgets' if by in AXES else f'more of {by}'}, or give the paths of "
-                "more runs"
-            )
+        self.x, losses = np.array(sorted(found)).reshape(-1, 2).T
+        if why := self.lacking(self.x[None]):
+            more = "more budgets" if by in AXES else f"more of {by}"
+            text = f"{ladder.name}: has {why}; train {more}, or give the paths of more runs"
             raise ConfigError(". ".join([text, *ladder.notes]))
-        self.x, losses = np.array(sorted(found)).T
         super().__init__(ladder, np.log([self.x]), losses, seed)
         first, last = float(self.x[0]), float(self.x[-1])
+        self.last = np.flatnonzero(self.x == last)
         self.ends = (first, f"smallest {by}"), (last, f"largest {by}")
 
     def others(self) -> list[str]:
@@ -70,13 +66,13 @@ class Power(Law):
         """Return the loss of the law at x."""
         return Estimate.of(self.log_losses(math.log(x))[:, 0])
 
-    @cached_property
-    def held_out(self) -> HoldOut | None:
-        """Return how the law without the largest x does there; None with too few other runs."""
-        last = self.x == self.x[-1]
-        if (~last).sum() < LEAST or len(set(self.x[~last])) < VALUES:
-            return None
-        return self.without(np.flatnonzero(last), self.ends[1][1])
+    def lacking(self, x: np.ndarray) -> str:
+        """Return how many points there are, in words, where they are too few for a power law."""
+        points, values = x.size, len(set(x[0]))
+        if points >= LEAST and values >= VALUES:
+            return ""
+        found = f"{plural(points, 'point')} with {self.by} above 0, at {plural(values, 'value')}"
+        return f"{found}, and a power law needs {LEAST} at {VALUES} values"
 
     @cached_property
     def places(self) -> list[Place]:
