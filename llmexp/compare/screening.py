@@ -2,8 +2,8 @@
 
 Each run witnesses for every knob: an effect is the mean over the half of the runs at one level
 minus that over the other half. Several seeds tell the noise. Without them the contrasts do that no
-knob makes; where a pair of knobs is seen among these, or they are few, the smaller half of all does
-(Lenth 1989, doi 10.2307/1269997). What is found is held to 5 % of false discoveries.
+knob makes; where a pair of knobs is seen among these, or they are few, those of all that are small
+do (Dong 1993, Statistica Sinica 3, 209). What is found is held to 5 % of false discoveries.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 RATE = 0.05  # of false discoveries
-# The same for a single seed: a pair is looked for first, which costs a part of the 5 %.
-LOOKED = 0.04
 SPARE = 4  # contrasts that no knob makes, at least, to tell the noise from
 DRAWS = 20_000  # of noise, for the distribution of a contrast over its error
 
@@ -102,9 +100,9 @@ def screen(
     rest = {at: c for at, c in group.items() if at not in of_knobs and len(set(c)) > 1}
     y = np.array([[seeds[seed] for seed in shared] for seeds in figures])
     titles = [*((key,) for key in levels), *(names.get(at, ()) for at in rest)]
-    found = _judged([*columns.values(), *rest.values()], titles, y, len(levels))
+    found, rate = _judged([*columns.values(), *rest.values()], titles, y, len(levels))
     knobs = found[: len(levels)]
-    told = discoveries([c.p for c in knobs], RATE if len(shared) > 1 else LOOKED)
+    told = discoveries([c.p for c in knobs], rate)
     knobs = [replace(c, found=is_told) for c, is_told in zip(knobs, told, strict=True)]
     knobs.sort(key=lambda c: -abs(c.effect))
     by_key = {c.names[0]: c for c in knobs}
@@ -139,15 +137,15 @@ def _group(
 
 def _judged(
     columns: Sequence[np.ndarray], names: Sequence[tuple[str, ...]], y: np.ndarray, knobs: int
-) -> list[Contrast]:
-    """Return the contrast of each column under its names, the first ones those of knobs.
+) -> tuple[list[Contrast], float]:
+    """Return the contrast of each column under its names, knobs first, and the rate to find by.
 
     `y`: the figures of each setting by seed. Their error is that of the residuals of seeds, else
     one of the contrasts themselves.
     """
     from scipy.special import stdtr, stdtrit
 
-    effects = np.array([column @ y.mean(axis=1) * 2 / len(y) for column in columns])
+    rate, effects = RATE, np.array([column @ y.mean(axis=1) * 2 / len(y) for column in columns])
     if (seeds := y.shape[1]) > 1:
         left = y - y.mean(axis=1, keepdims=True) - y.mean(axis=0) + y.mean()
         df = (len(y) - 1) * (seeds - 1)
@@ -155,32 +153,38 @@ def _judged(
         half = np.full(len(effects), float(stdtrit(df, 0.975)) * error)
         p = 2 * stdtr(df, -np.abs(effects) / max(error, 1e-300))
     else:
-        limit, by_rest, by_all = _null(len(effects), knobs)
-        error = float(_lenth(effects[None])[0])
+        limit, by_rest, by_all, rate = _null(len(effects), knobs)
+        error = float(_of_small(effects[None])[0])
         half, p = _by(by_all, effects, error)
         if np.abs(effects[knobs:]).max(initial=0.0) <= limit * error:  # no pair is seen
-            error = float(_pooled(effects[None], knobs)[0])
+            error = float(_of_rest(effects[None], knobs)[0])
             half[:knobs], p[:knobs] = _by(by_rest, effects[:knobs], error)
-    return list(map(Contrast, names, effects.tolist(), half.tolist(), p.tolist()))
+    return list(map(Contrast, names, effects.tolist(), half.tolist(), p.tolist())), rate
 
 
 def _by(null: np.ndarray, effects: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
     """Return half widths and p of effects, by the sizes over their error that noise has."""
-    beyond = 1 - np.searchsorted(null, np.abs(effects) / max(error, 1e-300)) / len(null)
     half = np.full(len(effects), null[int(0.95 * len(null))] * error)
-    return half, np.maximum(beyond, 1 / len(null))
+    return half, _chances(null, np.abs(effects) / max(error, 1e-300))
 
 
-def _lenth(effects: np.ndarray) -> np.ndarray:
-    """Return the pseudo standard error of each row of contrasts, most of which are noise."""
+def _chances(null: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the chance of so large a size in noise, by its sizes in order."""
+    return np.maximum(1 - np.searchsorted(null, sizes) / len(null), 1 / len(null))
+
+
+def _of_small(effects: np.ndarray) -> np.ndarray:
+    """Return the root mean square of the small ones in each row of contrasts.
+
+    Most are noise, so 1.5 medians are near its standard deviation; small is up to 2.5 of that.
+    """
     size = np.abs(effects)
-    first = 1.5 * np.median(size, axis=1, keepdims=True)
-    small = np.where(size <= 2.5 * first, size, np.nan)  # all where more than half are 0
-    found: np.ndarray = 1.5 * np.nanmedian(small, axis=1)
+    small = size <= 2.5 * 1.5 * np.median(size, axis=1, keepdims=True)
+    found: np.ndarray = np.sqrt((size**2).mean(axis=1, where=small))
     return found
 
 
-def _pooled(effects: np.ndarray, knobs: int) -> np.ndarray:
+def _of_rest(effects: np.ndarray, knobs: int) -> np.ndarray:
     """Return the root mean square of each row's contrasts that no knob makes.
 
     Those of knobs that are at most twice as large are taken in.
@@ -193,22 +197,29 @@ def _pooled(effects: np.ndarray, knobs: int) -> np.ndarray:
 
 
 @functools.cache
-def _null(count: int, knobs: int) -> tuple[float, np.ndarray, np.ndarray]:
+def _null(count: int, knobs: int) -> tuple[float, np.ndarray, np.ndarray, float]:
     """Return what noise alone makes of a screen with so many contrasts, the first ones of knobs.
 
-    These are the size over Lenth's error that the largest of the other contrasts exceeds in 1 of 20
-    screens (-1 where they are too few to tell the noise), and in order the sizes of a knob's
-    contrast over its error: by the other contrasts where none exceeds that, and by Lenth's.
+    These are the size over the error of all that the largest of the other contrasts exceeds in 1 of
+    20 screens (-1 where they are too few to tell the noise); in order the sizes of a knob's
+    contrast over its error: by the other contrasts where none exceeds that, and by all; and the
+    rate with which `discoveries` finds anything in 1 of 20 screens.
     """
     noise = np.random.default_rng(0).standard_normal((DRAWS, count))
-    by_all = np.abs(noise) / _lenth(noise)[:, None]
-    if count - knobs < SPARE:
-        return -1.0, by_all, np.sort(by_all.ravel())
-    largest = by_all[:, knobs:].max(axis=1)
-    limit = float(np.quantile(largest, 0.95))
-    quiet = noise[largest <= limit]
-    by_rest = np.abs(quiet[:, :knobs]) / _pooled(quiet, knobs)[:, None]
-    return limit, np.sort(by_rest.ravel()), np.sort(by_all.ravel())
+    over_all = np.abs(noise) / _of_small(noise)[:, None]
+    by_all, by_rest, limit = np.sort(over_all.ravel()), np.zeros(0), -1.0
+    p = _chances(by_all, over_all[:, :knobs])
+    if count - knobs >= SPARE:
+        largest = over_all[:, knobs:].max(axis=1)
+        limit = float(np.quantile(largest, 0.95))
+        quiet = noise[largest <= limit]
+        over_rest = np.abs(quiet[:, :knobs]) / _of_rest(quiet, knobs)[:, None]
+        by_rest = np.sort(over_rest.ravel())
+        p[largest <= limit] = _chances(by_rest, over_rest)
+    # Anything is found where a p in order is at most its place / knobs of what the rate allows.
+    least = (np.sort(p) * knobs / np.arange(1, knobs + 1)).min(axis=1)
+    allowed = float(np.quantile(least, 0.05))
+    return limit, by_rest, by_all, allowed / (1 - allowed)
 
 
 def discoveries(p: Sequence[float], rate: float = RATE) -> list[bool]:
