@@ -4,17 +4,17 @@ would."""
 import dataclasses
 import re
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.run.batch import solve_batch
+from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import Price, solve_budget, spent_of
-from llmexp.run.stages import stages_of
+from llmexp.run.stages import Begin, stages_of
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.values import ConfigError
+from tests.suggestions import PARSER, suggested
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
@@ -98,6 +98,47 @@ def test_contradictions_of_a_batch_in_tokens():
         solve_batch(batch(4, 2, tokens=64), 2)
 
 
+@given(
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 4),
+    st.sampled_from(["", "real_batch_size", "tokens_per_step", "ramp"]),
+    st.integers(1, 5),
+)
+def test_a_batch_larger_than_the_data_is_refused_with_one_that_fits(n, dp, micro, accum, key, more):
+    """No example is given where no value of this key fits."""
+    unit = (micro or 1) * (accum or 1) * dp
+    size = unit if micro and accum else unit * more
+    values = {"real_batch_size": size, "tokens_per_step": 8 * size, "ramp": {0: dp, 99: size}}
+    if key == "ramp":  # its accumulation follows
+        accum, values["ramp"] = None, {0: (micro or 1) * dp, 99: (micro or 1) * dp * more}
+    asked = dataclasses.replace(batch(micro, accum), **({key: values[key]} if key else {}))
+    solved = solve_batch(asked, dp)
+    if most_sequences(solved) <= n:
+        return
+    error = too_large(asked, solved, dp, n)
+    name = str(error.key).removeprefix("batch.")
+
+    def fits(value):
+        try:
+            found = solve_batch(dataclasses.replace(asked, **{name: value}), dp)
+        except ConfigError:
+            return False
+        return most_sequences(found) <= n
+
+    examples = [PARSER.parse_override(word).value() for word in suggested(str(error))]
+    assert all(map(fits, examples)), str(error)
+    if not examples:
+        every = [value if name != "ramp" else {0: value} for value in range(1, 8 * n + 1)]
+        assert not any(map(fits, every))
+
+
+def most_sequences(solved):
+    """The sequences of the largest step."""
+    return max(solved.ramp.values()) if solved.ramp else solved.real_batch_size
+
+
 def test_a_contradiction_shows_the_product():
     with pytest.raises(ConfigError, match=r"batch.real_batch_size=10.*= 16"):
         solve_batch(batch(4, 2, 10), 2)
@@ -112,10 +153,12 @@ BASE = dict(
 )  # fmt: skip
 
 
-def budget(real=4, length=10, sequences=30, price=None, parent=None, **more):
-    before = (parent.step, parent.sequences, parent.tokens) if parent else (0, 0, 0)
-    stages = stages_of({0: real}, length, 1, before)
-    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, parent, price)
+NO_PRICE, NO_BEGIN = Price(), Begin()
+
+
+def budget(real=4, length=10, sequences=30, price=NO_PRICE, begin=NO_BEGIN, **more):
+    stages = stages_of({0: real}, length, 1, begin)
+    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, begin, price)
 
 
 def test_budgets():
@@ -167,14 +210,33 @@ def test_what_a_budget_of_the_model_leaves_is_printed():
 
 
 def test_a_fork_counts_what_its_parent_has_spent():
-    parent = SimpleNamespace(sequences=12, tokens=120, step=3)
-    found = budget(price=Price(6, 5), parent=parent, max_flops=6 * 200.0)
+    begin = Begin(step=3, sequences=12, tokens=120)
+    found = budget(price=Price(6, 5), begin=begin, max_flops=6 * 200.0)
     assert (found.total_sequences, found.max_steps) == (12 + 8, 3 + 2)
-    for name, enough in (("max_flops", 900.0), ("tokens_per_parameter", 30.0)):
-        with pytest.raises(ConfigError, match=f"train.{name}=.*nothing is left") as refused:
-            budget(price=Price(6, 5), parent=parent, **{name: 2.0})
-        assert str(refused.value).endswith(f"train.{name}={enough}")
-        budget(price=Price(6, 5), parent=parent, **{name: enough})
+
+
+@given(
+    st.integers(1, 10**6),
+    st.integers(1, 100),
+    st.booleans(),
+    st.integers(1, 10**8),
+    st.sampled_from(["keep", "drop"]),
+    st.sampled_from(["max_steps", "max_tokens", "max_epochs", "max_flops", "tokens_per_parameter"]),
+)
+def test_a_spent_budget_is_refused_with_one_that_leaves_a_fork_a_window(
+    step, real, anew, sequences, tail, key
+):
+    """The parent may have trained on a small part of the data; the data may begin anew."""
+    begin = Begin(step, 0 if anew else step * real, 10 * step * real)
+    known = {"price": Price(6, 5), "begin": begin, "tail": tail}
+    spent = {"max_steps": step, "max_epochs": begin.sequences / sequences}.get(key, 1)
+    with pytest.raises(ConfigError, match=f"train.{key}=.*nothing is left") as refused:
+        budget(real, 10, sequences, **known, **{key: spent})
+    *_, example = suggested(str(refused.value))
+    enough = PARSER.parse_override(example).value()
+    found = budget(real, 10, sequences, **known, **{key: enough})
+    assert found.max_steps > step
+    assert found.total_sequences - begin.sequences <= 0.3 * step * real + 2 * real
 
 
 @pytest.mark.parametrize(

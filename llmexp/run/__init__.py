@@ -18,7 +18,7 @@ from llmexp.run.derived import follows, solves
 from llmexp.run.layout import Layout
 from llmexp.run.rules import rate_by_batch
 from llmexp.run.shares import GroupShare, SourceShare
-from llmexp.run.stages import BatchStage, stage_at, stages_of
+from llmexp.run.stages import BatchStage, Begin, stage_at, stages_of
 from llmexp.settings.config import Config, Train
 from llmexp.settings.convert import ramp_sizes
 from llmexp.settings.values import refuse
@@ -133,6 +133,13 @@ class Facts:
     warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
     @property
+    def begin(self) -> Begin:
+        """Return what was done before the run: by its parents, of a fork."""
+        if (parent := self.parent) is None:
+            return Begin()
+        return Begin(parent.step, parent.sequences, parent.tokens, parent.tokens_seen)
+
+    @property
     def price(self) -> Price:
         """Return what budgets need to know of the model."""
         return Price(self.flops_per_token, self.parameters_with_head or self.parameters)
@@ -202,12 +209,12 @@ class Run(Facts):
     @property
     def first_step(self) -> int:
         """Return the step that the run begins after: not 0 in a fork."""
-        return 0 if self.parent is None else self.parent.step
+        return self.begin.step
 
     @property
     def own_tokens(self) -> int:
         """Return the tokens of the budget less those of a parent."""
-        return self.max_tokens - (0 if self.parent is None else self.parent.tokens)
+        return self.max_tokens - self.begin.tokens
 
     def stage_at(self, step: int) -> BatchStage:
         """Return the stage of the window that follows `step` steps."""
@@ -219,13 +226,14 @@ class Run(Facts):
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of the budget that are spent after a step, a parent's with them."""
-        first, before = (self.parent.sequences, self.parent.tokens) if self.parent else (0, 0)
-        return before + (self.sequences_at(step) - first) * self.sequence_length
+        own_sequences = self.sequences_at(step) - self.begin.sequences
+        return self.begin.tokens + own_sequences * self.sequence_length
 
     def evaluations(self, chosen: Train, after: int, until: int) -> int:
         """Return how many steps after one and up to another end with an evaluation by interval.
 
-        Such a step comes to a multiple of the interval, or past it; the end of a run is left out.
+        Such a step comes to a multiple of the interval, or past it. `after` does not count, `until`
+        does: a caller that wants no evaluation at the end of a run asks up to the step before it.
         """
         if chosen.eval_every_tokens is None:
             every = chosen.eval_every
@@ -283,13 +291,11 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
 def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
     """Return the stages of a run without an end; one, where there is no ramp."""
     batch = solve_batch(config.batch, facts.layout.dp_size)
-    real, by = batch.real_batch_size, batch.micro_batch_size * facts.layout.dp_size
+    real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.layout.dp_size
     sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
-    before = facts.parent
-    begin = (before.step, before.sequences, before.tokens) if before else (0, 0, 0)
     return tuple(
         replace(stage, rate=rate_by_batch(config.optimizer, stage.real_batch_size / real))
-        for stage in stages_of(sizes, batch.sequence_length, by, begin)
+        for stage in stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
     )
 
 
@@ -312,16 +318,16 @@ def solve(
             f"({facts.data})",
         )
     stages = endless_stages(config, facts)
+    budget = solve_budget(
+        config.train, stages, length, facts.train_sequences, facts.begin, facts.price
+    )
+    stages = tuple(stage for stage in stages if stage.first_step < budget.max_steps)
     if max(stage.real_batch_size for stage in stages) > facts.train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, facts.train_sequences)
-    budget = solve_budget(
-        config.train, stages, length, facts.train_sequences, facts.parent, facts.price
-    )
-    check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
+    check_steps(config.train, budget.max_steps, facts.begin.step)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
-    new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
-    tokens = new * length
-    max_tokens = tokens + (facts.parent.tokens if facts.parent else 0)
+    tokens = (budget.total_sequences - facts.begin.sequences) * length
+    max_tokens = tokens + facts.begin.tokens
     return Run(
         **vars(facts),
         micro_batch_size=batch.micro_batch_size,
@@ -330,7 +336,7 @@ def solve(
         sequence_length=length,
         tokens_per_step=real * length,
         ramp=batch.ramp,
-        stages=tuple(stage for stage in stages if stage.first_step < budget.max_steps),
+        stages=stages,
         **vars(budget),
         max_tokens=max_tokens,
         budget_given=spent_of(config.train, facts.price, max_tokens),

@@ -124,31 +124,36 @@ def shared_sequences(batch: Batch) -> int:
 
 
 def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: int) -> ConfigError:
-    """Return the refusal of a batch that the data do not fill, by the key that was given."""
+    """Return the refusal of a batch that the data do not fill, by the key that was given.
+
+    Its example is the largest value of this key that fits beside the others, if there is one.
+    """
     micro, accum = solved.micro_batch_size, solved.gradient_accumulation_steps
-    real = solved.real_batch_size
-    product = f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size}"
+    real, length = solved.real_batch_size, solved.sequence_length
+    unit = (given.gradient_accumulation_steps or 1) * dp_size
+    if isinstance(given.micro_batch_size, int):
+        unit *= given.micro_batch_size
+    fitting = train_sequences // unit * unit or None  # sequences a step
     why = (
-        f"is more than the {train_sequences} training sequences of {solved.sequence_length} "
+        f"is more than the {train_sequences} training sequences of {length} "
         "tokens; more data, a shorter batch.sequence_length or a smaller batch is needed"
     )
     if given.tokens_per_step is not None:
-        tokens = given.sequence_length * train_sequences
+        tokens = fitting and fitting * length
         return refuse("batch.tokens_per_step", given.tokens_per_step, why, tokens)
     if given.ramp is not None:
-        ramp, by = ramp_sizes(given.ramp), dp_size
-        if isinstance(given.micro_batch_size, int):
-            by *= given.micro_batch_size
-        most = max(by, train_sequences // by * by)
-        fitting_ramp = {tokens: min(size, most) for tokens, size in ramp.items()}
-        return refuse("batch.ramp", given.ramp, f"{max(ramp.values())} {why}", fitting_ramp)
+        ramp = ramp_sizes(given.ramp)
+        smaller = fitting and {tokens: min(size, fitting) for tokens, size in ramp.items()}
+        return refuse("batch.ramp", given.ramp, f"{max(ramp.values())} {why}", smaller)
     if given.real_batch_size is not None:
-        return refuse("batch.real_batch_size", real, why, train_sequences)
+        return refuse("batch.real_batch_size", real, why, fitting)
+    product = f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size}"
     why = f"{product} = {real} {why}"
     if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
-        return refuse("batch.gradient_accumulation_steps", accum, why, 1)
-    fitting = max(1, train_sequences // (accum * dp_size))
-    return refuse("batch.micro_batch_size", micro, why, fitting)
+        most = train_sequences // (micro * dp_size) or None
+        return refuse("batch.gradient_accumulation_steps", accum, why, most)
+    most = train_sequences // (accum * dp_size) or None
+    return refuse("batch.micro_batch_size", micro, why, most)
 
 
 def cut_anew(batch: Batch, dp_size: int | None) -> Batch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from llmexp.run.stages import BatchStage, stage_at
+from llmexp.run.stages import BatchStage, Begin, stage_at
 from llmexp.settings.config import Train
 from llmexp.settings.values import ConfigError, refuse
 
@@ -114,32 +114,31 @@ def solve_budget(
     stages: Sequence[BatchStage],
     sequence_length: int,
     train_sequences: int,
-    parent: Any = None,
-    price: Price | None = None,
+    begin: Begin,
+    price: Price,
 ) -> Budget:
     """Return the one budget that is given, in sequences and optimizer steps.
 
-    In a fork it counts what its `parent` (`run.Parent`) and those before it have done. `stages`:
-    of the run without an end. `price`: that of a token. Raises ConfigError where several budgets
-    are given, and where nothing is left to train.
+    In a fork it counts what the runs before it have done, too. `stages`: of the run without an end.
+    `price`: that of a token. Raises ConfigError where several budgets are given, and where nothing
+    is left to train.
     """
     key, value = _one_budget(train)
-    first, tokens, before = (parent.sequences, parent.tokens, parent.step) if parent else (0, 0, 0)
-    price = price or Price()
     if train.max_epochs is not None:
         total = int(_exact(train.max_epochs) * train_sequences)
     elif (wanted := tokens_of(train, price)) is not None:
-        total = first + (wanted - tokens) // sequence_length
+        total = begin.sequences + (wanted - begin.tokens) // sequence_length
     else:
         total = stage_at(stages, value).sequences_at(value)
-    if total <= first and parent:
-        epochs = first / train_sequences
+    if begin.step and total <= begin.sequences:
+        epochs = begin.sequences / train_sequences
         raise refuse(
             key,
             value,
-            f"counts the parent's part too, and that is {before:,} steps, {tokens:,} tokens and "
-            f"{epochs:.4g} epochs at fork.step={before}: nothing is left to train",
-            _longer(key, parent, epochs, price),
+            f"counts the parent's part too, and that is {begin.step:,} steps, "
+            f"{begin.tokens:,} tokens and {epochs:.4g} epochs at fork.step={begin.step}: "
+            "nothing is left to train",
+            _longer(key, begin, stages, sequence_length, train_sequences, price),
         )
     if total < 1:
         text, least = f"is less than one sequence of {sequence_length} tokens", None
@@ -150,7 +149,7 @@ def solve_budget(
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
     full = last.first_step + steps
     if rest and train.tail == "drop":
-        if full == before:
+        if full == begin.step:
             text = f"with train.tail=drop no window of {last.real_batch_size} sequences is full"
             raise refuse(key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
@@ -168,14 +167,25 @@ def _one_budget(train: Train) -> tuple[str, Any]:
     return next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
 
 
-def _longer(key: str, parent: Any, epochs: float, price: Price) -> float:
-    """Return a budget that a quarter is left of after a parent's part."""
-    whole = {"train.max_steps": parent.step, "train.max_tokens": parent.tokens}
-    if key in whole:
-        return int(whole[key] + max(1, whole[key] // 4))
+def _longer(
+    key: str,
+    begin: Begin,
+    stages: Sequence[BatchStage],
+    sequence_length: int,
+    train_sequences: int,
+    price: Price,
+) -> float:
+    """Return a budget of which a fork gets a fifth, or one window where that is more."""
+    if key == "train.max_steps":
+        return begin.step + max(1, begin.step // 4)
+    more = max(stages[0].real_batch_size, begin.tokens // sequence_length // 4)  # sequences
+    tokens = begin.tokens + more * sequence_length
+    if key == "train.max_tokens":
+        return tokens
     if key == "train.max_epochs":
-        return round(epochs * 1.25, 3)
-    spent = parent.tokens * (price.flops_per_token or 0)
-    if key == "train.tokens_per_parameter":
-        spent = parent.tokens / price.parameters
-    return float(f"{spent * 1.25:.3g}")
+        least = (begin.sequences + more) / train_sequences
+    elif key == "train.max_flops":
+        least = tokens * (price.flops_per_token or 0)
+    else:
+        least = tokens / price.parameters
+    return float(f"{least * 1.01:.3g}")  # rounded to no less

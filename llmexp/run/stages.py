@@ -5,7 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Begin(NamedTuple):
+    """What the runs before a fork have done; zeros for a run that is no fork."""
+
+    step: int = 0
+    sequences: int = 0  # the place in the order of sequences where the run begins
+    tokens: int = 0  # of the budget
+    tokens_seen: int = 0  # target tokens that count
 
 
 @dataclass(frozen=True)
@@ -30,14 +39,14 @@ class BatchStage:
 
 
 def stages_of(
-    sizes: Mapping[int, int], length: int, by: int, begin: tuple[int, int, int]
+    sizes: Mapping[int, int], length: int, per_micro_step: int, begin: Begin
 ) -> tuple[BatchStage, ...]:
     """Return the stages of a run without an end, in their order.
 
     `sizes`: sequences a step by the tokens from which on they hold. `length`: tokens of a sequence.
-    `by`: sequences of a micro-batch on all ranks. `begin`: steps, sequences and tokens before.
+    `per_micro_step`: sequences of a micro-batch on all ranks.
     """
-    step, sequence, tokens = begin
+    step, sequence, tokens, _ = begin
     found: list[BatchStage] = []
     for from_tokens, size in sizes.items():
         if found:
@@ -47,7 +56,7 @@ def stages_of(
             tokens += steps * before * length
             if not steps:
                 found.pop()  # the next one begins with its first step
-        found.append(BatchStage(from_tokens, step, sequence, size, size // by))
+        found.append(BatchStage(from_tokens, step, sequence, size, size // per_micro_step))
     return tuple(found)
 
 

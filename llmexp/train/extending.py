@@ -29,7 +29,7 @@ def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loade
         endless_stages(config, run),
         run.sequence_length,
         run.train_sequences,
-        run.parent,
+        run.begin,
         run.price,
     )
     given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}

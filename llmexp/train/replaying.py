@@ -171,8 +171,7 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
     None.
     """
     begin, end = step - 1 - OTHERS, step + OTHERS
-    parent = loop.run.parent
-    begin, end = max(parent.step if parent else 0, begin), min(loop.run.max_steps, end)
+    begin, end = max(loop.run.first_step, begin), min(loop.run.max_steps, end)
     wanted = [i for i in range(begin, end) if i != step - 1][:OTHERS]
     figures = dict[int, list[float]]()
     with measuring(loop):

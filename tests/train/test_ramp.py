@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from llmexp.run import Run
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import solve_budget
-from llmexp.run.stages import stage_at, stages_of, step_after
+from llmexp.run.budget import Price, solve_budget
+from llmexp.run.stages import Begin, stage_at, stages_of, step_after
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.convert import convert_section
 from llmexp.settings.values import ConfigError
@@ -186,7 +186,7 @@ def plain_windows(ramp: dict[int, int], length: int, total: int, begin=(0, 0, 0)
 def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length, total, tail):
     ramp = dict(sorted(({0: first} | ramp).items()))
     windows = plain_windows(ramp, length, total)
-    stages = stages_of(ramp, length, 1, (0, 0, 0))
+    stages = stages_of(ramp, length, 1, Begin())
     for step, at, size in windows:
         assert stage_at(stages, step).sequences_at(step) == at
         assert stage_at(stages, step).real_batch_size == size
@@ -195,7 +195,8 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
     keep = "keep" if tail else "drop"
 
     def solved(**budget):
-        return solve_budget(Train(**BASE | {"tail": keep} | budget), stages, length, 100)
+        chosen = Train(**BASE | {"tail": keep} | budget)
+        return solve_budget(chosen, stages, length, 100, Begin(), Price())
 
     if not full and not tail and len(windows) == 1:
         with pytest.raises(ConfigError, match="no window of"):
@@ -212,7 +213,7 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
     # a fork at any step goes on as the run does
     for step, place, _ in windows[:: max(1, len(windows) // 5)]:
         begin = (step, place, place * length)
-        branch = stages_of(ramp, length, 1, begin)
+        branch = stages_of(ramp, length, 1, Begin(*begin))
         for window in plain_windows(ramp, length, total, begin):
             assert stage_at(branch, window[0]).sequences_at(window[0]) == window[1]
 
@@ -221,7 +222,7 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
 def test_evaluations_and_shares_of_a_run_are_those_of_its_steps(ramp, first, every, total):
     ramp = dict(sorted(({0: first} | ramp).items()))
     ends = [0, *(min(total, at + size) for _, at, size in plain_windows(ramp, 12, total))]
-    stages = stages_of(ramp, 12, 1, (0, 0, 0))
+    stages = stages_of(ramp, 12, 1, Begin())
     of_run = SimpleNamespace(stages=stages, tokens_at=lambda step: 12 * ends[step])
     chosen = Train(**BASE | {"eval_every_tokens": every})
     full = len(ends) - 2  # the last window may be a short one
@@ -260,3 +261,13 @@ def test_what_cannot_be_a_ramp_is_refused(given, says):
     batch = dict.fromkeys(open_sizes) | {"sequence_length": 8} | given
     with pytest.raises(ConfigError, match=says):
         solve_batch(convert_section(Batch, batch, "batch."), 2)
+
+
+def test_a_stage_that_the_run_does_not_reach_may_be_larger_than_the_data(tmp_path, tokens):
+    words = [*TINY, "data=tokens", f"data.train_files=[{tokens}]", "batch.ramp={0: 4, 200: 1000}"]
+    reached = llmexp("plan", *words, "train.max_steps=6", cwd=tmp_path)
+    assert reached.code == 2
+    assert "1000 is more than the " in reached.err
+    never = llmexp("plan", *words, "train.max_steps=5", cwd=tmp_path)
+    assert never.code == 0, never.err
+    assert "the stage from 200 tokens on never begins" in never.out
