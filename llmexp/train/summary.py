@@ -25,13 +25,12 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = Figures() if loop.out.rows is None else loop.out.rows.figures
     newest, last = rows.newest, rows.last
     found: dict[str, Any] = {"steps": loop.progress.step}
-    tokens_seen, parent = None, loop.run.parent
-    before = parent.tokens_seen if parent else 0
+    tokens_seen, before = None, loop.run.begin.tokens_seen
     with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
         tokens_seen = loop.meter.tokens_seen()
     if loop.progress.step and tokens_seen is not None:
         found["tokens_seen"] = tokens_seen
-        if parent:
+        if loop.run.parent:
             found["own tokens_seen"] = tokens_seen - before
     for key in figures_in([newest]):
         if key in newest:
@@ -61,7 +60,7 @@ def training_time(loop: Loop) -> float | None:
 
     What a resumed run did twice counts once. None where steps after the last row were not timed.
     """
-    step, seconds = parent.step if (parent := loop.run.parent) else 0, 0.0
+    step, seconds = loop.run.first_step, 0.0
     if loop.out.rows is not None:
         step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
     since = loop.meter.step_time()
@@ -90,14 +89,15 @@ def details(loop: Loop) -> dict[str, Any]:
 
 
 def batch_now(loop: Loop) -> tuple[int, float | None]:
-    """Return the sequences of the last step; with a ramp also how many of them are targets."""
+    """Return the sequences of the last step; with a ramp also how many of them are targets.
+
+    The second is not known of a fork before its first step."""
     run, step = loop.run, loop.progress.step
-    if not run.ramp:
-        return run.real_batch_size, None
+    if not run.ramp or step == run.first_step:
+        return run.stage_at(step).real_batch_size, None
     size = run.stage_at(step - 1).real_batch_size
-    first = run.parent.tokens_seen if run.parent else 0
-    tokens = run.tokens_at(step) - run.tokens_at(run.first_step)
-    return size, size * (loop.meter.tokens_seen() - first) / tokens
+    tokens = run.tokens_at(step) - run.begin.tokens
+    return size, size * (loop.meter.tokens_seen() - run.begin.tokens_seen) / tokens
 
 
 def measured_sections(loop: Loop) -> list[tuple[str, str]]:
@@ -122,16 +122,17 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     """Show the end of a run: figures, a sample, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.parts
     reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
-    by_plan = loop.progress.step == parts.config.train.stop_step
+    stop_step = parts.config.train.stop_step
+    by_plan = stop_step is not None and loop.progress.step >= stop_step
     cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
     stopped = f"preempted by {cause} {reached}, checkpoint saved"
     sections = [
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
-    sections += measured_sections(loop)
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: an error here is only printed
+        sections += measured_sections(loop)
         if text is not None:
             sections.append(("sample", text))
         if loop.out.rows is not None and parts.config.metrics.picture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.rules import Measures
+from llmexp.run import Run
+from llmexp.run.stages import BatchStage, Begin
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.system.fileio import Unwritable
@@ -25,7 +28,7 @@ from llmexp.train.checkpointing import leave_saving
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Outcome, TrainingFailed
-from llmexp.train.summary import summarise
+from llmexp.train.summary import details, say_the_end, summarise
 from tests.conftest import TINY, llmexp
 
 
@@ -68,7 +71,7 @@ def made(
                 train=SimpleNamespace(max_consecutive_skips=1),
                 metrics=SimpleNamespace(spikes=False),
             ),
-            run=SimpleNamespace(parent=None, stages=()),
+            run=SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0),
         ),
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
@@ -121,6 +124,41 @@ def test_final_is_of_the_last_step_and_no_other():
         2.5,
         3,
     )
+
+
+def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale():
+    loop = made(step=4)
+    loop.noise.add(2.0, 12, 1.0, 48)
+    run = SimpleNamespace(
+        ramp="0: 4, 400: 8",
+        first_step=4,
+        sequence_length=12,
+        total_sequences=100,
+        begin=Begin(step=4, sequences=16, tokens=192, tokens_seen=180),
+        stages=(BatchStage(0, 4, 16, 4, 1), BatchStage(400, 9, 36, 8, 2)),
+    )
+    for name in ("stage_at", "sequences_at", "tokens_at"):
+        setattr(run, name, functools.partial(getattr(Run, name), run))
+    loop.parts.run = run
+    assert details(loop)["noise"]["verdict"].startswith("whether real_batch_size 4 is large")
+
+
+@pytest.mark.parametrize(("stop_step", "cause"), [(3, "train.stop_step"), (6, "another rank")])
+def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
+    tmp_path, monkeypatch, stop_step, cause
+):
+    """What a run has measured is shown after its end is recorded: that it cannot be is a line."""
+    said: list[str] = []
+    loop = made([row(5)], step=5, said=said)
+    loop.out = dataclasses.replace(loop.out, path=tmp_path)
+    loop.run.max_steps = 10
+    chosen = SimpleNamespace(stop_step=stop_step)
+    loop.parts.config = SimpleNamespace(train=chosen, metrics=SimpleNamespace(picture=False))
+    monkeypatch.setattr("llmexp.train.summary.measured_sections", lambda loop: 1 / 0)
+    say_the_end(loop, "preempted", {"steps": 5}, None)
+    (text,) = said[:1]
+    assert f"preempted by {cause} at step 5 of 10" in text
+    assert "the end of this report: ZeroDivisionError" in text
 
 
 def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):
