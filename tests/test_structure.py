@@ -39,7 +39,7 @@ SIZES = {
     "metrics": 7_900,
     "data": 31_900,
     "tasks": 3_100,
-    "checkpoint": 6_921,
+    "checkpoint": 6_935,
     "runs": 12_150,
     "exchange": 10_550,
     "tracker": 9_700,

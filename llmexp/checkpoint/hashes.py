@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable
@@ -76,7 +77,8 @@ class OpenFiles:
 def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
     """Return the files, some of them open, or raise CheckpointError for the first damaged one.
 
-    It has not its size and sha256. Several are read at a time."""
+    A file is damaged where its size or sha256 is not that of `expected`, from the manifest. Several
+    are read at a time."""
     opened = OpenFiles()
     with ThreadPoolExecutor() as threads:
         # the largest one first, as it takes longest
@@ -95,8 +97,10 @@ def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
 def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -> None:
     """Raise CheckpointError where a file that was read is no longer the one that was hashed."""
     for file in files:
-        if file_state(file) != before[file]:
-            raise CheckpointError(f"{file} was changed while it was read; resume again")
+        with contextlib.suppress(OSError):  # it may be gone
+            if file_state(file) == before[file]:
+                continue
+        raise CheckpointError(f"{file} was changed while it was read; resume again")
 
 
 def read_all(handle: int, into: memoryview, at: int) -> None:

@@ -179,15 +179,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         version = int(manifest["format_version"])  # before the keys, which may be others
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
+    text = f"{path}: format version {version}, this program reads version {FORMAT_VERSION}"
     if version > FORMAT_VERSION:
-        raise NewerFormat(
-            f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: "
-            "update it"
-        )
+        raise NewerFormat(f"{text}: update it")
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format version {version}, this program reads version {FORMAT_VERSION}"
-        )
+        raise CheckpointError(text)
     if not (isinstance(manifest.get("step"), int) and isinstance(manifest.get("files"), dict)):
         raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
@@ -307,8 +303,9 @@ def restore_optimizers(
         counters = traits.counters if traits else ()  # no values that somebody has set
         for group in optimizer.param_groups:
             there = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
-            kept = {key: value for key, value in there.items() if values or key in counters}
-            group |= {key: value for key, value in kept.items() if key not in NOT_RESTORED}
+            for key, value in there.items():
+                if (values or key in counters) and key not in NOT_RESTORED:
+                    group[key] = value
         optimizer.state.clear()
         for name, states in plain["state"].items():
             optimizer.state[own[f"{number}/{name}"][0]] = dict(states)

@@ -23,18 +23,8 @@ from torch.optim import Optimizer
 
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import fingerprint
-from llmexp.checkpoint.loading import (
-    FORMAT_VERSION,
-    NOT_RESTORED,
-    STATE,
-)
-from llmexp.checkpoint.pieces import (
-    Piece,
-    is_writer,
-    named_tensors,
-    names_by_id,
-    piece_of,
-)
+from llmexp.checkpoint.loading import FORMAT_VERSION, NOT_RESTORED, STATE
+from llmexp.checkpoint.pieces import Piece, is_writer, named_tensors, names_by_id, piece_of
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
@@ -88,7 +78,8 @@ def snapshot(
         described.append({"groups": groups, "state": plain})
 
     tensors = {"model": named_tensors(model), "optimizer": states}
-    tensors |= {} if ema is None else {"ema": dict(ema)}
+    if ema is not None:
+        tensors["ema"] = dict(ema)
     spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
@@ -171,10 +162,15 @@ def commit_checkpoint(
         write_json(temporary / MANIFEST, about | {"files": files} | sealed)
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
-        if final.exists():  # it was found damaged, or the run would not be here again
+        if replaced := final.exists():  # it was refused at the resume, or this step not done again
             shutil.rmtree(old, ignore_errors=True)
             os.rename(final, old)
-        os.rename(temporary, final)
+        try:
+            os.rename(temporary, final)
+        except OSError:
+            if replaced:
+                os.rename(old, final)
+            raise
         flush_to_disk(root)
     shutil.rmtree(old, ignore_errors=True)
     newest = sorted({*saved, step})

@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,7 +264,11 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
 def leave(mesh: Mesh) -> None:
     """Leave the process group.
 
-    Free the wrapped module and the optimizer first, or gloo may abort at exit.
+    Free the wrapped module and the optimizer first, or gloo may abort at exit. An error is only
+    printed: the work of the ranks is done, and its end may be recorded.
     """
     if mesh.distributed and dist.is_initialized():
-        dist.destroy_process_group()
+        try:
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            print(f"rank {mesh.rank} left the others with an error: {error}", file=sys.stderr)

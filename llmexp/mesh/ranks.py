@@ -23,8 +23,10 @@ from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import (
     DONE,
+    FAILED,
     PREEMPTED,
     STOP_SIGNALS,
+    how_it_died,
     pass_on,
     signals_passed_on,
     start,
@@ -220,7 +222,11 @@ def run_alike(words: list[str], ranks: int) -> int:
             return DONE
         if (log := logs[bad[0]]) is not None:
             sys.stderr.write(log.read_text(errors="replace"))
-        return abs(codes[bad[0]])
+        if (code := codes[bad[0]]) < 0:
+            died = how_it_died(code, False, f"rank {bad[0]}")
+            print(f"llmexp: {died}", file=sys.stderr)
+            return FAILED
+        return code
 
 
 def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:

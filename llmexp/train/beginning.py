@@ -127,8 +127,10 @@ def restore(
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked:  # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)
-        if setup.ema is not None:
-            loading.fill_all(loaded, setup.ema.average, loaded.ema or loaded.model)
+        if setup.ema is not None and loaded.ema:
+            loading.fill_all(loaded, setup.ema.average, loaded.ema)
+        elif setup.ema is not None:  # of a fork whose parent had none
+            setup.ema.begin()
         there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
         known = [key for key in here if key.startswith("clip.") and key in there]
         clips = not known or any(here[key] != there[key] for key in known)

@@ -26,6 +26,11 @@ class Ema:
         self._weights = list(trained.values())
         self._decay, self._module = decay, module
 
+    def begin(self) -> None:
+        """Take the weights as they are for the initial ones."""
+        weights, average = self._held()
+        torch._foreach_copy_(average, weights)
+
     def follow(self) -> None:
         """Take in the weights of an update that was applied; the host does not wait."""
         weights, average = self._held()

@@ -4,6 +4,7 @@ good one."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -144,6 +145,14 @@ def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used
         loading.restore_model(loaded, Tied())
 
 
+def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path):
+    """Its pages stay readable while it is open."""
+    loaded = loading.read_checkpoint(save(tmp_path, 1))
+    (loaded.path / MODEL).unlink()
+    with pytest.raises(loading.CheckpointError, match=f"{MODEL} was changed while it was read"):
+        loading.restore_model(loaded, Tied())
+
+
 def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
     """Those of one process, which may have begun from a checkpoint; what is there after them."""
     saved = [] if loaded is None else [loaded]
@@ -199,6 +208,23 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
     saving.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
     assert loading.latest(tmp_path, print).step == 100
+
+
+def test_a_save_that_cannot_take_its_place_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    path, real = save(tmp_path, 100), os.rename
+    before = (path / MANIFEST).read_bytes()
+
+    def rename(source, target):
+        if target == path and source.name == ".step_00000100.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 100)
+    saving.remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert (path / MANIFEST).read_bytes() == before
 
 
 def test_a_save_that_lacks_a_rank_is_no_checkpoint(tmp_path):

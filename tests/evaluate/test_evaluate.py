@@ -21,7 +21,7 @@ from llmexp.__main__ import run as command
 from llmexp.cli import evaluate
 from llmexp.mesh import ranks
 from llmexp.metrics.ratio import ratio
-from llmexp.system.child import PASSED_ON, STOP_SIGNALS, signals_held
+from llmexp.system.child import FAILED, PASSED_ON, STOP_SIGNALS, signals_held
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp, train
 from tests.tools import by_kernel
@@ -169,6 +169,17 @@ def test_a_rank_of_a_command_has_no_good_end_but_0(monkeypatch):
     since = time.monotonic()
     assert ranks.run_alike(["evaluate"], 2) == 75
     assert time.monotonic() - since < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
+def test_a_killed_rank_fails_the_command_and_is_named(monkeypatch, capfd, number):
+    """The number of the signal would be another exit code: 2 that of a refusal."""
+    killed = [sys.executable, "-c", f"import os, signal; os.kill(os.getpid(), {int(number)})"]
+    if number is not signal.SIGKILL:
+        killed[2] = f"import signal; signal.signal({int(number)}, signal.SIG_DFL); {killed[2]}"
+    monkeypatch.setattr(ranks, "start", lambda *words, **more: subprocess.Popen(killed))
+    assert ranks.run_alike(["evaluate"], 2) == FAILED
+    assert f"rank 0 was ended by signal {int(number)}" in capfd.readouterr().err
 
 
 def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypatch):

@@ -245,6 +245,26 @@ def test_ranks_save_by_time_together(tmp_path, settings, whole):
     assert exact(run) == exact(whole)
 
 
+LEAVING = """
+import torch
+
+def fail():
+    raise RuntimeError("NCCL communicator was aborted")
+
+def hook(event, context):
+    torch.distributed.destroy_process_group = fail
+"""
+
+
+def test_ranks_that_fail_to_part_have_finished_the_run(tmp_path, settings):
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    more = ["--allow", "leaving", "hooks=[leaving.hook]", "train.max_steps=2"]
+    run = train(tmp_path, "run", *settings, *more, *TWO)
+    assert run.json("status.json")["state"] == "finished"
+    text = "rank 1 left the others with an error: NCCL communicator was aborted"
+    assert text in (run.folder / "logs" / "rank-1.log").read_text()
+
+
 def test_a_run_moves_through_every_layout(tmp_path, settings):
     """1 -> 2 -> 4 -> 2 -> 4 -> 1 ranks, each resumed from a checkpoint that another layout has
     saved, for two steps: the same rows of data, losses, norms and parameters as the run that stayed

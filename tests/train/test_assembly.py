@@ -35,6 +35,12 @@ def test_results_are_shared_for_the_same_arguments() -> None:
         once(make, *other)
     assert len(made) == 4
 
+    def of_another_module(*arguments: object) -> object:
+        return "another"
+
+    of_another_module.__name__ = make.__name__
+    assert once(of_another_module, {1: {2: 0, "b": 0}, "a": 1}) == "another"
+
 
 def test_configs_with_equal_sections_share_model_tokenizer_and_corpus() -> None:
     once = Cache()

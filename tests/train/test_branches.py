@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from llmexp.__main__ import run
 from llmexp.compare.comparing import compare
@@ -149,7 +150,7 @@ def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk)
     """Another real batch reads on at the same sequence: 4 steps of 8 sequences are 8 of 4, so a run
     that has taken 4 sequences a step from the start reads the same windows."""
     small = fork(trunk, "small", "batch.real_batch_size=4", "train.max_steps=8")
-    assert "go on at sequence 32, where the parent was" in " ".join(small.out.split())
+    assert "go on at sequence 64, where the parent was" in " ".join(small.out.split())
     run = small.json("run.json")
     assert (run["total_sequences"], run["max_tokens"]) == (48, 48 * 12)
     cwd, more = trunk.folder.parent, ["data.train_files=[train.npy]", "train.max_steps=12"]
@@ -179,7 +180,7 @@ def test_a_fork_on_two_ranks(trunk):
 def test_twins_of_a_fork_move_the_weights_that_it_begins_with(trunk):
     """By a unit in the last place at most, the same on any layout; the rate is too low to move
     them any more. The best loss of a fork is its own."""
-    more = ["train.max_steps=5", "optimizer.lr=1e-300", "train.twin=1"]
+    more = ["train.max_steps=5", "optimizer.lr=1e-300", "train.twin=1", "train.ema=0.5"]
     moved = fork(trunk, "moved", *more)
     split = fork(trunk, "split", *more, "parallelism=fsdp", "parallelism.nproc_per_node=2")
     before, after, again = (weights(r, s) for r, s in ((trunk, 4), (moved, 5), (split, 5)))
@@ -189,6 +190,8 @@ def test_twins_of_a_fork_move_the_weights_that_it_begins_with(trunk):
         new = after[name]
         assert ((new == up) | (new == old) | (new == down)).all()
         assert not torch.equal(new, old)
+    average = load_file(moved.checkpoint(5) / "ema.safetensors")  # which begins with these, too
+    assert all(torch.equal(average[name], after[name]) for name in average)
     worse = fork(trunk, "worse", "train.max_steps=13", "optimizer.lr=100", step=12)
     summary = worse.json("status.json")["summary"]
     assert summary["best val/loss"] == summary["final val/loss"] > trunk.rows()[11]["val/loss"]
@@ -359,6 +362,30 @@ def test_an_extended_run_is_the_longer_one(trunk):
     assert "llmexp train fork.run=cut fork.step=12 train.max_steps=20" in refused.err
     assert cut.json("run.json")["max_steps"] == 16
     assert cut.json("status.json")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("data_fingerprint", None, "go on at sequence 64, where the parent was"),
+        ("data_fingerprint", {"files": 7}, "begin anew at sequence 0: the content of the data"),
+        ("sequence_length", None, "trunk-2/run.json: has no 'sequence_length' of the run"),
+        ("stages", [{"rate": 1.0}], "trunk-2/run.json: is damaged: "),
+    ],
+)
+def test_what_a_parent_did_not_record(trunk, monkeypatch, name, value, says):
+    """Data that are not recorded are taken for the same, as at a resume of the run itself."""
+    monkeypatch.chdir(trunk.folder.parent)
+    file = copy(trunk, "trunk-2").folder / "run.json"
+    recorded = json.loads(file.read_text()) | {name: value}
+    file.write_text(json.dumps({k: v for k, v in recorded.items() if v is not None}))
+    try:
+        found = planned(["fork.run=trunk-2", "fork.step=8", "train.max_steps=20"]).run.parent.order
+    except ConfigError as error:
+        found = str(error)
+    finally:
+        shutil.rmtree("trunk-2")
+    assert found.startswith(says)
 
 
 def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:

@@ -183,6 +183,10 @@ def never(update, total):
     return None
 
 
+def late(update, total):
+    return 1.0 if update + 1 < total else float("inf")
+
+
 class Pairs:
     """Two bytes an id; an odd last byte, and the end of a document, have their own."""
 
@@ -253,6 +257,7 @@ FILES = {
     "conf/data/mine.yaml": "_target_: mymodel.cycle\nlength: 3000\n",
     "conf/optimizer/mine.yaml": "_target_: mymodel.plain_sgd\nlr: 1.0\n",
     "conf/schedule/never.yaml": "_target_: mymodel.never\n",
+    "conf/schedule/late.yaml": "_target_: mymodel.late\n",
     "conf/tokenizer/unfinished.yaml": "_target_: mymodel.Unfinished\n",
     "conf/tokenizer/pairs.yaml": "_target_: mymodel.Pairs\n",
 } | {
@@ -516,6 +521,8 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         ("model._target_=mymodel.Empty", "model._target_=mymodel.Empty: has no parameters to train",
                                          "class Empty"),
         ("schedule=never", "returned None for update 0", "def never("),
+        ("schedule=late", "returned inf for update 299; the factor on the base rate, a finite",
+                          "def late("),
         ("tokenizer=unfinished", "tokenizer._target_=mymodel.Unfinished: Unfinished lacks "
                                  "encode_batch, eot_token, byte_lengths; a tokenizer has",
                                  "class Unfinished"),

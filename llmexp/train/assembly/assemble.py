@@ -121,9 +121,10 @@ class Cache:
 
         Plain values are the same where they are equal, other arguments only as the same object.
         """
-        key = json.dumps([make.__name__, *map(_sorted, arguments)], default=id)
+        key = json.dumps([make, *map(_sorted, arguments)], default=id)
         if key not in self._made:
-            self._made[key] = make(*arguments), arguments  # kept: no other object gets their ids
+            # all are kept: no other object gets their ids
+            self._made[key] = make(*arguments), (make, arguments)
         found: T = self._made[key][0]
         return found
 

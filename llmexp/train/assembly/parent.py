@@ -76,8 +76,10 @@ def parent_of(config: Config, trunk: Trunk | None, corpus: Corpus) -> Parent | N
         length, first = recorded["sequence_length"], before.get("sequences", 0)
         done = stage_at(recorded_stages(recorded), step).sequences_at(step)
         done = min(done, recorded["total_sequences"])
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
+    except TypeError as error:
+        raise ConfigError(f"{path / rundir.RUN}: is damaged: {error}") from None
     where, order = _place(plain(config), plain(tree), recorded, corpus, done)
     return Parent(
         folder=str(path),
@@ -150,14 +152,14 @@ def _place(
 ) -> tuple[int, str]:
     """Return where in its order of sequences a fork begins, and that in words.
 
-    That is where the parent was, unless the k-th sequence is another one now."""
-
+    That is where the parent was, unless the k-th sequence is another one now. Data that the parent
+    did not record are taken for the same, as at a resume."""
     causes = differing(deciding_data(there), deciding_data(config))
     now, before = (
         {key: value for key, value in (found or {}).items() if key not in ("val_files", "val_sets")}
         for found in (as_recorded(corpus.fingerprint), recorded.get("data_fingerprint"))
     )
-    if not causes and now and before != now:
+    if not causes and now and before and before != now:
         causes = ["the content of the data"]
     if not causes:
         return at, f"go on at sequence {at:,}, where the parent was"

@@ -141,9 +141,10 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
     """
     factor = bind("schedule", section, {})
     for update in (0, max_steps - 1):
-        if not isinstance(found := factor(update, max_steps), (int, float)):
+        found = factor(update, max_steps)
+        if not isinstance(found, (int, float)) or not math.isfinite(found):
             text = (
-                f"returned {found!r} for update {update}; the factor on the base rate, a "
+                f"returned {found!r} for update {update}; the factor on the base rate, a finite "
                 f"number, is needed{place_of(section, 'schedule')}"
             )
             raise refuse("schedule._target_", section["_target_"], text)
