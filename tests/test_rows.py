@@ -44,7 +44,7 @@ def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
 
 def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
     now = 100.0
-    rows = Rows(tmp_path / "rows", 0)
+    rows = Rows(tmp_path / "rows", 0).open()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     rows.add(row(1))
     assert rows.due  # the first one
@@ -66,7 +66,7 @@ def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
 
 def test_rows_are_written_while_the_loop_is_held_up(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.05)
-    rows = Rows(tmp_path / "rows", 0)
+    rows = Rows(tmp_path / "rows", 0).open()
     for step in (1, 2, 3):
         rows.add(row(step))
     deadline = time.monotonic() + 20
@@ -83,7 +83,7 @@ def test_a_resume_cuts_the_file_in_place_and_keeps_figures_alone(tmp_path):
     made = [row(step, **({"val/loss": step} if step % 4 == 0 else {})) for step in range(1, 2001)]
     path.write_text("".join(json.dumps(r) + "\n" for r in made) + '{"step": 2001, "tra')
     place = path.stat().st_ino
-    rows = Rows(path, 1999)
+    rows = Rows(path, 1999).open()
     assert read_rows(path) == made[:1999]
     assert path.stat().st_ino == place
     assert rows.figures.newest["val/loss"] == (1996, 1996)
@@ -94,7 +94,7 @@ def test_a_resume_cuts_the_file_in_place_and_keeps_figures_alone(tmp_path):
 
 
 def test_of_a_full_disk_the_first_lost_row_is_named(tmp_path, monkeypatch):
-    rows = Rows(tmp_path / "rows", 0)
+    rows = Rows(tmp_path / "rows", 0).open()
     first, second = row(1), row(2)
     for found in (first, second, row(3)):
         rows.add(found)

@@ -95,26 +95,29 @@ class Rows:
     """
 
     def __init__(self, path: Path, keep_up_to_step: int, begins_at: int = 0) -> None:
-        """Open for appending, without rows after `keep_up_to_step` and without a torn last line.
+        """Read the rows up to a step; `open` writes. Raises ConfigError for damage.
 
         `begins_at`: the step before the first one of the run.
         """
-        self.path, self.figures = path, Figures(begins_at)
-        end = 0
+        self.path, self.figures, self._end = path, Figures(begins_at), 0
         for row, after in walk_rows(path):
             if row["step"] > keep_up_to_step:
                 break
             self.figures.count(row)
-            end = after
-        # Unbuffered: what could not be written must not come back as an error at the end.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._file.truncate(end)
+            self._end = after
         self._waiting: list[tuple[int, bytes]] = []
         self._new = 0  # rows since the last flush
         self._flushed_at = -math.inf
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._error: OSError | None = None  # of the thread
+
+    def open(self) -> Rows:
+        """Open for appending, without the rows after those that were read or a torn last line."""
+        # Unbuffered: what could not be written must not come back as an error at the end.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(self._end)
         threading.Thread(target=self._write_each_second, name="rows", daemon=True).start()
+        return self
 
     def add(self, row: dict[str, Any]) -> None:
         """Take a row, which `flush` writes."""

@@ -189,6 +189,9 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     if main and (setup.layers is not None or (path / rundir.LAYERS).exists()):
         layers = Rows(path / rundir.LAYERS, progress.step)
     accepted()
+    for file in (rows, layers):
+        if file is not None:
+            file.open()
     if main:
         forget_after(path, progress.step)
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()

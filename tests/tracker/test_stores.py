@@ -51,7 +51,7 @@ class Counted(Store):
         super().rows(rows)
         arrived.extend(rows)
 STORES[kind] = Counted
-out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
+out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1).open()
 mirror = Mirror(kind, SETTINGS, folder, FIELDS, print)
 for row in rows:
     out.add(row)
@@ -101,7 +101,7 @@ def kept(monkeypatch) -> type[Kept]:
 
 def follow(folder: Path, rows: list[dict[str, Any]], code: int = 0) -> list[str]:
     said: list[str] = []
-    out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
+    out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1).open()
     mirror = Mirror("tensorboard", SETTINGS, folder, FIELDS, said.append)
     for row in rows:
         out.add(row)

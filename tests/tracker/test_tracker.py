@@ -437,7 +437,7 @@ def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None
     """Handed over is not arrived: tracker.json says step 30, the server has no row."""
     run_dir, rows = tmp_path / "run", make_rows(1, 40)
     run_dir.mkdir()
-    before = Rows(run_dir / "metrics.jsonl", 0)
+    before = Rows(run_dir / "metrics.jsonl", 0).open()
     for row in rows[:30]:
         before.add(row)
     before.close()

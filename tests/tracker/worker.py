@@ -39,7 +39,7 @@ def wait_for_core(run_dir: Path, number: int, row: dict) -> int:
 
 def main(spec: dict) -> None:
     run_dir = Path(spec["run_dir"])
-    rows = Rows(run_dir / "metrics.jsonl", spec["rows"][0]["step"] - 1)
+    rows = Rows(run_dir / "metrics.jsonl", spec["rows"][0]["step"] - 1).open()
     fields = {key: spec["tracker"][key] for key in NAMES}
     start = time.perf_counter()
     mirror = Mirror(

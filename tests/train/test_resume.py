@@ -305,6 +305,17 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
     assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides"}
 
 
+def test_a_refusal_by_one_file_of_rows_leaves_the_other_one(whole, tmp_path):
+    result, _ = whole
+    copy = cut_after(result, tmp_path, 15)
+    (copy / "layers.jsonl").write_text("no row\n")
+    before = contents(copy)
+    refused = llmexp("resume", str(copy), cwd=tmp_path)
+    assert refused.code == 2
+    assert f"{copy / 'layers.jsonl'}: line 1 is not a row" in refused.err
+    assert contents(copy) == before
+
+
 def test_resume_of_nothing(tmp_path):
     assert llmexp("resume", "nowhere", cwd=tmp_path).code == 2
     refused = llmexp(
