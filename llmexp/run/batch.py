@@ -147,8 +147,10 @@ def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: 
         return refuse("batch.ramp", given.ramp, f"{max(ramp.values())} {why}", smaller)
     if given.real_batch_size is not None:
         return refuse("batch.real_batch_size", real, why, fitting)
-    product = f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size}"
-    why = f"{product} = {real} {why}"
+    why = (
+        f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
+        f"{real} {why}"
+    )
     if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
         most = train_sequences // (micro * dp_size) or None
         return refuse("batch.gradient_accumulation_steps", accum, why, most)
