@@ -133,6 +133,11 @@ class Facts:
     warnings: tuple[str, ...] = follows("what the start warns of", default=())
 
     @property
+    def dp_size(self) -> int:
+        """Return the number of data-parallel replicas."""
+        return self.layout.dp_size
+
+    @property
     def begin(self) -> Begin:
         """Return what was done before the run: by its parents, of a fork."""
         if (parent := self.parent) is None:
@@ -195,11 +200,6 @@ class Run(Facts):
     sources: tuple[SourceShare, ...] = follows(
         "sequences and epochs of each source of a corpus", f"{_BUDGET} {_DATA}", default=()
     )
-
-    @property
-    def dp_size(self) -> int:
-        """Return the number of data-parallel replicas."""
-        return self.layout.dp_size
 
     @property
     def world_size(self) -> int:
@@ -290,8 +290,8 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
 
 def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
     """Return the stages of a run without an end; one, where there is no ramp."""
-    batch = solve_batch(config.batch, facts.layout.dp_size)
-    real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.layout.dp_size
+    batch = solve_batch(config.batch, facts.dp_size)
+    real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.dp_size
     sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
     return tuple(
         replace(stage, rate=rate_by_batch(config.optimizer, stage.real_batch_size / real))
@@ -307,7 +307,7 @@ def solve(
     `warmup_updates` is a function of the total number of updates. Raises ConfigError for everything
     that does not fit together.
     """
-    batch = solve_batch(config.batch, facts.layout.dp_size)
+    batch = solve_batch(config.batch, facts.dp_size)
     length, real = batch.sequence_length, batch.real_batch_size
     val_sequences = max(0, facts.val_tokens - 1) // length
     if facts.train_sequences < 1:
@@ -323,7 +323,7 @@ def solve(
     )
     stages = tuple(stage for stage in stages if stage.first_step < budget.max_steps)
     if max(stage.real_batch_size for stage in stages) > facts.train_sequences:
-        raise too_large(config.batch, batch, facts.layout.dp_size, facts.train_sequences)
+        raise too_large(config.batch, batch, facts.dp_size, facts.train_sequences)
     check_steps(config.train, budget.max_steps, facts.begin.step)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     tokens = (budget.total_sequences - facts.begin.sequences) * length
