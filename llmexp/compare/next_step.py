@@ -208,6 +208,8 @@ def decide(k: Known) -> Step | None:
         return None
     if k.f.looks or count < 2 or any(len(r.seeds) > 1 for r in k.f.ranked):
         return None
+    if not k.f.those(Verdict.FEW_SEEDS):  # all computed the same
+        return None
     runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
     why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
     return _resumed(k, "decide", why, "sweep.decide=true", runs)

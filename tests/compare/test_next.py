@@ -56,17 +56,6 @@ def step_of(*paths: Path) -> Step:
     return step
 
 
-def test_the_reason_is_wrapped_and_the_command_is_not(tmp_path, capsys, monkeypatch):
-    sweep = planted(tmp_path / "s", {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.01}, wobble=0.02)
-    monkeypatch.setenv("COLUMNS", "40")
-    assert llmexp(["next", str(sweep)]) == 0
-    command, *rest = capsys.readouterr().out.splitlines()
-    step = step_of(sweep)
-    assert command == step.command
-    assert max(map(len, rest)) <= 40
-    assert " ".join(rest) == " ".join(str(step).splitlines()[1:])
-
-
 def test_a_decided_sweep_has_nothing_left_to_do(tmp_path):
     step = step_of(planted(tmp_path / "s", {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.5}))
     assert (step.rule, step.words) == ("nothing", ())
@@ -97,6 +86,17 @@ def test_single_runs_get_three_seeds_of_the_nearest_settings_and_a_grid_decides(
     step = step_of(grid)
     assert (step.rule, step.words) == ("decide", ("resume", str(grid), "sweep.decide=true"))
     assert step.runs == 11  # the first look is at two seeds each
+
+
+def test_a_grid_whose_settings_computed_the_same_gets_no_seeds(tmp_path):
+    points = {}
+    for limit in (1.0, 2.0):
+        given = [f"clip.max_norm={limit}", "train.seed=1"]
+        facts, point = {"overrides": given}, {"overrides": given}
+        points[f"c{limit}"] = dict(max_norm=limit, wobble=0.0, facts=facts, point=point)
+    step = step_of(make_sweep(tmp_path / "s", points, ["clip.max_norm"]))
+    assert (step.rule, step.words) == ("nothing", ())
+    assert step.why.startswith("clip=1.0 and clip=2.0 computed the same")
 
 
 def decided(path: Path) -> Path:
@@ -242,7 +242,7 @@ def test_runs_without_a_sweep_get_a_sweep_of_their_own(tmp_path):
     assert step.runs == 4
 
 
-def test_the_command_prints_what_python_returns(tmp_path, capsys):
+def test_the_command_prints_what_python_returns(tmp_path, capsys, monkeypatch):
     import llmexp as program
 
     path = planted(tmp_path / "s", {1e-3: 0.9, 3e-3: 0.5, 1e-2: 0.0})
@@ -253,6 +253,11 @@ def test_the_command_prints_what_python_returns(tmp_path, capsys):
     assert first.startswith(f"llmexp resume {path} optimizer.lr=")
     assert cost.startswith("3 runs, 1,228,800 tokens, about ")
     assert why.startswith("wider: the best lr, 0.01, is the highest")
+    monkeypatch.setenv("COLUMNS", "40")  # where all is wrapped but the command
+    assert llmexp(["next", str(path)]) == 0
+    narrow, *rest = capsys.readouterr().out.splitlines()
+    assert (narrow, " ".join(rest)) == (first, f"{cost} {why}")
+    assert max(map(len, rest)) <= 40
     assert llmexp(["next", str(tmp_path / "none")]) == 2
     assert "for example llmexp next" in capsys.readouterr().err
     schema = json.loads((ROOT / "llmexp/schema-1.json").read_text())["$defs"]["next"]
