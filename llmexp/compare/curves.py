@@ -137,16 +137,3 @@ def _geometric(values: np.ndarray) -> bool:
         return False
     factors, sums = np.diff(np.log(values)), np.diff(values)
     return bool(np.std(factors) / np.mean(factors) <= np.std(sums) / np.mean(sums))
-
-
-def grid_cells(
-    settings: Sequence[Setting], down: str, across: str
-) -> dict[tuple[int, int], Setting]:
-    """Return the settings by their places on the scales of two keys.
-
-    Where a cell has several, it is the best one, which comes first.
-    """
-    rows, columns = scale(settings, down), scale(settings, across)
-    return {
-        (rows.index(e.values[down]), columns.index(e.values[across])): e for e in reversed(settings)
-    }

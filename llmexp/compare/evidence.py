@@ -159,8 +159,8 @@ def _effect(
     apart = model.contrast(over([high], [low]), len(both), alpha)
     interacts = abs(apart.mean) > apart.half
     ahead = 1 if d.mean > 0 else -1
-    holds = [c for c in both if single[c].real and single[c].mean * ahead > 0]
-    against = [c for c in both if single[c].real and single[c].mean * ahead < 0]
+    shown = {cell: one.mean * ahead > 0 for cell, one in single.items() if one.real}
+    holds, against = ([cell for cell in shown if shown[cell] is alike] for alike in (True, False))
     better, worse = (a, b) if d.mean * sign > 0 else (b, a)
     return Effect(key, better, worse, d, tuple(against), tuple(holds) if interacts else None)
 

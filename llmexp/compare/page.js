@@ -11,7 +11,8 @@
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
     // On a phone the names of the curves stand below them, and the figure is as high as they need.
     const names = holder.closest(".grid") ? [] : figure.data.filter(trace => trace.showlegend);
-    const rows = Math.ceil(names.length / (names.some(trace => trace.name.length > 14) ? 1 : 2)), below = 19 * rows;
+    const wide = names.some(trace => trace.name.replace(/<[^>]*>/g, "").length > 20); // one in a row
+    const rows = Math.ceil(names.length / (wide ? 1 : 2)), below = 19 * rows;
     const look = () => {
       const phone = narrow.matches, over = rows && phone, under = figure.layout.xaxis?.title?.text ?? "";
       plot.style.height = `${over ? 350 + below : height}px`;

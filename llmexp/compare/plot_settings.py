@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from llmexp.compare.curves import Scale, grid_cells, scale
+from llmexp.compare.curves import Scale, scale
 from llmexp.compare.figures import figure_text, half_width, is_score
 from llmexp.compare.plotting import (
     ABOVE,
@@ -105,7 +105,10 @@ def maps(c: Result) -> list[Plot]:
     for pair in itertools.combinations(c.factors, 2) if c.columns else ():
         scales = {key: scale(settings, key) for key in pair}
         down, across = sorted(pair, key=lambda key: len(scales[key].levels))
-        known = grid_cells(settings, down, across)
+        # where a cell has several settings, it is the best one, which comes first
+        places = [tuple(scales[key].index(e.values[key]) for key in (down, across))
+                  for e in settings]  # fmt: skip
+        known = dict(zip(places[::-1], settings[::-1], strict=True))
         if 3 * len(known) >= len(scales[down].levels) * len(scales[across].levels):
             plots.append(_map(c, {across: scales[across], down: scales[down]}, known))
     return plots[:MAPS]

@@ -45,18 +45,20 @@ def row_of(record: Record) -> Row:
 
     Rates are medians over the rows, without the first one, which warms up.
     """
-    facts = record.facts
-    found = {title: facts.get(key) for title, key in FACTS.items()} | {"state": record.state}
-    found |= {title: median(record, key) for title, key in MEDIANS.items()}
-    if found["s/it"]:
-        found["it/s"] = 1 / found["s/it"]
-    per_rank = median(record, "tokens_per_sec_per_rank")
-    if per_rank and facts.get("parameters"):
-        found["TFLOP/s per rank (6ND)"] = 6 * facts["parameters"] * per_rank / 1e12
+    row = {title: record.facts.get(key) for title, key in FACTS.items()} | {"state": record.state}
+    row |= {title: median(record, key) or None for title, key in MEDIANS.items()}
+    if row["s/it"]:
+        row["it/s"] = 1 / row["s/it"]
+    per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
+    if per_rank and size:
+        row["TFLOP/s per rank (6ND)"] = 6 * size * per_rank / 1e12
     if len(memory := finite(record.columns, "peak_memory_gib")):
-        found["peak memory (GiB)"] = float(memory.max())
-    rates = ("s/it", "tokens/s")  # 0 is none
-    return {t: v for t, v in found.items() if v or (v is not None and t not in rates)}
+        row["peak memory (GiB)"] = float(memory.max())
+    return known(row)
+
+
+def known(row: Row) -> Row:
+    return {title: value for title, value in row.items() if value is not None}
 
 
 def median(record: Record, key: str) -> float | None:
@@ -73,10 +75,8 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         key=lambda row: [*(str(row.get(k, "")) for k in texts), *(row.get(k, 0) for k in numbers)],
     )
     for row in rows:
-        if text := verdict(row, rows):
-            row["verdict"] = text
-        if (share := efficiency(row, rows)) is not None:
-            row["scaling efficiency"] = share
+        told = {"verdict": verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
+        row |= known(told)
     return rows
 
 
