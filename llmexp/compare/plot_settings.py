@@ -105,10 +105,9 @@ def maps(c: Result) -> list[Plot]:
     for pair in itertools.combinations(c.factors, 2) if c.columns else ():
         scales = {key: scale(settings, key) for key in pair}
         down, across = sorted(pair, key=lambda key: len(scales[key].levels))
+        of = {e: [scales[key].index(e.values[key]) for key in (down, across)] for e in settings}
         # where a cell has several settings, it is the best one, which comes first
-        places = [tuple(scales[key].index(e.values[key]) for key in (down, across))
-                  for e in settings]  # fmt: skip
-        known = dict(zip(places[::-1], settings[::-1], strict=True))
+        known = {(i, j): e for e, (i, j) in reversed(of.items())}
         if 3 * len(known) >= len(scales[down].levels) * len(scales[across].levels):
             plots.append(_map(c, {across: scales[across], down: scales[down]}, known))
     return plots[:MAPS]

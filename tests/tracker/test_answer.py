@@ -58,7 +58,7 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
     table = json.loads(server.files["compare/table.table.json"])
     shown = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
     for entry, line in zip(found.settings, shown, strict=True):
-        standing = (entry.mark, entry.apart, entry.half)
+        standing = (entry.mark, entry.size, entry.half)
         assert (line["name"], line["mark"], line["difference"], line["half"]) == (
             entry.name, *standing)  # fmt: skip
         figures = {c.key: entry.figures[c.key] for c in found.columns if c.key in entry.figures}
@@ -73,7 +73,7 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
             assert position is not None
             there = server.runs[position.run_id]
             assert there.variables["groupName"] == answer.variables["groupName"]
-            figures = (None, None) if one.out else (entry.apart, entry.half)
+            figures = (None, None) if one.out else (entry.size, entry.half)
             values = zip(MARKS, (one.out or entry.mark, *figures), strict=True)
             known = {k: v for k, v in values if v not in (None, "")}
             assert {k: v for k, v in there.summary.items() if k in MARKS} == known
