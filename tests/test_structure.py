@@ -45,7 +45,7 @@ SIZES = {
     "tracker": 9_620,
     "compare": 51_100,
     "train": 39_800,
-    "laws": 17_850,
+    "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_300,
     "compose": 10_830,

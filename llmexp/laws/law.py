@@ -117,10 +117,6 @@ class Law:
         worse = more * e.free > fdtri(1, e.free, LEVEL / 100)
         return bool(worse) and self.numbers["E"].low > 0.02 * float(self.losses.min())
 
-    def log_losses(self, *x: np.ndarray | float) -> np.ndarray:
-        """Return the log losses of the law (first) and its draws at logs of figures of its axes."""
-        return log_losses(self.ensemble.laws, np.atleast_2d(np.array(x).T).T)
-
     def at(self, *x: np.ndarray) -> np.ndarray:
         """Return the losses of the law itself at logs of figures of its axes."""
         return np.exp(log_losses(self.ensemble.law, np.array(x)))[0]

@@ -138,11 +138,10 @@ def _contours(s: Surface) -> Plot:
 
 def _residuals(law: Surface | Power) -> Plot:
     """Return by how many percent each run lies above the law."""
-    over, x, names = "FLOPs", None, [p.name for p in law.ladder.points]
     if isinstance(law, Power):
         over, x, names = law.by, law.x, list(map(big, law.x))
     else:
-        x = law.flops
+        over, x, names = "FLOPs", law.flops, [p.name for p in law.ladder.points]
     traces = [_dots(x, 100 * law.rest, names, FEW[0])]
     caption = f"They lie {law.ensemble.noise:.2%} from the law (standard deviation)."
     axes = _log(x, text(over)), _axis("above the law, %", zeroline=True)

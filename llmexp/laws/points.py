@@ -123,18 +123,19 @@ def read_csv(path: Path) -> Ladder:
 
     Raises ConfigError for a file that lacks one, or holds what is no number.
     """
+    known = {c.lower(): c for c in _COLUMNS}
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
-            lines, fields = list(reader), reader.fieldnames or ()
+            heads = [h.strip() for h in reader.fieldnames or ()]
+            reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
+            lines = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    columns = [h.strip().lower() for h in fields]
-    if twice := [c for c in _COLUMNS if columns.count(c.lower()) > 1]:
+    if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
         raise ConfigError(f"{path}: has the column {twice[0]} twice; leave one out")
-    heads = dict(zip(columns, fields, strict=True))
-    names = {c: heads[c.lower()] for c in _COLUMNS if c.lower() in heads}
-    if "loss" not in names or len(names) < 3:
+    columns = [c for c in _COLUMNS if c in heads]
+    if "loss" not in columns or len(columns) < 3:
         raise ConfigError(
             f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
             "of one of the first two; for example a first line N,D,loss"
@@ -142,11 +143,11 @@ def read_csv(path: Path) -> Ladder:
     ladder = Ladder(path.stem, [], origin=path)
     for place, line in enumerate(lines, 2):
         values = {head: _number(text) for head, text in line.items()}
-        for column, head in names.items():
-            if values[head] is None:
-                text = f"{column}={line[head] or ''}: must be a number; example 2.5e8"
+        for c in columns:
+            if values[c] is None:
+                text = f"{c}={line[c] or ''}: must be a number; example 2.5e8"
                 raise ConfigError(f"{path}: line {place}: {text}")
-        given = {c: values[head] or 0.0 for c, head in names.items()}
+        given = {c: values[c] or 0.0 for c in columns}
         label = f"line {place}"
         if not all(0 < v < math.inf for v in given.values()):
             ladder.out.setdefault("not finite, or not above 0", []).append(label)

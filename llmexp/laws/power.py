@@ -12,6 +12,7 @@ import numpy as np
 from llmexp.laws.fitting import rungs
 from llmexp.laws.law import Estimate, Law
 from llmexp.laws.points import CELL, Ladder, Point
+from llmexp.laws.surface import log_losses
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 
@@ -64,7 +65,7 @@ class Power(Law):
 
     def loss_at(self, x: float) -> Estimate:
         """Return the loss of the law at x."""
-        return Estimate.of(self.log_losses(math.log(x))[:, 0])
+        return Estimate.of(log_losses(self.ensemble.laws, np.log([[x]]))[:, 0])
 
     def lacking(self, x: np.ndarray) -> str:
         """Return how many points there are, in words, where they are too few for a power law."""
