@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ BESIDE = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
 def beside(shard: Shard, kind: str) -> np.ndarray:
     """Return the values of one of BESIDE, one for each document of a shard. Raises OSError."""
     return np.fromfile(Path(shard.name).with_suffix(f".{kind}"), BESIDE[kind])
+
+
+def digests_of(shards: Iterable[Shard]) -> np.ndarray:
+    """Return the digest of each document of some shards. Raises OSError."""
+    return np.concatenate([np.empty(0, DIGEST), *(beside(s, "digests") for s in shards)])
 
 
 def noted(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.system.fileio import write_whole
+from llmexp.system.fileio import file_state, write_whole
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -84,19 +84,18 @@ def cached(
 
     The value is plain. An entry that cannot be written or read is no error: it is computed again.
     """
-    states = [
-        (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
-    ]
-    entry = entry_path(cache, what, settings, states)
+
+    def states() -> list[tuple[str, int, int]]:
+        return [(os.path.abspath(path), *file_state(path)[1:]) for path in paths]
+
+    before = states()
+    entry = entry_path(cache, what, settings, before)
     if "value" in (known := read_entry(entry)):
         return known["value"]
     value = compute()
     # A file that changed just now can change again within one tick of its clock without a new time.
-    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
-    unchanged = all(
-        p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
-    )
-    if settled and unchanged:
+    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in before)
+    if settled and states() == before:
         write_entry(entry, {"value": value})
     return value
 

@@ -18,6 +18,7 @@ from typing import Any
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.system.devices import cpu_count
 from llmexp.system.fileio import sha256
+from llmexp.system.text import first_of
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
@@ -132,13 +133,12 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
         return list(pool.map(sha256, paths))
 
 
-def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str, str]:
+def files_fingerprint(digests: Mapping[Path, str]) -> dict[str, str]:
     """Name -> digest of the content; one digest of all where there are many files."""
-    if not paths:
+    if not digests:
         return {}
-    full = [os.path.abspath(p) for p in paths]
-    root = os.path.commonpath([os.path.dirname(p) for p in full])
-    pairs = [(os.path.relpath(p, root), digest) for p, digest in zip(full, digests, strict=True)]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in digests])
+    pairs = [(os.path.relpath(path, root), digest) for path, digest in digests.items()]
     if len(pairs) <= NAMED_FILES:
         return dict(pairs)
     return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
@@ -156,7 +156,7 @@ def cut_files(states: Mapping[str, int]) -> str:
         with contextlib.suppress(OSError):
             if (now := os.stat(path).st_size) < size:
                 found.append(cut_text(path, size, now))
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    return first_of(found, between="; ")
 
 
 def cut_text(path: str, before: int, now: int) -> str:

@@ -35,14 +35,13 @@ def add_labels(
     found = {}
     for (key, patterns), stream, some in zip(given.items(), streams, paths.values(), strict=False):
         if patterns is not None:
-            ids = [(path, arrays[path]) for path in some]
-            stream.labels, digests = read_labels(key, patterns, ids, cache)
-            found[key.removeprefix("data.")] = digests
+            ids = {path: arrays[path] for path in some}
+            stream.labels, found[key.removeprefix("data.")] = read_labels(key, patterns, ids, cache)
     return found
 
 
 def read_labels(
-    key: str, patterns: Any, ids: Sequence[tuple[Path, np.ndarray]], cache: Path
+    key: str, patterns: Any, ids: Mapping[Path, np.ndarray], cache: Path
 ) -> tuple[TokenStream, dict[str, str]]:
     """Return the labels of token files, and what identifies their content. Raises ValueError.
 
@@ -54,8 +53,9 @@ def read_labels(
         text = f"{len(paths)} files of labels do not fit {len(ids)} token files"
         raise refuse(key, patterns, f"{text}; one for each is needed, in the same order")
     allow_open_files(len(paths) + len(ids))
-    arrays = [open_tokens(key, path, "uint16") for path in paths]
-    for path, array, (beside, there) in zip(paths, arrays, ids, strict=True):
+    arrays = {path: open_tokens(key, path, "uint16") for path in paths}
+    pairs = list(zip(arrays.items(), ids.items(), strict=True))
+    for (path, array), (beside, there) in pairs:
         if array.dtype.kind != "i":
             text = f"labels are signed integers in .npy, so that -100 fits; these are {array.dtype}"
             raise refuse(key, path, text)
@@ -64,19 +64,19 @@ def read_labels(
             raise refuse(key, path, text)
 
     def scan() -> bool:
-        for path, array, (beside, there) in zip(paths, arrays, ids, strict=True):
+        for (path, array), (beside, there) in pairs:
             _check(key, path, array, beside, there)
         return True
 
-    cached(cache, "labels", key, [*paths, *(path for path, _ in ids)], scan)
-    digests = [sample_digest(TokenStream([array])) for array in arrays]
-    return TokenStream(arrays), files_fingerprint(paths, digests)
+    cached(cache, "labels", key, [*paths, *ids], scan)
+    digests = {path: sample_digest(TokenStream([array])) for path, array in arrays.items()}
+    return TokenStream(arrays.values()), files_fingerprint(digests)
 
 
 def _check(key: str, path: Path, labels: np.ndarray, beside: Path, ids: np.ndarray) -> None:
     """Raise ValueError for a label that is neither the id at its place nor NO_TARGET."""
-    for start in range(0, len(labels), BLOCK_LABELS):
-        some, there = labels[start : start + BLOCK_LABELS], ids[start : start + BLOCK_LABELS]
+    for start, some in TokenStream([labels]).blocks(BLOCK_LABELS):
+        there = ids[start : start + BLOCK_LABELS]
         if len(wrong := np.flatnonzero((some != there) & (some != NO_TARGET))):
             at = int(wrong[0])
             text = f"label {int(some[at])} at position {start + at:,} is neither -100 nor the id "

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from llmexp.data.beside import DIGEST, beside
+from llmexp.data.beside import beside, digests_of
 from llmexp.data.cache import cached
 from llmexp.data.prepared import SourceShards
 from llmexp.data.remote import RemoteCache
@@ -55,9 +55,7 @@ def shared(training: Mapping[str, SourceShards], val: SourceShards) -> dict[str,
 
     One that is in several sources counts for the first. Raises OSError.
     """
-    mine = np.concatenate(
-        [np.empty(0, DIGEST), *(beside(s, "digests") for s in val.streams[TRAIN].shards)]
-    )
+    mine = digests_of(val.streams[TRAIN].shards)
     mine = mine[np.argsort(mine["first"])]
     left = np.ones(len(mine), np.bool_)
     every = 1 + sum(one.documents[TRAIN] for one in training.values()) // LOOKED_AT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from llmexp.data.files import allow_open_files
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, is_remote
-from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
+from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Source, Work, work_of
 from llmexp.settings.values import ConfigError
@@ -126,9 +125,9 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
     files = [name for n in mine for name in work.units[n]]
     # the bytes to read before each file, to say how far the reading is
-    ends = accumulate((work.sizes[name] for name in files), initial=0)
+    ends = accumulate((work.inputs[name].size for name in files), initial=0)
     before = dict(zip(files, ends, strict=False))
-    size, what = sum(work.sizes.values()), work.source.key
+    size, what = sum(one.size for one in work.inputs.values()), work.source.key
     what += f", {size / 1e6:,.1f} MB in files" if size else ""
     progress = ProgressBar(what, sum(sizes[n] for n in mine))
 
@@ -191,28 +190,14 @@ def _finish(work: Work) -> None:
 
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
     """Return the ids of a split. Raises ConfigError for a shard that is not whole, and OSError."""
-    dtype, chunks = np.dtype(manifest["dtype"]), manifest["chunks"]
-    paths = {f"{folder}/{chunk['name']}.{split}.bin": chunk[split]["tokens"] for chunk in chunks}
-    return TokenStream([_mapped(path, dtype, count) for path, count in paths.items()])
-
-
-def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
-    """Map a file of so many ids. Raises ConfigError for a file that is not whole, and OSError.
-
-    np.memmap makes many times as many system calls, which counts for thousands of shards.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        found = os.fstat(handle)
-        if found.st_size != count * dtype.itemsize:
+    dtype, arrays = np.dtype(manifest["dtype"]), []
+    for chunk in manifest["chunks"]:
+        path, count = f"{folder}/{chunk['name']}.{split}.bin", chunk[split]["tokens"]
+        if os.path.getsize(path) != count * dtype.itemsize:
             raise ValueError(f"{path}: is not whole")
-        if not count:
-            return Shard(path, np.empty(0, dtype))
-        mapped = mmap.mmap(handle, found.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(handle)
-    state = found.st_ino, found.st_size, found.st_mtime_ns
-    return Shard(path, np.frombuffer(mapped, dtype), mapped, found.st_size, state)
+        if count:
+            arrays.append(np.memmap(path, dtype, "r", shape=(count,)))
+    return TokenStream(arrays)
 
 
 def _open(work: Work) -> SourceShards | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import first_of
 
 
 class BadRecord(ValueError):
@@ -116,7 +117,7 @@ def record_text(where: str, record: dict[str, Any], text_key: str) -> Record:
     try:
         return as_text(where, value_at(record, text_key), text_key)
     except KeyError:
-        there = ", ".join(map(str, list(record)[:8])) or "none"
+        there = first_of([*map(str, record)], 8) or "none"
         return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
 
 

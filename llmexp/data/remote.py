@@ -153,10 +153,8 @@ def _match_remote(key: str, pattern: str) -> list[str]:
     return [str(system.unstrip_protocol(name)) for name in names]
 
 
-def contents_of(
-    key: str, places: Sequence[str], remote: RemoteCache
-) -> tuple[list[str], list[int]]:
-    """Return what identifies the content of each file, and their sizes in bytes.
+def contents_of(key: str, places: Sequence[str], remote: RemoteCache) -> dict[str, tuple[str, int]]:
+    """Return what identifies the content of each file, and its size in bytes.
 
     It is a digest; in a bucket, what the bucket says of the file. Raises ConfigError.
     """
@@ -165,9 +163,8 @@ def contents_of(
     known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
     if far := [place for place in places if is_remote(place)]:
         asked = remote.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
-        known |= {place: (content, size) for place, (content, size) in zip(far, asked, strict=True)}
-    found = [known[place] for place in places]
-    return [content for content, _ in found], [size for _, size in found]
+        known |= zip(far, [(content, size) for content, size in asked], strict=True)
+    return known
 
 
 def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]:

@@ -145,7 +145,7 @@ def _text_corpus(
     if empty := sum(one.counts.empty for one in both):
         description += f", {_counted(empty, 'empty one')} left out"
     marks = [
-        files_fingerprint(list(map(Path, work.contents)), list(work.contents.values()))
+        files_fingerprint({Path(name): one.content for name, one in work.inputs.items()})
         for work in works
     ]
     fingerprint: dict[str, Any] = {
@@ -233,7 +233,7 @@ def tokens(
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = _documents_text(arrays, tokenizer, cache)
     fingerprint = {
-        name: files_fingerprint(some, [digests[p] for p in some])
+        name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
     share = {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,11 @@ class DataChanged(OSError, ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """One array of a stream, whole, as it was opened."""
+    """One array of a stream, as it was opened, and what the stream has of it."""
 
     name: str  # the path of its file; of an array in memory, that it is one
-    array: np.ndarray
+    array: np.ndarray  # the whole one
+    ids: np.ndarray  # a slice of it
     mapped: Any = None  # the open map of its file
     size: int = 0  # of its file, in bytes
     # inode, bytes, time of change (ns) of the file; None: it has no path
@@ -66,13 +67,14 @@ class Shard:
 
 def _opened(array: np.ndarray) -> Shard:
     mapped, name = getattr(array, "_mmap", None), getattr(array, "filename", None)
+    ids = np.asarray(array)  # a memmap slices slowly
     if mapped is None or name is None:
-        return Shard("an array in memory", array)
+        return Shard("an array in memory", array, ids)
     size, state = mapped.size(), None
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
         inode, _, changed = file_state(str(name))
         state = inode, size, changed
-    return Shard(str(name), array, mapped, size, state)
+    return Shard(str(name), array, ids, mapped, size, state)
 
 
 class TokenStream:
@@ -82,24 +84,18 @@ class TokenStream:
     reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
-    def __init__(
-        self, arrays: Sequence[np.ndarray | Shard], cuts: Sequence[np.ndarray] | None = None
-    ) -> None:
-        """Hold the arrays, or the `cuts` of them that are given."""
-        shards = [a if isinstance(a, Shard) else _opened(a) for a in arrays]
-        if cuts is None:
-            cuts = [np.asarray(s.array) for s in shards]  # a memmap slices slowly
-        kept = [(cut, s) for cut, s in zip(cuts, shards, strict=True) if len(cut)]
-        self._arrays, self.shards = [cut for cut, _ in kept], [s for _, s in kept]
-        self._ends = np.cumsum([0, *map(len, self._arrays)], dtype=np.int64)
+    def __init__(self, arrays: Iterable[np.ndarray | Shard]) -> None:
+        """Hold the arrays one after the other."""
+        shards = (a if isinstance(a, Shard) else _opened(a) for a in arrays)
+        self.shards = [shard for shard in shards if len(shard.ids)]
+        self._ends = np.cumsum([0, *(len(s.ids) for s in self.shards)], dtype=np.int64)
         # Of the same length: below 0 where an id is no target; None: all are.
         self.labels: TokenStream | None = None
 
     @classmethod
     def joined(cls, streams: Sequence[TokenStream]) -> TokenStream:
         """Return the tokens of several streams, one after the other; shares their files."""
-        shards = [shard for stream in streams for shard in stream.shards]
-        return cls(shards, [array for stream in streams for array in stream._arrays])
+        return cls(shard for stream in streams for shard in stream.shards)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -113,28 +109,28 @@ class TokenStream:
 
     def part(self, start: int, stop: int) -> TokenStream:
         """Return the tokens [start, stop) as a stream of their own; shares the files."""
-        cuts = [
-            array[max(0, start - first) : max(0, stop - first)]
-            for array, first in zip(self._arrays, self._ends[:-1].tolist(), strict=True)
-        ]
-        stream = TokenStream(self.shards, cuts)
+        stream = TokenStream(
+            replace(shard, ids=shard.ids[max(0, start - first) : max(0, stop - first)])
+            for first, shard in self._placed()
+        )
         stream.labels = None if self.labels is None else self.labels.part(start, stop)
         return stream
 
     def starts_its_shards(self) -> bool:
         """Return whether the tokens are all of the shards, or all but some at their end."""
-        pairs = list(zip(self._arrays, self.shards, strict=True))
-        whole = all(len(array) == len(shard.array) for array, shard in pairs[:-1])
-        return whole and all(array[:1].ctypes.data == s.array[:1].ctypes.data for array, s in pairs)
+        whole = all(len(s.ids) == len(s.array) for s in self.shards[:-1])
+        return whole and all(s.ids.ctypes.data == s.array.ctypes.data for s in self.shards)
+
+    def _placed(self) -> Iterator[tuple[int, Shard]]:
+        """Yield each shard behind the position of its first token."""
+        return zip(self._ends.tolist(), self.shards, strict=False)
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all tokens in order, uncopied: (position of the first, at most `most` ids)."""
-        for array, shard, first in zip(
-            self._arrays, self.shards, self._ends[:-1].tolist(), strict=True
-        ):
-            for start in range(0, len(array), most):
+        for first, shard in self._placed():
+            for start in range(0, len(shard.ids), most):
                 shard.check_size()
-                yield first + start, array[start : start + most]
+                yield first + start, shard.ids[start : start + most]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return int64 [count]: the tokens [start, start + count). Raises IndexError."""
@@ -168,21 +164,17 @@ class TokenStream:
             text = f"tokens up to {starts.max() + count} asked of a stream of {len(self)}"
             raise IndexError(text)
         rows = np.empty((len(starts), count), dtype=np.int64)
-        if not rows.size:
-            return rows
         first = np.searchsorted(self._ends, starts, side="right") - 1
-        last = np.searchsorted(self._ends, starts + count) - 1
-        touched = set(zip(first.tolist(), last.tolist(), strict=True))
-        for i in {i for begin, end in touched for i in range(begin, end + 1)}:
-            self.shards[i].check_size()
-        begins = (starts - self._ends[first]).tolist()
+        begins, checked = (starts - self._ends[first]).tolist(), set[int]()
         for row, i, begin in zip(rows, first.tolist(), begins, strict=True):
-            piece = self._arrays[i][begin : begin + count]
-            while len(piece) < len(row):  # it goes on in the next array
+            while len(row):  # once more where it goes on in the next array
+                shard = self.shards[i]
+                if i not in checked:
+                    shard.check_size()
+                    checked.add(i)
+                piece = shard.ids[begin : begin + len(row)]
                 row[: len(piece)] = piece
-                row, i = row[len(piece) :], i + 1
-                piece = self._arrays[i][: len(row)]
-            row[:] = piece
+                row, i, begin = row[len(piece) :], i + 1, 0
         return rows
 
 
@@ -276,9 +268,8 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
     limits = np.iinfo(array.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
-    block = 1 << 20  # ids that stay in the cache: the scan runs at the speed of memory
-    for start in range(0, len(array), block):
-        ids = np.asarray(array[start : start + block])
+    # ids that stay in the cache: the scan runs at the speed of memory
+    for start, ids in TokenStream([array]).blocks(1 << 20):
         if int(ids.max()) >= vocab_size or (limits.min < 0 and int(ids.min()) < 0):
             at = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
             way = "labels with -100 are files of their own: data.train_labels"

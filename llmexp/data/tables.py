@@ -9,6 +9,7 @@ from typing import Any
 from llmexp.data.records import BadRecord, Record, as_text
 from llmexp.data.remote import need_package
 from llmexp.settings.values import refuse
+from llmexp.system.text import first_of
 
 ROWS_AT_ONCE = 1024  # read at a time
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -42,7 +43,7 @@ def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
     while left:
         name = left if left in kind.names else left.partition(".")[0]
         if name not in kind.names:
-            names = ", ".join(kind.names[:8]) or "none"
+            names = first_of(kind.names, 8) or "none"
             there = f"the fields of {'.'.join(path)}" if path else "the columns"
             raise refuse(key, place, f"no column {text_key!r}; {there} are: {names}")
         path.append(name)

@@ -7,6 +7,7 @@ out what the shards know: each document's bytes, in proportion to the lengths of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ class TextBytes:
     def _pieces(self, shard: Shard, end_n: np.ndarray) -> np.ndarray:
         """Return float64 [n]: the bytes of the pieces of each document's ids."""
         found_n = np.zeros(len(end_n))
-        for at, ids in TokenStream([shard]).blocks(1 << 20):
+        for at, ids in TokenStream([replace(shard, ids=shard.array)]).blocks(1 << 20):
             number = np.searchsorted(end_n, at + np.arange(len(ids)), side="right")
             low = int(number[0])
             sums = np.bincount(number - low, self._lengths[ids])

@@ -112,7 +112,7 @@ def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
     if size % kind.itemsize:
         text = f"{size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})"
         raise ValueError(text)
-    array = np.memmap(path, kind, "r", shape=(size // kind.itemsize,))
+    array = np.memmap(path, kind, "r")
     # Wide ids read as narrow ones are all valid: the high halves give them away.
     head = np.asarray(array[: 1 << 16])
     pairs = dtype == "uint16" and len(head) >= 256 and len(array) % 2 == 0

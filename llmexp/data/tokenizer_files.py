@@ -18,6 +18,7 @@ import tiktoken
 from llmexp.data.remote import need_package
 from llmexp.data.tokenizers import END_OF_TEXT, PATTERNS, PROBE, Tokenizer, as_tokenizer
 from llmexp.settings.values import knob, refuse
+from llmexp.system.text import first_of
 
 # The usual names of the token between documents, looked for in this order.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -104,7 +105,7 @@ def _tiktoken(
 def _end(path: str, given: str | None, known: Sequence[str], ids: Any) -> int | None:
     """Return the id of the token between documents. Raises ValueError for one that is not there."""
     if given is not None and given not in known:
-        there = ", ".join(list(known)[:12]) or "none"
+        there = first_of(known, 12) or "none"
         text = f"{path} has no such token; its special tokens are: {there}"
         raise refuse("tokenizer.end_of_text", given, text)
     name = given or next((end for end in ENDS if end in known), None)

@@ -19,6 +19,7 @@ import tiktoken
 
 from llmexp.settings.parts import TokenizerKnobs
 from llmexp.settings.values import ConfigError, knob, nearest, refuse
+from llmexp.system.text import first_of
 
 END_OF_TEXT = "<|endoftext|>"
 # Encodings and split patterns for which `encode.BOUNDARY` holds. A .tiktoken file does not say how
@@ -95,7 +96,7 @@ class Tokenizer:
             text = f"{self.name} has no end-of-text token, which stands between documents"
             way = f"add {END_OF_TEXT} to its special tokens"
             if names := getattr(self, "special_names", []):
-                way += f", or take one that it has ({', '.join(names[:8])}): "
+                way += f", or take one that it has ({first_of(names, 8)}): "
                 way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
             raise ConfigError(f"tokenizer: {text}; {way}")
         return self.eot_token

@@ -77,6 +77,15 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Input:
+    """A file of a source, or its dataset."""
+
+    content: str  # what identifies it
+    size: int = 0  # bytes; 0 where nobody knows
+    state: tuple[int, ...] | None = None  # of a file here, from before it was hashed
+
+
+@dataclass(frozen=True)
 class Work:
     """The work for a source: its units, and where their shards go.
 
@@ -87,15 +96,13 @@ class Work:
     folder: Path
     text_digest: str  # of its documents, whatever the tokenizer
     digest: str  # and of what is made of them
-    contents: dict[str, str]  # what identifies the content of each file, or of the dataset
-    units: tuple[tuple[str, ...], ...]
-    sizes: dict[str, int]  # bytes of each file
-    states: dict[str, tuple[int, ...] | None]  # of the files here, from before they were hashed
+    inputs: dict[str, Input]  # by name
+    units: tuple[tuple[str, ...], ...]  # names of files
     tokenizer: Tokenizer
 
     def unit_bytes(self) -> list[int]:
         """Return the bytes to read for each unit; where nobody knows, what one has at least."""
-        sizes = (sum(self.sizes[name] for name in files) for files in self.units)
+        sizes = (sum(self.inputs[name].size for name in files) for files in self.units)
         return [size or UNIT_BYTES for size in sizes]
 
     def refuse_changed(self, files: Sequence[str]) -> None:
@@ -104,7 +111,7 @@ class Work:
         Else other text would be found under its hash.
         """
         for name in files:
-            if name in self.states and _state_of(name) != self.states[name]:
+            if not is_remote(name) and _state_of(name) != self.inputs[name].state:
                 raise DataChanged(f"{name}: this file changed while it was prepared; start again")
 
 
@@ -136,23 +143,21 @@ class Part:
 
 def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
     """Return what there is to do for a source. Raises ConfigError."""
-    states = {name: _state_of(name) for name in source.files if not is_remote(name)}
-    sizes: list[int] = []
     if source.hf is None:
-        contents, sizes = contents_of(source.key, source.files, remote)
-        source = with_kinds(source, remote)
+        states = {name: _state_of(name) for name in source.files if not is_remote(name)}
+        found = contents_of(source.key, source.files, remote)
+        inputs = {name: Input(*found[name], states.get(name)) for name in source.files}
+        source, units = with_kinds(source, remote), _units(inputs)
     else:
         content, commit = dataset_identity(source.key, source.hf, remote)
-        contents, source = [content], replace(source, revision=commit)
-    places = source.files or (f"{source.hf}, split {source.split}",)
+        inputs = {f"{source.hf}, split {source.split}": Input(content)}
+        source, units = replace(source, revision=commit), ((),)
+    contents = [one.content for one in inputs.values()]
     text_digest = _digest([contents, source.text_key, source.split if source.hf else None])
     recipe = [SHARD_FORMAT, tokenizer.identity, text_digest, source.shares]
     digest = _digest([*recipe, "cut"] if source.cuts_texts else recipe)
     folder = remote.cache / "corpus" / (f"{digest}-skipped" if source.skip_bad else digest)
-    of_files = dict(zip(source.files, sizes, strict=True))
-    known = dict(zip(places, contents, strict=True))
-    units = _units(of_files) if source.hf is None else ((),)
-    return Work(source, folder, text_digest, digest, known, units, of_files, states, tokenizer)
+    return Work(source, folder, text_digest, digest, inputs, units, tokenizer)
 
 
 def works_of(sources: Iterable[Source], tokenizer: Tokenizer, remote: RemoteCache) -> list[Work]:
@@ -195,10 +200,10 @@ def refuse_shared_files(works: Iterable[Work]) -> None:
     seen: dict[str, tuple[str, str]] = {}
     for work in works:
         key = work.source.key
-        for name, content in work.contents.items():
-            if not work.sizes.get(name, 1):
+        for name, one in work.inputs.items():
+            if not one.size and work.source.hf is None:
                 continue
-            other, there = seen.setdefault(f"{content}, split {work.source.split}", (name, key))
+            other, there = seen.setdefault(f"{one.content}, split {work.source.split}", (name, key))
             if there != key:
                 alike = "" if other == name else f" under the name {other}"
                 text = f"{name} is in {there} too{alike}; a file belongs to one source"
@@ -215,14 +220,14 @@ def _digest(recipe: list[Any]) -> str:
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
 
 
-def _units(sizes: dict[str, int]) -> tuple[tuple[str, ...], ...]:
+def _units(inputs: dict[str, Input]) -> tuple[tuple[str, ...], ...]:
     """Return the files of each unit: as few as hold UNIT_BYTES."""
     found: list[list[str]] = []
     room = 0
-    for name, size in sizes.items():
+    for name, one in inputs.items():
         if room <= 0:
             found.append([])
             room = UNIT_BYTES
         found[-1].append(name)
-        room -= size
+        room -= one.size
     return tuple(map(tuple, found))

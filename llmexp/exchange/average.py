@@ -18,6 +18,7 @@ from llmexp.exchange.sizes import FREE
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
+from llmexp.system.text import first_of
 
 ELEMENTS = 2**22  # of a sum in float64
 PART_BYTES = 2**30  # of a file, all of which is in memory while it is written
@@ -110,7 +111,7 @@ def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
     for run, there in zip(runs[1:], shapes, strict=True):
         if there != first_shapes:
             names = sorted(dict(there.items() ^ first_shapes.items()))
-            raise ConfigError(f"{runs[0]} and {run}: have other tensors: {', '.join(names[:8])}")
+            raise ConfigError(f"{runs[0]} and {run}: have other tensors: {first_of(names, 8)}")
 
 
 def what_it_is(run: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.exchange.tokenizer import doubts
 from llmexp.settings.values import ConfigError
-from llmexp.system.text import one_line
+from llmexp.system.text import first_of, one_line
 
 MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
 # Digits, letters with marks of their own, spaces, line ends, code.
@@ -41,7 +41,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     wrong = {name for name, _ in model.named_parameters()} - written.keys()
     wrong |= {name for name, shape in written.items() if known.get(name) != shape}
     if wrong:
-        names = ", ".join(sorted(wrong)[:8])
+        names = first_of(sorted(wrong), 8)
         raise ConfigError(f"transformers {library.__version__} has other tensors: {names}")
     if not (folder / "tokenizer.json").is_file():
         return []

@@ -31,6 +31,7 @@ from llmexp.runs.naming import WEIGHTS, named_checkpoint
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import read_object
 from llmexp.system.redact import warn
+from llmexp.system.text import first_of
 
 FLOATS = {"F64", "F32", "BF16", "F16"}
 GROWING = ("vocab_size", "max_position_embeddings")
@@ -61,7 +62,7 @@ def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSou
     """Return the weights of a Hugging Face folder, or of RUN[@STEP].
 
     `share`: (rank, ranks) that hash the files of a checkpoint together; None: nobody does. Raises
-    ConfigError.
+    ConfigError, which the caller begins with the name that was given, as here all do.
     """
     if not isinstance(given, str):
         raise ConfigError("is no folder; for example model.init_from=gpt2-folder")
@@ -145,10 +146,9 @@ def of_folder(folder: Path) -> WeightSource:
     Raises ConfigError for files that are missing, that hold no safetensors, or whose model our
     models do not compute.
     """
-    described = folder / "config.json"
-    config = read_object(described, f"{described}: cannot be read")
-    family, knobs = from_config(config, str(described))
-    opened = weight_files(folder, lambda text: ConfigError(f"{folder}: {text}"))
+    config = read_object(folder / "config.json", "config.json: cannot be read")
+    family, knobs = from_config(config, "config.json")
+    opened = weight_files(folder, ConfigError)
     place = {name: file for file, held in opened.items() for name in held.keys()}  # noqa: SIM118
     prefix = "" if any(name.startswith("transformer.") for name in place) else "transformer."
     names = {prefix + name if family.model_type == "gpt2" else name: name for name in place}
@@ -157,17 +157,15 @@ def of_folder(folder: Path) -> WeightSource:
     tied = {"lm_head.weight"} if knobs.get("tied_head", True) else set()
     extra = [n for n in names.keys() - wanted - tied if not n.endswith(family.ignored)]
     if missing := sorted(wanted - names.keys()):
-        raise ConfigError(f"{folder}: lacks {len(missing)} tensors: {', '.join(missing[:8])}")
+        raise ConfigError(f"lacks tensors: {first_of(missing, 8)}")
     if extra:
-        text = ", ".join(sorted(extra)[:8])
-        raise ConfigError(
-            f"{folder}: holds {len(extra)} tensors that no part of ours takes: {text}"
-        )
+        text = first_of(sorted(extra), 8)
+        raise ConfigError(f"holds tensors that no part of ours takes: {text}")
 
     slices = {n: opened[place[names[n]]].get_slice(names[n]) for n in wanted}
     if other := sorted({s.get_dtype() for s in slices.values()} - FLOATS):
         text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
-        raise ConfigError(f"{folder}: holds weights of type {text}")
+        raise ConfigError(f"holds weights of type {text}")
     shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
     label = f"{folder} ({family.architecture})"
     return WeightSource(
@@ -197,7 +195,7 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     if source.target != section["_target_"]:
         option = OPTIONS.get(source.target, "...")
         raise ConfigError(
-            f"{source.name} holds a {source.target}, not a {section['_target_']}; choose "
+            f"holds a {source.target}, not a {section['_target_']}; choose "
             f"model={option}, which takes its sizes from there, or for any folder of transformers "
             "model=hf model.path=FOLDER"
         )
@@ -207,7 +205,7 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     wrong = sorted(own.keys() ^ covered)
     wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
     if wrong:
-        raise ConfigError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
+        raise ConfigError(f"has other tensors; differing: {first_of(wrong, 8)}")
     return [f"model.{key} grows from {a:,} to {b:,}" for key, (a, b) in growing.items()]
 
 
@@ -234,7 +232,7 @@ def _growing(
                 continue  # a limit only
         differing.append(text)
     if differing:
-        raise ConfigError(f"{source.name} needs {' '.join(differing)}")
+        raise ConfigError(f"needs {' '.join(differing)}")
     return found
 
 
@@ -279,8 +277,7 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
             if count and held.numel():
                 part = source.read(rule.theirs, (box[::-1] if turned else box) or None)
                 if not all_finite(part):
-                    text = f"{rule.theirs} has values that are not finite"
-                    raise ConfigError(f"{source.name}: {text}")
+                    raise ConfigError(f"{rule.theirs} has values that are not finite")
                 part, ratio = part.T if turned else part, source.factor(name) / factor(name)
                 target = held[:count] if shape else held
                 target.copy_(part if ratio == 1 else part.double() * ratio)

@@ -53,15 +53,14 @@ class Room:
 def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> Room | None:
     """Return the memory of a rank on the device, or on this host; None where it is not known."""
     if device is not None:
-        there: float | None = device.gib * GIB
+        name, there = device.name, device.gib * GIB
     else:
-        there = hardware.memory_bytes(torch.device("cpu"))
-        there = None if there is None else there / parts.run.layout.nproc_per_node
-    if there is None and limit is None:
-        return None
-    total = limit * GIB if limit is not None else there or 0.0
-    usable = total if limit is not None else USABLE * total
-    return Room(device, "cpu" if device is None else device.name, total, usable)
+        ranks = parts.run.layout.nproc_per_node
+        name = "this host" if ranks == 1 else "a rank's share of this host"
+        there = (hardware.memory_bytes(torch.device("cpu")) or 0) / ranks
+    if limit is not None:
+        return Room(device, name, limit * GIB, limit * GIB)
+    return Room(device, name, there, USABLE * there) if there else None
 
 
 class Forecast:

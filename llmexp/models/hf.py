@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmexp.models.common import all_finite, check_length
 from llmexp.settings.values import ConfigError, knob, refuse
 from llmexp.system.fileio import read_object
+from llmexp.system.text import first_of
 
 
 class HuggingFace(nn.Module):
@@ -49,7 +50,7 @@ class HuggingFace(nn.Module):
                     trust_remote_code=False,
                 )
                 if missing := sorted(found["missing_keys"]):  # which the library would draw
-                    raise ConfigError(f"its weights lack {', '.join(missing[:8])}")
+                    raise ConfigError(f"its weights lack {first_of(missing, 8)}")
                 for name, p in self.model.named_parameters():
                     if not all_finite(p):
                         raise ConfigError(f"{name} has values that are not finite")

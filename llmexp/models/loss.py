@@ -42,17 +42,15 @@ def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str =
     return nll if reduction == "sum" else nll.view(targets_bt.shape)
 
 
-def compiled_cross_entropy(
-    logits_btv: Tensor, targets_bt: Tensor, vocabulary: int | None = None
-) -> Tensor:
+def compiled_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, vocabulary: int) -> Tensor:
     """Return what `plain_cross_entropy` returns, in operations that a compiler fuses better.
 
     It reads the logits once in the backward pass, where the gradient of torch's own function is
-    first summed over the vocabulary. Of logits only the first `vocabulary` count; None: all.
+    first summed over the vocabulary. Of logits only the first `vocabulary` count.
     """
     logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
     ids_v = torch.arange(logits_btv.shape[-1], device=logits_btv.device)
-    if vocabulary is not None and vocabulary < len(ids_v):  # whole rows: they are aligned
+    if vocabulary < len(ids_v):  # whole rows: they are aligned
         logits_btv = torch.where(ids_v < vocabulary, logits_btv, -math.inf)
     top_bt1 = logits_btv.detach().amax(-1, keepdim=True)
     log_z_bt = (logits_btv - top_bt1).exp().sum(-1).log() + top_bt1.squeeze(-1)

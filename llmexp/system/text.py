@@ -115,10 +115,10 @@ def one_line(what: object, most: int = 300) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
-def first_of(names: Sequence[str], most: int = 3) -> str:
-    """Return `a, b, c`, or `a, b, c and 2 more`."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def first_of(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Return `a, b, c`, or `a, b, c and 2 more`; with "; " `between`, `a; b; c; and 2 more`."""
+    rest = f"{between.strip(', ')} and {len(names) - most} more"
+    return between.join(names[:most]) + rest * (len(names) > most)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

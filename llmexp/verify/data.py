@@ -9,18 +9,18 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from llmexp.data.beside import DIGEST, beside, noted
+from llmexp.data.beside import beside, digests_of, noted
 from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
-from llmexp.data.stream import Corpus, DataChanged, Shard
+from llmexp.data.stream import Corpus, DataChanged, Shard, TokenStream
 from llmexp.data.work import Work
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
@@ -86,21 +86,16 @@ class Scanned:
 
 def scan(shard: Shard, vocab_size: int) -> Scanned:
     """Read every id once. Raises DataChanged when the file is cut meanwhile."""
-    array = np.asarray(shard.array)
     header = _header(shard)
     digest = hashlib.sha256(header or b"")
-    lows, highs, first_bad = [], [], None
-    block = BLOCK_BYTES // array.itemsize
-    for start in range(0, len(array), block):
-        shard.check_size()
-        ids = np.ascontiguousarray(array[start : start + block])
-        digest.update(ids.data)
-        low, high = int(ids.min()), int(ids.max())
+    ends, first_bad = set[int](), None  # the least and the largest id of each block
+    stream = TokenStream([replace(shard, ids=shard.array)])
+    for start, ids in stream.blocks(BLOCK_BYTES // shard.array.itemsize):
+        digest.update(np.ascontiguousarray(ids).data)
+        ends |= {low := int(ids.min()), high := int(ids.max())}
         if first_bad is None and (low < 0 or high >= vocab_size):
             first_bad = start + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        lows.append(low)
-        highs.append(high)
-    return Scanned(min(lows), max(highs), first_bad, digest.hexdigest(), header is not None)
+    return Scanned(min(ends), max(ends), first_bad, digest.hexdigest(), header is not None)
 
 
 def _header(shard: Shard) -> bytes | None:
@@ -294,12 +289,8 @@ def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list
     for name, stream in corpus.val_sets.items():
         checks.append(_filled(f"validation set {name}", stream.shards))
         sets[name] = stream.shards
-    unique = {name: np.unique(_digests(shards)) for name, shards in sets.items()}
+    unique = {name: np.unique(digests_of(shards)) for name, shards in sets.items()}
     return checks + [_apart(a, b, unique, sets, works) for a, b in combinations(unique, 2)]
-
-
-def _digests(shards: Sequence[Shard]) -> np.ndarray:
-    return np.concatenate([np.empty(0, DIGEST), *(beside(s, "digests") for s in shards)])
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
@@ -314,7 +305,7 @@ def _filled(what: str, shards: Sequence[Shard]) -> Check:
         whole = len(ends) > 0 and bool((begins < ends).all()) and int(ends[-1]) == len(shard.array)
         if not whole or len(beside(shard, "digests")) != len(ends):
             wrong = wrong or f"{shard.name}: its documents do not fill it"
-    digests = _digests(shards)
+    digests = digests_of(shards)
     copies = len(digests) - len(np.unique(digests))
     note = wrong or (f"exact copies among them: {copies:,}" if copies else "")
     return Check(f"documents of the {what}", not wrong, f"{len(digests):,}", note=note)

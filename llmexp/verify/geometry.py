@@ -26,6 +26,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
+from llmexp.system.text import first_of
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
@@ -219,7 +220,7 @@ def refuse_random(parts: Parts, tokens: Tensor) -> None:
         return
     dropouts = [(n, m) for n, m in model.named_modules() if "Dropout" in type(m).__name__]
     named = [name for name, module in dropouts if getattr(module, "p", None)]
-    where = f" in {', '.join(named[:4])}" if named else ""
+    where = f" in {first_of(named, 4)}" if named else ""
     raise ConfigError(
         f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two "
         "cuts compute the same; a knob with `dropout` in its name would be set to 0 here; for "

@@ -8,7 +8,6 @@ where two runs computed the same bits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -45,10 +44,10 @@ def recorder_environment(run: Path) -> dict[str, str]:
 
 def record(event: str, context: Any) -> None:
     """Act as a hook (`event` and `context` as of every hook)."""
-    if event == "step_start":
-        _recorder().begin(context)
+    if event == "step_start" and not _files:
+        _open(context)
     elif event == "step_end":
-        _recorder().end(context)
+        _write(context.step, **_tensors(context), rng=_rng())
 
 
 def read_records(run: Path) -> Records:
@@ -77,45 +76,31 @@ def digest(value: Any) -> str:
     return hashed.hexdigest()
 
 
-@functools.cache
-def _recorder() -> _Recorder:
-    return _Recorder(Path(os.environ[FOLDER]) / f"rank-{os.environ.get('RANK', '0')}.jsonl")
+_files: list[TextIO] = []  # that of this process, once it is open
 
 
-class _Recorder:
-    """The open file of this process."""
+def _open(context: Any) -> None:
+    """Go on after the step before this one.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: TextIO | None = None
+    What was recorded of later steps is of a process that was killed.
+    """
+    path = Path(os.environ[FOLDER]) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.stem == "rank-0":
+        with open(path.with_name(STARTS), "a", encoding="utf-8") as begun:
+            begun.write(json.dumps({"step": context.step}) + "\n")
+    # step 0 is written anew
+    kept = [row for row in read_rows(path) if row["step"] < context.step > 1]
+    fileio.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    _files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115 (open for the whole run)
+    if context.step == 1:
+        _write(0, **_tensors(context))
 
-    def begin(self, context: Any) -> None:
-        if self.file is None:
-            self._open(context)
 
-    def end(self, context: Any) -> None:
-        self._write(context.step, **_tensors(context), rng=_rng())
-
-    def _open(self, context: Any) -> None:
-        """Go on after the step before this one.
-
-        What was recorded of later steps is of a process that was killed.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.stem == "rank-0":
-            with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
-                begun.write(json.dumps({"step": context.step}) + "\n")
-        # step 0 is written anew
-        kept = [row for row in read_rows(self.path) if row["step"] < context.step > 1]
-        fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        if context.step == 1:
-            self._write(0, **_tensors(context))
-
-    def _write(self, step: int, **found: Any) -> None:
-        assert self.file is not None
-        self.file.write(json.dumps({"step": step, **{k: v for k, v in found.items() if v}}) + "\n")
-        self.file.flush()
+def _write(step: int, **found: Any) -> None:
+    row = {"step": step, **{k: v for k, v in found.items() if v}}
+    _files[0].write(json.dumps(row) + "\n")
+    _files[0].flush()
 
 
 def _tensors(context: Any) -> dict[str, dict[str, str]]:

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -140,13 +140,28 @@ def test_a_cut_file_is_an_error_not_a_bus_error(
     assert isinstance(caught.value, ValueError)  # as such it is refused before a run
 
 
+def test_a_file_that_is_cut_while_it_is_checked_is_an_error_not_a_bus_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path, np.zeros(3 << 20, np.uint16))  # which is looked at in three pieces
+    blocks = TokenStream.blocks
+
+    def cut_meanwhile(stream: TokenStream, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        for found in blocks(stream, most):
+            yield found
+            os.truncate(path, 300)
+
+    monkeypatch.setattr(TokenStream, "blocks", cut_meanwhile)
+    with pytest.raises(DataChanged, match="this token file was cut from"):
+        corpus(path)
+
+
 def test_a_part_knows_the_file_of_its_stream(path: Path) -> None:
     stream = TokenStream(
         [np.load(path, mmap_mode="r")] if path.suffix == ".npy" else [np.memmap(path, "<u2", "r")]
     )
     part = stream.part(100, 200).part(10, 20)
     assert part.read(0, 10).tolist() == ids()[110:120].tolist()
-    assert part.shards == stream.shards
     assert [s.name for s in part.shards] == [str(path)]
 
 

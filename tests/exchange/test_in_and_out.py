@@ -164,7 +164,7 @@ def pretrained_pieces() -> tiktoken.Encoding:
         ("pickle", "holds pickled weights (pytorch_model.bin), which may run code"),
         ("cut", "cannot be read"),
         ("gone", "model.safetensors is missing; download it again"),
-        ("lacking", "lacks 1 tensors: transformer.ln_f.bias"),
+        ("lacking", "lacks tensors: transformer.ln_f.bias"),
         ("bert", "model_type=bert: no model of ours computes it; known: gpt2, llama, mistral"),
         ("llama", "config.json: lacks hidden_size"),
         ("few rows", "has other tensors; differing: transformer.ln_f.bias"),
@@ -185,7 +185,9 @@ def test_weights_that_do_not_fit_are_refused(
     model = config.model | {"init_from": str(tmp_path / "hf"), "vocab_size": 257}
     with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
         assemble(replace(config, model=model)).new_model()  # values where they are read, once
-    assert str(refusal.value).startswith("model.init_from=")
+    found = str(refusal.value)
+    assert found.startswith("model.init_from=")
+    assert found.partition("; use ")[0].count(str(tmp_path)) == 1  # the folder, once
 
 
 def test_a_run_that_cannot_be_begun_from_is_refused(

@@ -7,6 +7,7 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -321,26 +322,6 @@ def test_the_logits_are_never_whole() -> None:
 
 
 @pytest.mark.usefixtures("kernel_of")
-@pytest.mark.parametrize("target", [-1, 100, 10**6])
-def test_a_target_outside_the_vocabulary_does_not_pass(target: int) -> None:
-    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
-    targets = torch.tensor([[1, 2, target, 4, 5]])
-    assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
-    with torch.no_grad():
-        assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
-
-
-@pytest.mark.usefixtures("kernel_of")
-def test_a_nan_spreads_to_the_loss() -> None:
-    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
-    with torch.no_grad():
-        weight[70, 3] = math.nan
-    assert math.isnan(
-        chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long)).item()
-    )
-
-
-@pytest.mark.usefixtures("kernel_of")
 def test_gradients_are_given_away_once() -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     nll = chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long))
@@ -467,27 +448,39 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
     )
 
 
-def test_a_target_between_the_parts_or_in_two_of_them_does_not_pass() -> None:
-    """Parts that do not make up the vocabulary: rows 40 to 49 are nobody's, or rows 40 to 59 are in
-    both."""
+# One target, the rows of the head on each rank, and the one of them with a weight that is nan.
+SPOILED: dict[str, tuple[int, list[range], int | None]] = {
+    "a target below the vocabulary": (-1, [range(100)], None),
+    "a target above it": (100, [range(100)], None),
+    "a target far above it": (10**6, [range(100)], None),
+    "a weight that is nan": (45, [range(100)], 70),
+    "a weight that is nan on one of two ranks": (45, [range(50), range(50, 100)], 70),
+    "a target between the parts of two ranks": (45, [range(40), range(50, 90)], None),
+    "a target in the parts of both": (45, [range(60), range(40, 100)], None),
+}
+
+
+@pytest.mark.usefixtures("kernel_of")
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_spoils_the_loss_spoils_it_on_all_ranks(name: str) -> None:
+    target, parts, bad = SPOILED[name]
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
-    targets = torch.tensor([[1, 2, 45, 70, 99]])
-    for rows in (40, 60):
-        threads = Threads(2)
+    if bad is not None:
+        weight.detach()[bad, 3] = math.nan
+    targets, threads = torch.tensor([[1, 2, target, 60, 80]]), Threads(len(parts))
 
-        def work(rank: int, rows: int = rows, threads: Threads = threads) -> tuple[float]:
-            first = 50 if rank and rows == 40 else 40 * rank
-            shard = VocabShard(
-                first, 100, threads.shard(rank, 100).sum, threads.shard(rank, 100).max, lambda x: x
+    def work(rank: int) -> tuple[float, float]:
+        rows, shard = parts[rank], threads.shard(rank, 100)
+        own, shard = weight.detach()[rows.start : rows.stop], replace(shard, first=rows.start)
+        own_h = h.detach().requires_grad_()
+        nll = chunked_cross_entropy_sum(own_h, own, targets, shard if len(parts) > 1 else None)
+        with torch.no_grad():
+            again = chunked_cross_entropy_sum(
+                own_h, own, targets, shard if len(parts) > 1 else None
             )
-            with torch.no_grad():
-                return (
-                    chunked_cross_entropy_sum(
-                        h, weight[first : first + rows], targets, shard
-                    ).item(),
-                )
+        return nll.item(), again.item()
 
-        assert all(math.isnan(nll) for (nll,) in threads.run(work)), rows
+    assert all(math.isnan(nll) for found in threads.run(work) for nll in found)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -532,21 +525,6 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(kind: str) -> None:
     else:
         assert nll.item() == pytest.approx(value, rel=1e-6)  # as in test_fp32_value_and_gradients
         assert max(errors) < 2e-6
-
-
-def test_what_spoils_the_loss_spoils_it_on_all_ranks() -> None:
-    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
-    threads = Threads(2)
-
-    def work(rank: int) -> tuple[float]:
-        shard = threads.shard(rank, 100)
-        part = weight.detach()[shard.first : shard.first + 50].clone()
-        part[20, 3] = math.nan if rank else 0.0
-        with torch.no_grad():
-            targets = torch.tensor([[1, 2, 45, 60, 99]])
-            return (chunked_cross_entropy_sum(h, part, targets, shard).item(),)
-
-    assert all(math.isnan(nll) for (nll,) in threads.run(work))
 
 
 # WindowLoss
@@ -769,5 +747,5 @@ def test_the_loss_of_a_compiled_step(vocab_size):
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-13)
-    nothing = compiled_cross_entropy(torch.randn(1, 2, vocab_size), torch.full((1, 2), -100))
-    assert nothing == 0
+    nobody = torch.full((1, 2), -100)
+    assert compiled_cross_entropy(torch.randn(1, 2, vocab_size), nobody, vocab_size) == 0
