@@ -47,7 +47,7 @@ SIZES = {
     "train": 39_800,
     "laws": 17_720,
     "evaluate": 2_550,
-    "forecast": 11_300,
+    "forecast": 11_345,
     "compose": 10_500,
     "sweep": 28_250,
     "verify": 18_650,

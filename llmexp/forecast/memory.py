@@ -17,6 +17,7 @@ from llmexp.models.recompute import blocks_of
 from llmexp.run.batch import shared_sequences
 from llmexp.run.layout import solve_layout
 from llmexp.settings.execution import Parallelism
+from llmexp.settings.values import refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device
 from llmexp.system.text import gib
@@ -196,7 +197,15 @@ def _room(room: Room) -> str:
 
 
 def precision_on(parts: Parts, asked: str, device: Device | None) -> str:
-    """Return the arithmetic of the run on the device: what was asked for, or what `auto` is."""
-    if asked != "auto" or device is None:
+    """Return the arithmetic of the run on the device: what was asked for, or what `auto` is.
+
+    Raises ConfigError for one that the device has no units for.
+    """
+    if device is None:
         return parts.precision
-    return "bf16" if device.bf16 else "fp32"
+    if asked == "auto":
+        return "bf16" if device.bf16 else "fp32"
+    if (asked == "bf16" and not device.bf16) or (asked == "tf32" and asked not in device.tflops):
+        other = "fp16" if asked == "bf16" else "fp32"
+        raise refuse("precision.kind", asked, f"{device.name} has no units for it", other)
+    return asked

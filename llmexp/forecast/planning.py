@@ -26,6 +26,7 @@ from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import AUTO, ConfigError, is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device, device_named
+from llmexp.system.text import one_line
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.placement import SAVES_NOTHING
 from llmexp.train.assembly.remembered import MEMORY, remember
@@ -65,7 +66,8 @@ class Planner:
                 whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
         name = parts.run.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
-        kind = (deciding_work(parts.config, name), config.data, config.tokenizer, steps)
+        work = deciding_work(parts.config, name)
+        kind = (work, precision, config.data, config.tokenizer, steps)
         of_memory = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
         moved = of_memory.figures.get("memory_bytes", {}).get("moved", 0)
         times, basis = once(lambda *_: self._times(parts, precision, folder, moved), "times", *kind)
@@ -126,8 +128,7 @@ class Planner:
         except Exception as error:  # of a model of the user's, which has to see its values
             if is_ours(parts.config.model["_target_"]):
                 raise
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            text = f"not known: the model does not run without memory ({why})"
+            text = f"not known: the model does not run without memory ({one_line(error)})"
             return Memory([("memory", text)], {})
         need, fits_host, more = self._host(forecast, config)
         texts = {

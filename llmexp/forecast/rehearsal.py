@@ -70,25 +70,25 @@ def rehearse(
     The second of two steps is counted, when the moments are there; of its micro-batches no more
     than two are taken, because each further one holds what the second does.
     """
-    real_cuda = device is not None and torch.cuda.is_available()
-    kind = "cuda" if device is not None else "cpu"
+    place = "cuda" if device is not None and torch.cuda.is_available() else "cpu"
     config = dataclasses.replace(parts.config, parallelism=cut.parallelism)
     config = with_knobs(config, train={"compile": False})
-    counting = Counting("cuda" if real_cuda else "cpu")
+    counting = Counting(place)
     gc.collect()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(pretend.pretended(cut.layout.world_size))
         joined = mesh.join(
-            "cuda" if real_cuda else "cpu",
+            place,
             cut.parallelism.kind,
             *cut.layout.sizes,
             once=cut.parallelism.fsdp_communication == "once",
             sequence=cut.parallelism.sequence_parallel,
         )
-        if kind == "cuda" and not real_cuda:
+        if device is not None and place == "cpu":
             stack.enter_context(_as_accelerator())
-        stack.enter_context(planned_for(kind, device.gib * 2**30 if device is not None else 0.0))
+        kind, size = ("cpu", 0.0) if device is None else ("cuda", device.gib * 2**30)
+        stack.enter_context(planned_for(kind, size))
         stack.enter_context(counting.resizing())
         stack.enter_context(settings_kept())  # of what `set_up` changes
         beside = stack.enter_context(_host_beside())

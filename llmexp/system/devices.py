@@ -67,7 +67,7 @@ def device_named(name: str) -> Device | None:
     if name == "cpu":
         return None
     if name not in found:
-        near = nearest(name, found)
+        near = nearest(name, [one for one in found if one.startswith(name)] or found, n=2)
         text = f"there is no such device.{near} Known: {', '.join(found)}, cpu"
         raise refuse("plan.device", name, text)
     return found[name]

@@ -206,10 +206,32 @@ def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
     assert found["points"][0]["time"]["step_s"] == pytest.approx(flops[0] / 2 / (0.3 * 30.3e12))
 
 
+def test_each_arithmetic_has_its_own_rate_and_what_a_device_lacks_is_refused(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    tiny = [option for option in TINY if not option.startswith("precision")]
+    plan = ["plan", *tiny, *DATA, "model.n_layers=1", "train.max_steps=2"]
+    kinds = "precision=fp32,tf32,bf16"
+    assert run([*plan, "-m", "--json", kinds, "plan.device=l4"]) == 0
+    points = printed("plan", capsys.readouterr().out)["points"]
+    assert [point["precision"] for point in points] == ["fp32", "tf32", "bf16"]
+    steps = [point["total_flops"] / 2 / point["time"]["step_s"] for point in points]
+    assert steps == pytest.approx([0.3e12 * peak for peak in (30.3, 60, 121)])
+    for kind, other in (("bf16", "fp16"), ("tf32", "fp32")):
+        assert run([*plan, f"precision={kind}", "plan.device=t4"]) == 2
+        told = f"precision.kind={kind}: t4 has no units for it; for example precision.kind={other}"
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("plan plan.device=h2000", "h200, h100-pcie"),
+        (
+            "plan plan.device=h2000",
+            "there is no such device. Did you mean h200 or h100? Known: b200, ",
+        ),
+        ("plan plan.device=a100", "Did you mean a100-80 or a100-40?"),
         ("plan plan.memory_gib=3", "plan.memory_gib=3.0: acts only beside plan.device"),
         ("plan plan.host_gib=3", "plan.host_gib=3.0: acts only beside plan.device"),
         ("train plan.device=l4", "plan.device=l4: does nothing but in llmexp plan"),
