@@ -18,7 +18,7 @@ from llmexp.run.budget import sized_by
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
-from llmexp.system.text import duration, listed, number
+from llmexp.system.text import duration, first_of, listed, number
 
 SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
@@ -154,7 +154,7 @@ def _spiked(f: Result) -> Iterator[str]:
     spiky = [e for e in f.settings if e.figures.get("spikes")]
     spiky.sort(key=lambda e: -e.figures["spikes"])
     parts = []
-    for e in spiky[:SPIKY]:
+    for e in spiky:
         several = len(e.runs) > 1
         part = f"{e.label} {e.figures['spikes']:.3g}{' a run' * several}"
         if tokens := e.figures.get("spike_tokens"):
@@ -164,8 +164,7 @@ def _spiked(f: Result) -> Iterator[str]:
             part += f" in {first[1]} of {plural(len(e.runs), 'run')}" * several
         parts.append(part)
     if parts:
-        rest = f"; and {len(spiky) - SPIKY} more settings" * (len(spiky) > SPIKY)
-        yield f"Spikes: {'; '.join(parts)}{rest}."
+        yield f"Spikes: {first_of(parts, SPIKY, '; ')}."
 
 
 def _matters(e: Effect, f: Result) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from llmexp.settings.values import nearest, refuse
+from llmexp.settings.values import ConfigError
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def device_named(name: str) -> Device | None:
-    """Return the accelerator of that name, None for `cpu`. Raises ConfigError."""
+    """Return the accelerator of that name, None for `cpu`. Raise ConfigError with the list."""
     found = {device.name: device for device in DEVICES}
     if name == "cpu":
         return None
     if name not in found:
-        near = nearest(name, [one for one in found if one.startswith(name)] or found, n=2)
-        text = f"there is no such device.{near} Known: {', '.join(found)}, cpu"
-        raise refuse("plan.device", name, text)
+        raise ConfigError(f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu")
     return found[name]
 
 

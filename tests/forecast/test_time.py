@@ -227,11 +227,7 @@ def test_each_arithmetic_has_its_own_rate_and_what_a_device_lacks_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            "plan plan.device=h2000",
-            "there is no such device. Did you mean h200 or h100? Known: b200, ",
-        ),
-        ("plan plan.device=a100", "Did you mean a100-80 or a100-40?"),
+        ("plan plan.device=h2000", "h200, h100-pcie"),
         ("plan plan.memory_gib=3", "plan.memory_gib=3.0: acts only beside plan.device"),
         ("plan plan.host_gib=3", "plan.host_gib=3.0: acts only beside plan.device"),
         ("train plan.device=l4", "plan.device=l4: does nothing but in llmexp plan"),
