@@ -47,7 +47,7 @@ SIZES = {
     "train": 39_800,
     "laws": 17_720,
     "evaluate": 2_550,
-    "forecast": 11_345,
+    "forecast": 11_415,
     "compose": 10_830,
     "sweep": 27_620,
     "verify": 18_650,

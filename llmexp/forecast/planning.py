@@ -82,9 +82,9 @@ class Planner:
         there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
         rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
-        return Planned(
-            parts.run, parts.config, rows, whole | of_memory.figures, of_memory, cost, there
-        )
+        solved = parts.config if own is config else asked_of(config, parts.config)
+        figures = whole | of_memory.figures
+        return Planned(parts.run, solved, rows, figures, of_memory, cost, there)
 
     def _cut(self, config: Config, parts: Parts) -> Config:
         """Return the config with a number in the place of `auto`.
@@ -225,6 +225,12 @@ def placeable(config: Config) -> Config:
     kind = "fp32" if config.precision.kind == "tf32" else config.precision.kind
     on_cpu = {"device": "cpu", "compile": False}
     return with_knobs(config, train=on_cpu, precision={"kind": kind})
+
+
+def asked_of(config: Config, solved: Config) -> Config:
+    """Return a solved config with what `placeable` took out of `config`, by which runs differ."""
+    train = {"device": config.train.device, "compile": config.train.compile}
+    return with_knobs(solved, train=train, precision={"kind": config.precision.kind})
 
 
 def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str]:
