@@ -42,13 +42,16 @@ def planned(args: Any) -> Planned | PlannedSweep:
         origin.refuse_unused(kept, multirun)
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
+            from llmexp.sweep.deciding import seeded
             from llmexp.sweep.main import points_of, section_of
 
             knobs, where = section_of(cfg)
             if knobs.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
                 raise refuse("sweep.search.trials", knobs.search.trials, text, "null")
-            grid = points_of(hydra, cfg, args.overrides, knobs)
+            grid, seeds = points_of(hydra, cfg, args.overrides, knobs), list[int]()
+            if knobs.decide:
+                seeds, _ = seeded(knobs, where, cfg, args.overrides, grid)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, knobs, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:
@@ -63,5 +66,5 @@ def planned(args: Any) -> Planned | PlannedSweep:
     if multirun:
         from llmexp.sweep.planning import plan_points
 
-        return plan_points(points, [*refused, *same], knobs, plan_of)
+        return plan_points(points, [*refused, *same], knobs, where, seeds, plan_of)
     return plan_of(config, str(wanted))

@@ -99,8 +99,7 @@ class PointFacts:
 
     solved: str  # identity of the config as solved; also what was null
     devices: int  # CUDA devices of this machine; 0 for a run on the CPU
-    own_tokens: int  # of the budget, without a parent's
-    run: dict[str, Any]  # as its run.json will have it
+    run: dict[str, Any]  # as its run.json will have it, and `own_tokens`, without a parent's
 
     @property
     def ranks(self) -> int:

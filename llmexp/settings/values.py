@@ -181,7 +181,7 @@ class Where:
         section, _, name = key.rpartition(".")
         shown = section if name == "kind" else key  # an option of the group, named as its kind
         return (
-            f"does nothing with {shown}={flat[key]}",
+            f"does nothing with {shown}={as_yaml(flat[key])}",
             f"choose {shown}={' or '.join(map(str, self.values))}",
         )
 

@@ -72,7 +72,8 @@ def placed_grid(current: Current, able: list[Point], refused: list[LedgerEntry])
     Raises ConfigError.
     """
     if current.knobs.decide:
-        refuse_undecidable(current, able)
+        runs = [point.facts.run for point in able]
+        refuse_undecidable(current.knobs, current.where, current.seeds, able, runs)
     if not current.resumed:
         warn_of_budgets([p.spent(p.facts.run) for p in able], current.knobs, current.arguments)
         if len(able) + len(refused) == 1:

@@ -52,7 +52,7 @@ def answer(
     run = parts.run
     devices = torch.cuda.device_count() if run.device == "cuda" else 0
     solved = config_identity(plain(parts.config))
-    return vars(PointFacts(solved, devices, run.own_tokens, run.as_dict()))
+    return vars(PointFacts(solved, devices, run.as_dict() | {"own_tokens": run.own_tokens}))
 
 
 def serve() -> None:

@@ -9,8 +9,12 @@ any time takes the same decisions again. The statistics are in `llmexp.compare.l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from omegaconf import DictConfig
 
 from llmexp.compare import budgets, reading
 from llmexp.compare.comparing import findings
@@ -45,19 +49,21 @@ def unseeded(overrides: Sequence[str]) -> list[str]:
     return [o for o in overrides if not is_seed(o)]
 
 
-def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the points of a grid with their first seeds, and further ones that its sweep has.
+def seeded(
+    knobs: Sweep, where: Path, cfg: DictConfig, arguments: Sequence[str], grid: Sequence[list[str]]
+) -> tuple[list[int], list[list[str]]]:
+    """Return the first seeds, and the points of a grid with them and others that its sweep has.
 
-    Raises ConfigError for seeds that are swept; a grid that was trained before may have them.
+    `where`: the sweep's folder. Raises ConfigError for seeds that are swept; a grid that was
+    trained before may have them.
     """
-    knobs, resumed = current.knobs, current.knobs.resume is not None
     rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
     given = dict.fromkeys(o for overrides in grid for o in overrides if is_seed(o))
     texts = [o.partition("=")[2] for o in given]
     if wrong := [text for text in texts if not text.removeprefix("-").isdecimal()]:
         raise refuse(SEED, wrong[0], "a whole number is needed", 1)
     seeds = list(map(int, texts))
-    if len(seeds) > 1 and not resumed:
+    if len(seeds) > 1 and knobs.resume is None:
         text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
         values = ",".join(map(str, seeds))
         raise refuse(SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
@@ -65,25 +71,24 @@ def seeded(current: Current, grid: Sequence[Sequence[str]]) -> list[list[str]]:
         text = "are seeds of their trunk, and sweep.decide chooses the seeds; give one parent"
         raise refuse("fork.run", ",".join(o.partition("=")[2] for o in parents), text)
     if len(seeds) < 2:
-        first = int(current.cfg.train.seed)
+        first = int(cfg.train.seed)
         seeds = list(range(first, first + knobs.first_seeds))
-    ledger = ledgers.read_ledger(current.where) if ledgers.is_sweep(current.where) else None
+    ledger = ledgers.read_ledger(where) if ledgers.is_sweep(where) else None
     if ledger and ledger.looks:
         own = list(map(int, ledger.looks[0].seeds))
         if texts and seeds != own and texts != list(map(str, own[:1])):
             text = f"the first look of this sweep was over {own[0]} to {own[-1]}; leave the key out"
             raise refuse(SEED, ",".join(texts), text, own[0])
         seeds = own
-    typed = "sweep.first_seeds" in map(key_of, current.arguments)
+    typed = "sweep.first_seeds" in map(key_of, arguments)
     if knobs.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
         text = f"the first look of this sweep is over {plural(len(seeds), 'seed')}; leave it out"
         raise refuse("sweep.first_seeds", knobs.first_seeds, text, len(seeds))
     if len(seeds) > knobs.max_seeds:
         text = f"is less than the {len(seeds)} seeds that the first look is over"
         raise refuse("sweep.max_seeds", knobs.max_seeds, text, 2 * len(seeds))
-    current.seeds = seeds
     found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
-    return found + (further_points(ledger, rows, seeds) if ledger else [])
+    return seeds, found + (further_points(ledger, rows, seeds) if ledger else [])
 
 
 def further_points(
@@ -111,24 +116,32 @@ def further_points(
     return found
 
 
-def refuse_undecidable(current: Current, able: Sequence[Point]) -> None:
-    """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
-    knobs = current.knobs
+def refuse_undecidable(
+    knobs: Sweep,
+    where: Path,
+    seeds: Sequence[int],
+    able: Sequence[Point],
+    runs: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ConfigError where seeds could decide nothing, or no look would be reached.
+
+    `runs`: the facts of the points' runs.
+    """
     count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
         raise refuse("sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
-    spent = [p.spent(p.facts.run) for p in able]
+    spent = [point.spent(run) for point, run in zip(able, runs, strict=True)]
     if not budgets.equal(one.tokens for one in spent):
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
-    wanted = count * len(current.seeds) * max(p.facts.own_tokens for p in able)
+    wanted = count * len(seeds) * max(run["own_tokens"] for run in runs)
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
-        text = f"is less than {plural(len(current.seeds), 'seed')} of {count} settings take"
+        text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
         raise refuse("sweep.max_tokens", knobs.max_tokens, text, wanted)
-    if knobs.resume is None or not ledgers.is_sweep(current.where):
+    if not ledgers.is_sweep(where):
         return
-    looks, most = ledgers.read_ledger(current.where).looks, knobs.max_seeds
+    looks, most = ledgers.read_ledger(where).looks, knobs.max_seeds
     if looks and len(looks[-1].seeds) < most and not level_of(most, most, looks):
         text = f"the chance of error of 5 % is used up by the looks up to {looks[-1].most} seeds"
         way = "to go on, train a sweep of its own with other seeds"
@@ -230,7 +243,7 @@ class Deciding:
         there = [p for s in self.settings.values() for seed, p in s.items() if seed in seeds]
         runs += more
         tokens = knobs.max_tokens
-        if tokens is not None and runs * max(p.facts.own_tokens for p in there) > tokens:
+        if tokens is not None and runs * max(p.facts.run["own_tokens"] for p in there) > tokens:
             return f"sweep.max_tokens={tokens}"
         if (hours := knobs.max_hours) is not None:
             times = [number(RunFolder(p.path).summary.get("train_time")) for p in there]

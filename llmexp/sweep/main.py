@@ -56,7 +56,7 @@ def sweep(
         if current.grid:
             points = points_of(hydra, cfg, overrides, knobs)
             if knobs.decide:
-                points = seeded(current, points)
+                current.seeds, points = seeded(knobs, where, cfg, arguments, points)
             run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, knobs, where))
         else:
             search.run_search(hydra, current, overrides)
@@ -120,7 +120,7 @@ def refuse_idle(knobs: Sweep) -> None:
         value, default = getattr(knobs, name), getattr(Sweep, name)
         if value != default:
             text = "does nothing without sweep.decide=true; add that, or leave it out"
-            raise refuse(f"sweep.{name}", value, text, "null" if default is None else default)
+            raise refuse(f"sweep.{name}", value, text, f"{value} sweep.decide=true")
     if knobs.twins and knobs.report == "throughput":
         text = "measures losses, which sweep.report=throughput does not compare"
         raise refuse("sweep.twins", knobs.twins, text, 0)

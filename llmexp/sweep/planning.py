@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmexp.compare.spending import expected_runs
@@ -15,6 +16,7 @@ from llmexp.runs.ledger import LedgerEntry, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
+from llmexp.sweep.deciding import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
@@ -57,9 +59,15 @@ def plan_points(
     points: list[Point],
     refused: list[LedgerEntry],
     knobs: Sweep,
+    where: Path,
+    seeds: Sequence[int],
     plan: Callable[[Config, str], Planned],
 ) -> PlannedSweep:
-    """Plan the points; those that train would refuse join `refused`."""
+    """Plan the points; those that train would refuse join `refused`.
+
+    `seeds`: with sweep.decide, those of each setting at first. Raises ConfigError where seeds could
+    decide nothing.
+    """
     found: dict[str, Planned] = {}
     for point in counted("planning", points):
         try:
@@ -71,7 +79,10 @@ def plan_points(
     refused += same
     plans = [found[point.name] for point in able]
     total = totals(plans, knobs)
-    if knobs.decide and len(able) > 1:
+    if knobs.decide and not refused:
+        runs = [vars(one.run) | {"own_tokens": one.run.own_tokens} for one in plans]
+        refuse_undecidable(knobs, where, seeds, able, runs)
+    if knobs.decide and able:
         total["sweep.decide"] = of_seeds(total, len(able), knobs)
     return PlannedSweep(able, plans, refused, knobs, total)
 
@@ -81,7 +92,7 @@ def of_seeds(total: Mapping[str, Any], count: int, knobs: Sweep) -> dict[str, An
 
     `total`: that of one seed of each of `count` settings.
     """
-    first, most = knobs.first_seeds, max(knobs.first_seeds, knobs.max_seeds)
+    first, most = knobs.first_seeds, knobs.max_seeds
     runs = {
         "least": count * first,
         "expected": expected_runs(count, first, most),

@@ -43,7 +43,7 @@ def new_point(current: Current, name: str, ranks: int = 1, devices: int = 0) -> 
     path.mkdir(exist_ok=True)
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
-    facts = PointFacts(name, devices, 0, {"max_steps": 80, "nproc_per_node": ranks})
+    facts = PointFacts(name, devices, {"max_steps": 80, "nproc_per_node": ranks})
     return Point(entry, current.where, [], [], None, checked=facts)
 
 

@@ -319,6 +319,7 @@ def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
         (["train.seed=1,2,3"], "train.seed=1,2,3: sweep.decide chooses the seeds"),
         (["sweep.halving=0.5"], "sweep.halving=0.5: lets settings race by a seed each"),
         (["sweep.first_seeds=9"], "sweep.max_seeds=8: is less than the 9 seeds"),
+        (["sweep.decide=false", "sweep.max_tokens=9"], "example sweep.max_tokens=9 sweep.decide"),
         (["sweep.report=throughput"], "sweep.report=throughput: compares rates"),
         (["sweep.max_tokens=10"], "sweep.max_tokens=10: is less than 2 seeds of 3 settings take"),
         (["sweep.decide=false", "sweep.max_seeds=9"], "does nothing without sweep.decide=true"),
@@ -330,27 +331,29 @@ def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
     ],
 )
 def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
-    command = [*RUN, *GRID, "sweep.decide=true", "hydra.sweep.dir=s", *given]
-    done = llmexp("train", "-m", *command, cwd=tmp_path)
-    assert done.code == 2
-    assert refused in " ".join(done.err.split())
+    """A plan of it, too."""
+    command = ["-m", *RUN, *GRID, "sweep.decide=true", "hydra.sweep.dir=s", *given]
+    for done in (llmexp(name, *command, cwd=tmp_path) for name in ("train", "plan")):
+        assert done.code == 2
+        assert refused in " ".join(done.err.split())
     assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("first", [2, 4])
 def test_first_seeds_beside_those_of_a_grid_that_was_trained_are_refused(tmp_path, first):
     """Also the default number, where it is typed."""
-    current = current_sweep(tmp_path / "s", decide=True, resume="s", first_seeds=first)
-    current.arguments.append(f"sweep.first_seeds={first}")
+    knobs = current_sweep(tmp_path, decide=True, resume="s", first_seeds=first).knobs
+    typed = [f"sweep.first_seeds={first}"]
     grid = [[f"optimizer.lr={rate}", f"train.seed={s}"] for rate in (1, 2) for s in (1, 2, 3)]
     with pytest.raises(ConfigError, match=f"first_seeds={first}: the first look .* is over 3 se"):
-        seeded(current, grid)
+        seeded(knobs, tmp_path, None, typed, grid)
 
 
 def test_forks_of_several_parents_are_seeds_already(tmp_path):
-    current = current_sweep(tmp_path / "s", decide=True)
+    knobs = current_sweep(tmp_path, decide=True).knobs
+    grid = [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]]
     with pytest.raises(ConfigError, match=r"fork.run=a,b: are seeds of their trunk"):
-        seeded(current, [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]])
+        seeded(knobs, tmp_path, None, [], grid)
 
 
 def test_a_single_run_decides_nothing(tmp_path):
