@@ -141,7 +141,7 @@ BAD = [
     ("clip={kind:none,max_norm:2}", "clip.max_norm=2.0: does nothing with "
                                     "clip=none", "leave it out"),
     # what acts in a sweep only, or in a single run only
-    ("batch.memory_gib=1", "does nothing with batch.micro_batch_size=null", "micro_batch_size=auto"),
+    ("batch.memory_gib=1", "with batch.micro_batch_size=null", "micro_batch_size=auto"),
     ("sweep.halving=0.5", "sweep.halving=0.5: does nothing without -m", "add -m"),
     ("hydra/launcher=slurm", "hydra/launcher=slurm: does nothing without -m", "add -m"),
     ("hydra.sweep.dir=x", "hydra.sweep.dir=x: does nothing without -m", "add -m"),
