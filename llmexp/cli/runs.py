@@ -10,7 +10,6 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +37,6 @@ ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class RunLine:
-    """A run of the list. What is not known is None."""
-
-    path: Path
-    sweep: Path | None
-    name: str
-    state: str
-    step: int | None
-    max_steps: int | None
-    loss: float | None
-    loss_key: str | None  # which loss it is: val/loss as it was last measured, else train/loss
-    age_s: float | None  # since its status or its rows last changed
-    size: int  # bytes on disk
-    error: str
-
-
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit code.
 
@@ -72,13 +54,12 @@ def main(arguments: list[str]) -> int:
     if not found:
         return REFUSED
     lines = [_line(path, sweep) for path, sweep in found]
-    lines = [line for line in lines if args.state in (None, line.state)]
-    lines = [line for line in lines if fnmatch.fnmatch(line.name, args.name or "*")]
+    lines = [line for line in lines if args.state in (None, line["state"])]
+    lines = [line for line in lines if fnmatch.fnmatch(line["name"], args.name or "*")]
     if args.remove_checkpoints:
         return _remove_checkpoints(lines, args.yes)
     if args.json:
-        whole = {"runs": [_plain(line) for line in lines], "problems": problems}
-        print(json.dumps(whole, indent=2, allow_nan=False))
+        print(json.dumps({"runs": lines, "problems": problems}, indent=2, allow_nan=False))
     elif lines:
         _show(lines)
     else:
@@ -86,26 +67,32 @@ def main(arguments: list[str]) -> int:
     return DONE
 
 
-def _line(path: Path, sweep: SweepFolder) -> RunLine:
+def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
+    """Return what is known of a run, for the list and as JSON.
+
+    `loss_key` says which loss there is: val/loss as it was last measured, else train/loss. `age_s`:
+    since its status or its rows last changed. `size`: bytes on disk.
+    """
     run = RunFolder(path, strict=False)
     row, (key, loss) = run.last_row(), _loss(run)
     times = [number(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
-    return RunLine(
-        path=path,
-        sweep=sweep.path,
-        name=clean_name(path),
-        state=run.state,
-        step=_whole(row.get("step")),
-        max_steps=_whole(run.facts.get("max_steps")),
-        loss=loss,
-        loss_key=key,
-        age_s=None if changed is None else max(0.0, time.time() - changed),
-        size=disk_size(path),
-        error=run.error,
-    )
+    whole = {
+        "path": str(path),
+        "sweep": sweep.path and str(sweep.path),
+        "name": clean_name(path),
+        "state": run.state,
+        "step": _whole(row.get("step")),
+        "max_steps": _whole(run.facts.get("max_steps")),
+        "loss": loss,
+        "loss_key": key,
+        "age_s": None if changed is None else max(0.0, time.time() - changed),
+        "size": disk_size(path),
+        "error": run.error,
+    }
+    return {key: value for key, value in whole.items() if value not in (None, "")}
 
 
 def _loss(run: RunFolder) -> tuple[str | None, float | None]:
@@ -123,7 +110,7 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs below a folder as `llmexp runs --json` lists them, with their summaries."""
     return [
-        _plain(_line(path, sweep)) | {"summary": RunFolder(path, strict=False).summary}
+        _line(path, sweep) | {"summary": RunFolder(path, strict=False).summary}
         for path, sweep in find([folder])[0]
     ]
 
@@ -142,72 +129,67 @@ def disk_size(path: Path) -> int:
     return total
 
 
-def _plain(line: RunLine) -> dict[str, Any]:
-    whole = {**vars(line), "path": str(line.path), "sweep": str(line.sweep) if line.sweep else None}
-    return {key: value for key, value in whole.items() if value not in (None, "")}
-
-
-def _show(lines: Sequence[RunLine]) -> None:
+def _show(lines: Sequence[dict[str, Any]]) -> None:
     """Print the runs of each sweep or folder below its name, as `ls -l` does: the name is last."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(width=columns(), highlight=False, markup=False, emoji=False)
     count = 5 if console.width >= 80 else 3
-    table = [(line.state, *_cells(line)) for line in lines]
+    table = [(line["state"], *_cells(line)) for line in lines]
     titles = ("state", "step", "loss", "age", "size")
     head, *rows = padded([row[:count] for row in (titles, *table)], left=(0,))
     console.print("  ".join([*head, "run"]))
-    groups: dict[Path, list[tuple[RunLine, list[str]]]] = defaultdict(list)
+    groups: dict[str, list[tuple[dict[str, Any], list[str]]]] = defaultdict(list)
     for line, cells in zip(lines, rows, strict=True):
-        groups[line.sweep or line.path.parent].append((line, cells))
-    for group in sorted(groups, key=str):
-        tally = Counter(line.state for line, _ in groups[group])
+        groups[line.get("sweep") or os.path.dirname(line["path"])].append((line, cells))
+    for group in sorted(groups):
+        tally = Counter(line["state"] for line, _ in groups[group])
         counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
         sweep = f"sweep {clean(group)}: {counts}"
-        title = Text(sweep if groups[group][0][0].sweep else clean(group), style="bold")
+        title = Text(sweep if "sweep" in groups[group][0][0] else clean(group), style="bold")
         console.print(title, soft_wrap=True)
         for line, (word, *figures) in groups[group]:
-            state = Text(word, style=STATES[line.state])
-            row = Text("  ").join([state, *map(Text, (*figures, line.name))])
+            state = Text(word, style=STATES[line["state"]])
+            row = Text("  ").join([state, *map(Text, (*figures, line["name"]))])
             console.print(row, soft_wrap=True)
-            if line.error:
-                console.print(banner([("", one_line(line.error))], console.width))
-    size = sum(line.size for line in lines)
+            if "error" in line:
+                console.print(banner([("", one_line(line["error"]))], console.width))
+    size = sum(line["size"] for line in lines)
     console.print(f"\n{plural(len(lines), 'run')}, {readable_size(size)}")
 
 
-def _cells(line: RunLine) -> tuple[str, ...]:
-    step = "" if line.step is None else f"{line.step:,}"
-    if step and line.max_steps:
-        step += f"/{line.max_steps:,}"
-    loss = "" if line.loss is None else f"{line.loss:#.5g}"
-    loss += " train" if line.loss_key == "train/loss" else ""
-    age = "" if line.age_s is None else duration(line.age_s)
-    return step, loss, age, readable_size(line.size)
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    step = f"{line['step']:,}" if "step" in line else ""
+    if step and "max_steps" in line:
+        step += f"/{line['max_steps']:,}"
+    loss = f"{line['loss']:#.5g}" if "loss" in line else ""
+    loss += " train" if line.get("loss_key") == "train/loss" else ""
+    age = duration(line["age_s"]) if "age_s" in line else ""
+    return step, loss, age, readable_size(line["size"])
 
 
-def _remove_checkpoints(lines: Sequence[RunLine], yes: bool) -> int:
+def _remove_checkpoints(lines: Sequence[dict[str, Any]], yes: bool) -> int:
     """Remove the checkpoints of finished runs but the newest whole one; without `yes` list them."""
     freed: list[int] = []
     failed: list[Path] = []
     verb = "removed" if yes else "would remove"
-    for line in lines:
-        if line.state != "finished" or rundir.is_locked(line.path):
+    for path in (Path(line["path"]) for line in lines if line["state"] == "finished"):
+        if rundir.is_locked(path):
             continue
         try:
             # Held, as training that starts meanwhile would lose what it reads.
-            with rundir.locked(line.path) if yes else contextlib.nullcontext():
-                if rundir.read_status(line.path).get("state") != "finished":
+            with rundir.locked(path) if yes else contextlib.nullcontext():
+                if rundir.read_status(path).get("state") != "finished":
                     continue
-                for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
+                for old, size in _removed(path / rundir.CHECKPOINTS, yes, failed):
                     print(f"{verb} {clean(old)} ({readable_size(size)})")
                     freed.append(size)
         except ConfigError:
             continue  # it is in training
         except OSError as error:
-            warn(f"{clean(line.path)}: {error.strerror}; nothing is removed there")
-            failed.append(line.path)
+            warn(f"{clean(path)}: {error.strerror}; nothing is removed there")
+            failed.append(path)
     if freed:
         print(
             f"{plural(len(freed), 'checkpoint')}, {readable_size(sum(freed))}",

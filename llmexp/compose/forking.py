@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException
 
-from llmexp.compose.overrides import key_of, parsed
+from llmexp.compose.overrides import key_of, parsed, written
 from llmexp.run.batch import CUT, SIZE, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
@@ -39,14 +39,10 @@ def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
     ConfigError for a folder that holds no run.
     """
     given = [o for o in overrides if key_of(o) == "fork.run" and "=" in o]
-    found: list[Any] = []
+    runs: list[Any] = []
     with suppress(HydraException):  # refused later, in words
-        for override in parsed(given):
-            found = [override]
-            if override.is_sweep_override():
-                words = [f"fork.run={text}" for text in override.sweep_string_iterator()]
-                found = parsed(words)
-    runs = [override.value() for override in found]
+        for text in written(given).get("fork.run", ()):
+            runs += [override.value() for override in parsed([f"fork.run={text}"])]
     if len(runs) > 1 and None in runs:
         way = "a run without a parent has none of its settings; train it by a command of its own"
         raise ConfigError(f"{given[-1]}: {way}")

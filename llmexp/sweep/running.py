@@ -34,8 +34,6 @@ from llmexp.system.child import REFUSED, say
 from llmexp.system.text import number
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
-PLUGINS = "hydra_plugins.llmexp."
-NAMES = {"LocalLauncher": "local", "SlurmLauncher": "slurm", "RayLauncher": "ray"}
 LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": slurm.Slurm, "ray": ray.Ray}
 KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
@@ -64,9 +62,9 @@ def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
     """Return local, slurm or ray, and its checked knobs, if it has any. Raises ConfigError."""
     given = section(cfg.hydra, "launcher")
     target = str(given.pop("_target_", None))
-    name = NAMES.get(target.removeprefix(PLUGINS))
-    if name is None:
-        text = f"does not run here; it is one of {', '.join(NAMES.values())}"
+    name = target.removeprefix("hydra_plugins.llmexp.").removesuffix("Launcher").lower()
+    if name not in LAUNCHERS:
+        text = f"does not run here; it is one of {', '.join(LAUNCHERS)}"
         raise ConfigError(f"hydra/launcher: {target} {text}")
     if name not in KNOBS:
         return name, None
