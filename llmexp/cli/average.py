@@ -37,8 +37,7 @@ def main(arguments: list[str]) -> int:
         **OF_WEIGHTS,
         "--out": ("FOLDER", "a new folder (default, of one run: in it)", Path),
     }
-    parser = command_line.parser_of("average", text, table)
-    args = parser.parse_args(command_line.take_allowed(arguments))
+    args = command_line.read("average", text, table, arguments)
     done = averaged(args.runs, args.last, args.weights, args.out)
     steps = ", ".join(f"{step:,}" for step in done.steps)
     kind = "ema" if done.weights == "ema" else "weights"

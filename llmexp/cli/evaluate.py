@@ -52,7 +52,7 @@ ARGUMENTS = OF_CHECKPOINT | {
 def main(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
     words = ["evaluate", *arguments]
-    args = parsed_words(command_line.take_allowed(arguments))
+    args = parsed_words(arguments)
     _tasks(args)  # refuses words that do not go together, before ranks start
     ranks = ranks_of(args.run, args.overrides, args.config_dir)
 
@@ -228,13 +228,13 @@ def tables_of(found: Mapping[str, Any]) -> str:
 
 
 def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line of `llmexp evaluate`, after --allow was taken out."""
+    """Return the command line of `llmexp evaluate`; --allow takes effect."""
     text = (
         "Evaluate a checkpoint on the validation sets of its run, or on other data: loss, "
         "perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
         "choice: accuracy."
     )
-    return command_line.parser_of("evaluate", text, ARGUMENTS).parse_intermixed_args(arguments)
+    return command_line.read("evaluate", text, ARGUMENTS, arguments)
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:

@@ -29,8 +29,7 @@ ARGUMENTS = OF_CHECKPOINT | {
 def main(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
     text = "Write a trained model as a folder that transformers loads."
-    parser = command_line.parser_of("export", text, ARGUMENTS)
-    args = parser.parse_args(command_line.take_allowed(arguments))
+    args = command_line.read("export", text, ARGUMENTS, arguments)
     form = (args.dtype, args.weights)
     done = exported(args.run, args.folder, *form, args.keep_padding, not args.no_check)
     for text in done.notes:

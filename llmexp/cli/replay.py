@@ -36,8 +36,7 @@ UNPROVEN = "no step of these has a row, so nothing proves that they came out as 
 def main(arguments: list[str]) -> int:
     """Repeat the step, print what it found, and return exit code 0. Raises ConfigError."""
     text = "Repeat a step of a run bit by bit and look into it."
-    parser = command_line.parser_of("replay", text, ARGUMENTS)
-    args = parser.parse_args(command_line.take_allowed(arguments))
+    args = command_line.read("replay", text, ARGUMENTS, arguments)
     found = repeat(wanted_of(args))
     print(json.dumps(found, indent=2, allow_nan=False) if args.json else shown(found, args.text))
     return DONE

@@ -30,8 +30,7 @@ def main(arguments: list[str]) -> int:
             "computes is fixed, but for a longer budget: train.max_steps=600",
         ),
     }
-    parser = command_line.parser_of("resume", text, table)
-    args = parser.parse_args(command_line.take_allowed(arguments))
+    args = command_line.read("resume", text, table, arguments)
     command_line.check_overrides(args.overrides)
     path = args.run_dir
     rundir.check_plain(path)

@@ -27,9 +27,8 @@ ARGUMENTS = OF_CHECKPOINT | {
 
 def main(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
-    parser = command_line.parser_of("sample", "Generate text from a run.", ARGUMENTS)
     words = ["sample", *arguments]
-    args = parser.parse_intermixed_args(command_line.take_allowed(arguments))
+    args = command_line.read("sample", "Generate text from a run.", ARGUMENTS, arguments)
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
     return answered(words, ranks_of(args.run, args.overrides), lambda: shown(text_of(**vars(args))))

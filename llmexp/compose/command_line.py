@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -21,10 +22,13 @@ from llmexp.settings.values import ConfigError, Parser, pasteable, typed
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
 
-def parser_of(command: str, description: str, table: Mapping[str, Any]) -> Parser:
-    """Return the parser of a command that opens a run; `take_allowed` reads --allow before."""
+def read(command: str, about: str, table: Mapping[str, Any], arguments: Sequence[str]) -> Namespace:
+    """Return the arguments of a command that opens a run; --allow takes effect.
+
+    Raises ConfigError."""
     epilog = "--allow PACKAGE allows the run's own parts from your package."
-    return Parser(f"llmexp {command}", description, table, epilog)
+    parser = Parser(f"llmexp {command}", about, table, epilog)
+    return parser.parse_intermixed_args(take_allowed(arguments))
 
 
 def allow(packages: Sequence[str]) -> None:

@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
                 metavar, words, kind = (*how, str)[:3]
                 how = {"metavar": metavar, "help": words, "nargs": name[len(bare) :] or None}
                 how |= {"type": kind} if callable(kind) else {"type": type(kind), "default": kind}
+                how |= {"default": []} if name.endswith("*") else {}  # else one is required
             self.add_argument(bare, **how)
 
     def error(self, message: str) -> NoReturn:

@@ -100,6 +100,14 @@ def test_a_wrong_flag_is_refused_in_one_line(capsys, command):
     assert "--help" in err or "--no-such-flag" in err
 
 
+@pytest.mark.parametrize("command", ["sample", "evaluate", "resume", "replay"])
+def test_a_command_without_its_run_names_that_alone(capsys, command):
+    """Not the overrides that it takes besides."""
+    assert run([command]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"llmexp: the following arguments are required: [\w@\[\]]+; see .*\n", err)
+
+
 def test_a_command_that_there_is_not(capsys):
     for given, says in (("sweep", "A sweep is llmexp train -m; for example"), ("trian", "train?")):
         assert run([given, "optimizer.lr=1,2"]) == 2
