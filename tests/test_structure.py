@@ -49,7 +49,7 @@ SIZES = {
     "evaluate": 2_550,
     "forecast": 11_415,
     "compose": 10_830,
-    "sweep": 27_720,
+    "sweep": 27_690,
     "verify": 18_850,
     "cli": 18_160,
     "program": 3_250,

@@ -250,11 +250,9 @@ def params_of(entry: LedgerEntry, space: Mapping[str, Any]) -> dict[str, str]:
 
 def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
     """Return all trials so far; one that failed or cannot run counts as the worst one."""
-    entries = trials_of(current)
-    values = {e.folder: value_of(current.ledger, e) for e in entries if e.state == "finished"}
-    worst = max((value for value in values.values() if value is not None), default=None)
-    found = []
-    for e in entries:
+    values, found = values_of(current), []
+    worst = max(values.values(), default=None)
+    for e in trials_of(current):
         value, state, step = values.get(e.folder), "COMPLETE", 0
         if value is None and e.rung is not None:
             path = current.ledger.path / e.folder
@@ -264,6 +262,13 @@ def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
             value, state = worst, "COMPLETE" if worst is not None else "FAIL"
         found.append(Trial(params_of(e, space), state, value, step))
     return found
+
+
+def values_of(current: Current) -> dict[str, float]:
+    """Return the final losses of the trials that have one, by their folders."""
+    done = [e for e in trials_of(current) if e.state == "finished"]
+    found = {e.folder: value_of(current.ledger, e) for e in done}
+    return {folder: value for folder, value in found.items() if value is not None}
 
 
 def value_of(ledger: Ledger, entry: LedgerEntry) -> float | None:
@@ -297,8 +302,7 @@ def confirm(current: Current) -> None:
     if current.over or current.opened is None or not search.confirm:
         return
     ledger = current.ledger
-    known = {e.folder: value_of(ledger, e) for e in trials_of(current) if e.state == "finished"}
-    values = {folder: value for folder, value in known.items() if value is not None}
+    values = values_of(current)
     best = sorted((e for e in ledger.points if e.folder in values), key=lambda e: values[e.folder])
     best = best[: search.confirm]
     copies: list[Point] = []

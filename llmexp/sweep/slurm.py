@@ -170,7 +170,6 @@ class Submitted:
     point: Point
     job: str
     shown: str = ""
-    over: bool = False
     gone_at: float = math.inf  # when Slurm first had it as ended
 
 
@@ -253,13 +252,9 @@ class Slurm:
         now = time.monotonic()
         if now >= self._next_look:
             self._ask_slurm()
-            for one in self._left():
-                self._look(one, now)
+            self._jobs = [one for one in self._jobs if not self._is_over(one, now)]
             self._next_look = now + (1 if now - self._changed_at < 60 else 10)
-        return bool(self._left())
-
-    def _left(self) -> list[Submitted]:
-        return [one for one in self._jobs if not one.over]
+        return bool(self._jobs)
 
     def _ask_slurm(self) -> None:
         try:
@@ -269,26 +264,26 @@ class Slurm:
                 self._say(f"Slurm does not answer ({error}); waiting on")
             self._answers = False
 
-    def _look(self, one: Submitted, now: float) -> None:
-        """Report a change of a job's state."""
+    def _is_over(self, one: Submitted, now: float) -> bool:
+        """Report a change of a job's state; return whether that is the last one."""
         state, reason = self._states.get(one.job, ("", ""))
         gone = self._answers and (state in OVER or not state)
         one.gone_at = min(one.gone_at, now) if gone else math.inf
         settled = now - one.gone_at >= SETTLE_S
         path, entry = one.point.path, one.point.entry
         cancelled = path in self._cancelled
-        text, one.over = look(path, one.job, state, reason, settled, cancelled)
-        if one.over:
+        text, over = look(path, one.job, state, reason, settled, cancelled)
+        if over:
             self._current.ended(entry)
         else:  # a job runs before its run says so
             self._current.ledger.look(entry, alive=True)
         if text != one.shown:
             one.shown, self._changed_at = text, now
             self._say(f"{one.job:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
+        return over
 
     def stop(self, number: int) -> int:
-        if self._jobs:
-            self.poll()
+        if self._jobs and self.poll():
             arrays = dict.fromkeys(one.job.partition("_")[0] for one in self._jobs)
             way = f"to cancel them: scancel {' '.join(arrays)}"
             self._say(f"the jobs go on without this command; {way}")
@@ -297,7 +292,7 @@ class Slurm:
 
     def cancel_waiting(self) -> None:
         """Take those jobs out of the queue that have not started."""
-        left = [(one, rundir.read_status(one.point.path)) for one in self._left()]
+        left = [(one, rundir.read_status(one.point.path)) for one in self._jobs]
         waiting = [one for one, status in left if status.get("state") == "queued"]
         self._cancelled = [one.point.path for one in waiting]
         if waiting:
