@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from llmexp.compose.origin import COMMAND_LINE, layers
+from llmexp.compose.overrides import typed_in
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
 from llmexp.run.batch import CUT
@@ -81,8 +82,7 @@ def _given(cfg: DictConfig) -> list[tuple[str, set[str]]]:
     """Return the keys of values that are not those of the chosen option of a group.
 
     Those of each file of an experiment are together, and at the end those of the command line."""
-    overrides = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
-    found = layers(overrides)
+    found = layers(typed_in(cfg))
     files = [layer for layer in found if "experiment/" in layer.source]
     typed = {key for layer in found if layer.source == COMMAND_LINE for key in layer.values}
     return [*((layer.source, set(layer.values)) for layer in files), (COMMAND_LINE, typed)]

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.forking import OPTION, PREFIX
-from llmexp.compose.overrides import key_of, parsed
+from llmexp.compose.overrides import key_of, parsed, typed_in
 from llmexp.settings.config import OPEN_SECTIONS, Config, conf_dir, plain
 from llmexp.settings.knobs import dead, defaults, fields
 from llmexp.settings.values import ConfigError, flatten, pasteable, refuse
@@ -188,8 +188,7 @@ def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
 
 def origin(cfg: DictConfig, key: str) -> str | None:
     """Return the file in which a value was set last; None where the command line did that."""
-    given = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
-    found = layers(given, cfg.hydra.job.config_name)
+    found = layers(typed_in(cfg), cfg.hydra.job.config_name)
     sources = [layer.source for layer in found if key in layer.values]
     return sources[-1] if sources and sources[-1] != COMMAND_LINE else None
 

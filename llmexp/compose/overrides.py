@@ -7,11 +7,18 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
 
 
 def key_of(override: str) -> str:
     """Return the key of an override, also of one that adds or removes it."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def typed_in(cfg: DictConfig) -> list[str]:
+    """Return the overrides that a config was composed with, as they were typed."""
+    given: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
+    return [*given["hydra"], *given["task"]]
 
 
 def parsed(overrides: Iterable[str]) -> list[Override]:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import own_options, user_errors
-from llmexp.compose.overrides import key_of
+from llmexp.compose.overrides import key_of, typed_in
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import check_batch
@@ -159,8 +159,7 @@ def load_points(
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[LedgerEntry] = []
-    composer, typed = Composer(loader, base), base.hydra.overrides
-    command = [*typed.hydra, *typed.task]
+    composer, command = Composer(loader, base), typed_in(base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         entry = new_entry(number, overrides, swept)
         try:

@@ -370,7 +370,7 @@ def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     done = subprocess.run(
         ["srun", "--nodes=2", "--ntasks-per-node=1", "env", "SLURM_LAUNCH_NODE_IPADDR=192.0.2.1",
          sys.executable, "-P", "-m", "llmexp.sweep.slurm_job", "run"],
-        cwd=work, env=env, capture_output=True, text=True, timeout=120,
+        cwd=work, env=env, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"auto: 2 fits", done.stderr)) == 1  # of four, two a rank
