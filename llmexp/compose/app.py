@@ -25,7 +25,7 @@ from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets,
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced, refuse_unused
-from llmexp.compose.overrides import key_of, parsed, replace_ramp
+from llmexp.compose.overrides import key_of, parsed, replace_ramp, typed_in
 from llmexp.run.budget import replace_budgets
 from llmexp.runs import rundir
 from llmexp.runs.ledger import is_sweep
@@ -147,7 +147,7 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     refuse_secrets(tree)
     fill_names(tree, cfg)
     refuse_unplaced(tree, cfg)
-    given = OmegaConf.select(cfg, "hydra.overrides.task") or []
+    given = typed_in(cfg)
     replace_budgets(tree, given)
     replace_ramp(tree, given)
     parent = None

@@ -103,7 +103,7 @@ def refuse_dead(cfg: DictConfig, config: Config, chosen: bool = True) -> None:
     That is on the command line to any value but null, and in a file to a value of its own. What
     was not `chosen` now, but is the config of an earlier run, is let be."""
     flat = flatten(plain(config))
-    given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
+    given = typed_keys(typed_in(cfg))
     for key, (why, instead) in dead(flat).items():
         set_now = key in given or (chosen and not is_default(cfg, key, flat))
         if flat[key] is not None and set_now:

@@ -17,7 +17,8 @@ def key_of(override: str) -> str:
 
 def typed_in(cfg: DictConfig) -> list[str]:
     """Return the overrides that a config was composed with, as they were typed."""
-    given: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
+    there = OmegaConf.select(cfg, "hydra.overrides", default={"hydra": [], "task": []})
+    given: Any = OmegaConf.to_container(OmegaConf.create(there), resolve=False)
     return [*given["hydra"], *given["task"]]
 
 

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from llmexp.compose import forking
+from llmexp.compose.overrides import typed_in
 
 
 class Composer:
@@ -45,7 +46,7 @@ class Composer:
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
         if cfg is None:
-            root = forking.root_of(overrides, self._base.hydra.overrides.task)
+            root = forking.root_of(overrides, typed_in(self._base))
             with read_write(self._base.hydra):
                 self._base.hydra.job.config_name = root
             cfg = self._loader.load_sweep_config(self._base, list(overrides))
