@@ -51,7 +51,7 @@ SIZES = {
     "compose": 10_850,
     "sweep": 27_680,
     "verify": 18_650,
-    "cli": 18_160,
+    "cli": 18_190,
     "program": 3_250,
     "__main__.py": 900,
     "__init__.py": 300,

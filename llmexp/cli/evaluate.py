@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.overrides import key_of
@@ -21,6 +21,7 @@ from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
+T = TypeVar("T")
 ARGUMENTS = OF_CHECKPOINT | {
     "run": (
         "RUN[@STEP]",
@@ -56,26 +57,25 @@ def main(arguments: list[str]) -> int:
     _tasks(args)  # refuses words that do not go together, before ranks start
     ranks = ranks_of(args.run, args.overrides, args.config_dir)
 
-    def answer() -> str:
-        found = evaluated(args)
+    def shown(found: dict[str, Any]) -> str:
         if args.json:
             return json.dumps(found, indent=1, allow_nan=False)
         return redacted(tables_of(found))
 
-    return answered(words, ranks, answer)
+    return answered(words, ranks, lambda: evaluated(args), shown)
 
 
-def answered(words: list[str], ranks: int, answer: Callable[[], str]) -> int:
-    """Print the answer of a command, once; several ranks that find it run the same command."""
+def answered(words: list[str], ranks: int, find: Callable[[], T], shown: Callable[[T], str]) -> int:
+    """Find an answer and print it as `shown`, once; several ranks run the same command for it."""
     if ranks > 1 and "RANK" not in os.environ:
         from llmexp.mesh.ranks import run_alike
 
         return run_alike(words, ranks)
     if ranks > 1:
         release_signals()
-    text = answer()
+    found = find()
     if ranks == 1 or os.environ["RANK"] == "0":
-        print(text)
+        print(shown(found))
     return 0
 
 

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     args = command_line.read("sample", "Generate text from a run.", ARGUMENTS, arguments)
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
-    return answered(words, ranks_of(args.run, args.overrides), lambda: shown(text_of(**vars(args))))
+    ranks = ranks_of(args.run, args.overrides)
+    return answered(words, ranks, lambda: text_of(**vars(args)), shown)
 
 
 def shown(text: str) -> str:
