@@ -10,8 +10,7 @@ layers         figures of a step layer by layer
 ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
-loop           the loop around the step: when to write a row, evaluate, save, stop
-row            a row of metrics.jsonl from what was measured
+loop           the loop around the step: when to evaluate, save, stop; the rows
 spikes         records a spike, and what rose first before it
 verdicts       what follows from the verdict on a step; words for a run that cannot go on
 profiling      a trace of some steps
@@ -19,8 +18,7 @@ state          what the loop holds, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code
-folder         the run folder: made or found, compared with the run that it holds, written
-extending      another budget for a run that would have come as far as it has
+folder         the run folder: made or found, compared with its run, written; another budget
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
 calibration    a run's steps and what comes between them, timed before it is started
 replaying      a run repeated up to a step, which is looked into

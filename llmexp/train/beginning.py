@@ -30,7 +30,6 @@ from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.clipping import measures_of
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
 from llmexp.train.spikes import forget_after
@@ -84,22 +83,15 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
-def asked_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
-    """Return the checkpoint that the run goes on from: the newest, or that which a replay asks for.
+def own_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+    """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
 
-    Raises ConfigError where ranks see different folders."""
-    if (text := os.environ.get(rundir.REPLAY_ASKED)) is None:
-        return newest_checkpoint(path, joined, console)
-    asked = json.loads(text)
-    return checkpoint_at(Path(asked["checkpoints"]), joined, console, asked["begin"])
-
-
-def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
-    """Return the newest whole checkpoint of the run, the same on all ranks, or None.
-
-    Raises ConfigError where ranks see different folders."""
-    root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
-    if main_rank:
+    It is the same on all ranks. Raises ConfigError where ranks see different folders."""
+    if (text := os.environ.get(rundir.REPLAY_ASKED)) is not None:
+        asked = json.loads(text)
+        return checkpoint_at(Path(asked["checkpoints"]), joined, console, asked["begin"])
+    root = path / rundir.CHECKPOINTS
+    if joined.rank == 0:
         saving.remove_leftovers(root)
     listed = hashlib.sha256(" ".join(p.name for p in checkpoint_folders(root)).encode()).digest()
     # after this no rank can be writing what is cleaned away
@@ -165,17 +157,16 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     the folder may be written to. Raises ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
-    loaded, parent = asked_checkpoint(path, joined, console), parts.run.parent
+    loaded, parent = own_checkpoint(path, joined, console), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
     setup = set_up(parts, joined, fresh=loaded is None)
     clip = parts.config.clip
     norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
-    measures = measures_of(clip)
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
-        saved = saved_parts(setup, norms, measures, noise)
+        saved = saved_parts(setup, norms, noise)
         progress, meter = restore(parts, setup, loaded, forked, saved)
         source = loaded.path if forked else loaded.path.name
         console.line(
@@ -202,7 +193,6 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         progress=progress,
         meter=meter,
         norms=norms,
-        measures=measures,
         noise=noise,
         fixed=fixed_facts(parts),
         text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size),

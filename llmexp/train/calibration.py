@@ -21,7 +21,6 @@ from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.verdicts import finish_step
-from llmexp.train.windows import read_ahead
 
 ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
 FILE = "calibration.json"  # in its folder
@@ -69,7 +68,7 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     loop.setup.model.train()
     first = loop.progress.step  # not 0 in a fork
     end = min(loop.run.max_steps, first + MOST)
-    windows, at = read_ahead(loop.parts, loop.mesh, first), [time.perf_counter()]
+    windows, at = loop.windows(first), [time.perf_counter()]
     while True:
         window, step = take_step(loop, windows, Due())
         at.append(time.perf_counter())

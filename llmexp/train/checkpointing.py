@@ -44,7 +44,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         "geometry": {**geometry, "parallelism": run.parallelism},
         **loop.fixed,
     }
-    parts = saved_parts(setup, loop.norms, loop.measures, loop.noise)
+    parts = saved_parts(setup, loop.norms, loop.noise)
     state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},

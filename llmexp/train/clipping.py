@@ -76,10 +76,10 @@ class Rule:
         parameters: Sequence[nn.Parameter],
         optimizers: list[Optimizer],
         clip: Clip,
-        limit: Limit,
         rows: int,
     ) -> None:
-        self._mesh, self.clip, self._limit, self._optimizers = joined, clip, limit, optimizers
+        self._mesh, self._clip, self._optimizers = joined, clip, optimizers
+        self.limit, self.measures = limit_of(clip), measures_of(clip)
         self._parameters, self._groups = list(parameters), list[int | None]()
         self._update: rules.UpdateLimit | None = None
         self._heads: HeadLimit | None = None
@@ -97,20 +97,27 @@ class Rule:
     def by_norm(self, max_norm: float) -> Rule:
         """Return the same with a limit of the norm as its rule."""
         found = copy.copy(self)
-        found.clip = dataclasses.replace(self.clip, kind="norm", max_norm=max_norm)
-        found._limit, found._update = limit_of(found.clip), None
+        found._clip = dataclasses.replace(self._clip, kind="norm", max_norm=max_norm)
+        found.limit, found.measures = limit_of(found._clip), measures_of(found._clip)
+        found._update = None
         return found
 
     def begin(self) -> None:
+        """Begin a window."""
         if self._heads is not None:
             self._heads.begin()
 
     def before_forward(self, targets_bt: Tensor) -> None:
+        """Take note of the targets of the next micro-batch."""
         if self._heads is not None:
             self._heads.count(targets_bt)
 
     def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-        joined, clip = self._mesh, self.clip
+        """Clip gradients of this norm in place.
+
+        Return (norm after it, whether anything was clipped, a factor left to the update or None).
+        """
+        joined, clip = self._mesh, self._clip
         if clip.kind == "per_group":
             pairs = zip(self._parameters, self._groups, strict=True)
             groups = [group for p, group in pairs if p.grad is not None]
@@ -128,15 +135,19 @@ class Rule:
             return after, clipped, None
         if self._update is not None:
             self._update.before()
-        limit = self._limit.of(norm)
+        limit = self.limit.of(norm)
         self._figures = []
-        if self._limit.moving:
+        if self.limit.moving:
             found = math.inf if limit is None else limit
             self._figures.append(found if isinstance(found, Tensor) else norm.new_full((), found))
         by_update = optim.clips_in_update(self._optimizers, norm)
         return rules.clip_norm(gradients, norm, limit, by_update)
 
     def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
+        """Limit what the update has made, unless it was skipped.
+
+        Return (whether the rule clipped anything, what else it has measured).
+        """
         if self._update is not None:
             clipped, counted = self._update.after(skip)
             self._figures = list(counted)
@@ -144,6 +155,6 @@ class Rule:
         if self._heads is not None:
             largest, counted = self._heads.after(skip)
             # values come before units
-            place = 0 if self.clip.kind in ("adaptive", "update") else len(figures)
+            place = 0 if self._clip.kind in ("adaptive", "update") else len(figures)
             figures = [*figures[:place], largest, *figures[place:], *counted]
         return clipped, figures

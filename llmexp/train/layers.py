@@ -6,8 +6,8 @@ Reading changes nothing: the forward pass is one of its own, without gradients o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,11 +24,15 @@ from llmexp.update import precision
 TOKENS = 512  # of the window's first sequence, at most, in the forward pass
 QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at
 DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
-NORMS = ("grad_norm", "weight_norm", "update_norm")  # of each module with parameters
+PARTS = ("attention", "mlp")  # of a block
 BLOCK_FIGURES = (
     "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
     "attention_entropy",
 )  # fmt: skip
+
+
+# by figure: values by module with parameters or by block, or one value; on the device
+Taken = dict[str, dict[str, Tensor] | Tensor]
 
 
 class Layers:
@@ -43,18 +47,14 @@ class Layers:
         self._mesh, self._loss, self._arithmetic = joined, loss, arithmetic
         self._every, self._always = every, always
         model: nn.Module = loss.model
-        self._blocks = {
-            name: module
-            for name, module in model.named_modules()
-            if any(module is block for block in blocks_of(model))
-        }
+        blocks = blocks_of(model)
+        self._blocks = {name: m for name, m in model.named_modules() if m in blocks}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         owners = [name.rpartition(".")[0] or name for name, _ in named]
-        self.modules = list(dict.fromkeys(owners))
-        self._owner = torch.tensor([self.modules.index(o) for o in owners], device=joined.device)
-        self._told: dict[str, list[str]] = {}  # by figure: the blocks that have it
-        self._taken: dict[str, Tensor] = {}
+        self._modules = list(dict.fromkeys(owners))
+        self._owner = torch.tensor([self._modules.index(o) for o in owners], device=joined.device)
+        self._taken: Taken = {}
         self._before: list[Tensor] = []
 
     def due(self, step: int) -> bool:
@@ -74,12 +74,11 @@ class Layers:
         with ExitStack() as stack:
             stack.enter_context(self._loss.evaluating())
             for name, block in self._blocks.items():
-                stack.enter_context(self._watched(name, block, found))
+                self._watch(stack, name, block, found)
             stack.enter_context(precision.autocast(self._arithmetic, self._mesh.device))
             logits_tv = self._loss(tokens_1t)[0]
         logits_tv = logits_tv.to(_exact(logits_tv))
-        self._told = {figure: list(by_block) for figure, by_block in found.items() if by_block}
-        self._taken = {name: torch.stack(list(found[name].values())) for name in self._told}
+        self._taken = {figure: by_block for figure, by_block in found.items() if by_block}
         self._taken["logit_max"] = logits_tv.amax()
         self._taken["log_z"] = logits_tv.logsumexp(-1).mean()
 
@@ -90,8 +89,8 @@ class Layers:
         self._taken["grad_norm"] = self._by_module(gradients)
         self._taken["weight_norm"] = self._by_module(self._before)
 
-    def after_update(self) -> dict[str, Tensor]:
-        """Return all that was taken, by name: a value for each module, for each block, or one.
+    def after_update(self) -> Taken:
+        """Return all that was taken, by figure.
 
         The update is the difference of the weights; weight decay is a part of it.
         """
@@ -101,36 +100,24 @@ class Layers:
         taken, self._taken, self._before = self._taken, {}, []
         return taken
 
-    def row(self, taken: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the figures as a line of layers.jsonl has them; the host waits.
-
-        What is not finite is absent.
-        """
-        names, values = list(taken), torch.cat([t.double().reshape(-1) for t in taken.values()])
-        left, found = iter(values.tolist()), dict[str, Any]()
-        for name in names:
-            of = self.modules if name in NORMS else self._told.get(name, [])
-            pairs = {where: next(left) for where in of} if taken[name].ndim else next(left)
-            if isinstance(pairs, dict):
-                found[name] = {where: x for where, x in pairs.items() if math.isfinite(x)}
-            elif math.isfinite(pairs):
-                found[name] = pairs
-        return found
-
-    def _by_module(self, values: Sequence[Tensor]) -> Tensor:
+    def _by_module(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         squares = mesh.norms(self._mesh, values).double().square()
-        sums = torch.zeros(len(self.modules), dtype=torch.float64, device=squares.device)
-        return sums.index_add_(0, self._owner, squares).sqrt()
+        sums = torch.zeros(len(self._modules), dtype=torch.float64, device=squares.device)
+        norms = sums.index_add_(0, self._owner, squares).sqrt()
+        return dict(zip(self._modules, norms, strict=True))
 
-    @contextmanager
-    def _watched(
-        self, name: str, block: Any, found: dict[str, dict[str, Tensor]]
-    ) -> Iterator[None]:
-        """Let a block tell its figures as it runs; modules that it lacks have none."""
-        handles = [block.register_forward_hook(_keeps(found["residual_rms"], name, rms))]
-        for part, key in (("attention", "attention_rms"), ("mlp", "mlp_rms")):
-            if isinstance(module := getattr(block, part, None), nn.Module):
-                handles.append(module.register_forward_hook(_keeps(found[key], name, rms)))
+    def _watch(
+        self, stack: ExitStack, name: str, block: Any, found: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Let a block tell its figures as it runs; modules that it lacks have none.
+
+        The hooks for it go with the stack.
+        """
+        told = [(block, "residual_rms"), *((getattr(block, p, None), f"{p}_rms") for p in PARTS)]
+        for module, figure in told:
+            if isinstance(module, nn.Module):
+                hook = _keeps(found[figure], name)
+                stack.callback(module.register_forward_hook(hook).remove)
         attention: Any = getattr(block, "attention", None)
         if is_ours(type(attention).__module__):  # so `heads` is what we mean by it
 
@@ -143,7 +130,7 @@ class Layers:
                 found["attention_logit_max"][name] = mesh.maximum(self._mesh, largest)
                 found["attention_entropy"][name] = mesh.mean_of_split(self._mesh, entropy)
 
-            handles.append(attention.register_forward_pre_hook(look_at))
+            stack.callback(attention.register_forward_pre_hook(look_at).remove)
         down = getattr(getattr(block, "mlp", None), "down_proj", None)
         if isinstance(down, nn.Module):
 
@@ -154,18 +141,23 @@ class Layers:
                 dead = (units_btf.flatten(0, -2).amax(0) <= DEAD * whole).to(units_btf.dtype).mean()
                 found["dead_units"][name] = mesh.mean_of_split(self._mesh, dead)
 
-            handles.append(down.register_forward_pre_hook(count_dead))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            stack.callback(down.register_forward_pre_hook(count_dead).remove)
 
 
-def rms(x: Any) -> Tensor:
-    """Return the root of the mean square of a module's output."""
-    x = x[0] if isinstance(x, tuple) else x
-    return x.to(_exact(x)).square().mean().sqrt()
+def row_of(taken: Taken) -> dict[str, Any]:
+    """Return the figures as a line of layers.jsonl has them; the host waits.
+
+    What is not finite is absent.
+    """
+    parts = [list(part.values()) if isinstance(part, dict) else [part] for part in taken.values()]
+    values = iter(torch.stack([figure.double() for part in parts for figure in part]).tolist())
+    found = dict[str, Any]()
+    for name, part in taken.items():
+        if isinstance(part, dict):
+            found[name] = {where: x for where in part if math.isfinite(x := next(values))}
+        elif math.isfinite(x := next(values)):
+            found[name] = x
+    return found
 
 
 def attention_figures(
@@ -190,12 +182,11 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _keeps(
-    values: dict[str, Tensor], name: str, figure: Callable[[Any], Tensor]
-) -> Callable[..., None]:
-    """Return a forward hook that keeps a figure of the module's output."""
+def _keeps(values: dict[str, Tensor], name: str) -> Callable[..., None]:
+    """Return a forward hook that keeps the root of the mean square of the module's output."""
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        values[name] = figure(output)
+        x = output[0] if isinstance(output, tuple) else output
+        values[name] = x.to(_exact(x)).square().mean().sqrt()
 
     return hook

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
@@ -17,17 +19,19 @@ from llmexp.run import Run
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.config import Config
 from llmexp.settings.targets import place
+from llmexp.system import hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import go_on_saving, save
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
+from llmexp.train.layers import row_of
 from llmexp.train.profiling import start_profiler
-from llmexp.train.row import build_row
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
-from llmexp.train.step import StepResult, TrainingFailed, seed_step, train_step
+from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
 from llmexp.train.verdicts import finish_step
-from llmexp.train.windows import read_ahead
+
+WEIGHT_NORM_EVERY = 10  # rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def train(loop: Loop) -> str:
         save(loop)
     loop.setup.model.train()
     first = progress.step
-    windows = read_ahead(loop.parts, loop.mesh, first)
+    windows = loop.windows(first)
     profiler = start_profiler(loop)
     while progress.step < max_steps:
         stop, writing, by_time = mesh.any_rank(
@@ -97,7 +101,7 @@ def train(loop: Loop) -> str:
         window, step = take_step(loop, windows, due)
         layers = loop.setup.layers
         if step.layers is not None and layers is not None and layers.wanted(progress.step):
-            report_layers(loop, layers.row(step.layers))
+            report_layers(loop, row_of(step.layers))
         if due.row:
             report_step(loop, step, window, due)
         else:
@@ -143,8 +147,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         with meter.waiting_for_data():
             window = next(windows)
         hook("backward_start", window=window)  # before the seed: it may draw random numbers
-        seed, foreign = loop.config.train.seed, loop.parts.foreign_code
-        seed_step(seed, progress.step, loop.mesh.drawing, loop.mesh.device, foreign)
+        loop.seed(progress.step)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
         step = train_step(loop.setup, window, lambda: finish_step(loop), gradients_ready)
         progress.step += 1
@@ -181,6 +184,57 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
             )
         row[key] = value
     publish(loop, row)
+
+
+def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) -> dict[str, Any]:
+    """Return the row of the last step, without what evaluation and hooks add.
+
+    A figure that is not known is absent. All ranks call together and wait for the device; the
+    counts of the next row start here.
+    """
+    run, setup, progress, seen = loop.run, loop.setup, loop.progress, step.read()
+    measures = setup.clipping.measures
+    row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
+    if run.ramp:
+        before = run.sequences_at(progress.step - 1)
+        row["real_batch_size"] = run.sequences_at(progress.step) - before
+    row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
+    if seen.code not in (EMPTY, BAD_LOSS):
+        row["train/loss"] = seen.loss
+    row["lr"] = step.lr
+    if seen.applied:
+        row["grad_norm"] = seen.grad_norm
+        row["grad_norm_post_clip"] = seen.grad_norm_post_clip
+        row |= measures.row(seen.measured)
+    if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
+        weights = [parameter.detach() for parameter in setup.parameters]
+        row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
+    if setup.scaler.enabled:
+        row["loss_scale"] = seen.loss_scale
+    row["skipped"] = not seen.applied
+    row["skipped_steps"] = progress.skipped_steps
+    row["target_tokens"] = int(seen.target_tokens)
+    if loop.config.train.data_digest:
+        digest = torch.tensor(window.digest, device=loop.mesh.device)
+        row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
+    row |= loop.meter.take(loop.mesh.world_size) | loop.norms.take()
+    row |= measures.take() | loop.noise.figures()
+    if setup.outliers.sigma is not None:
+        row["outlier_steps"] = progress.outlier_count
+    if run.flops_per_token is not None:
+        flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
+        row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
+        if loop.peak_flops is not None:
+            row["mfu"] = flops_per_sec / loop.peak_flops
+    memory = torch.tensor(hardware.peak_memory_gib(loop.mesh.device), dtype=torch.float64)
+    row["peak_memory_gib"] = float(mesh.maximum(loop.mesh, memory))
+    row["amp"] = int(run.precision in ("bf16", "fp16"))
+    left: float = run.max_steps - progress.step
+    if run.ramp:  # later steps may take longer
+        sequences = run.total_sequences - run.sequences_at(progress.step)
+        left = sequences / run.stage_at(progress.step - 1).real_batch_size
+    row["eta"] = left * row["step_time"]
+    return row
 
 
 def report_layers(loop: Loop, figures: dict[str, Any]) -> None:

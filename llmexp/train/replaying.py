@@ -24,7 +24,7 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
 from llmexp.system.redact import clean
-from llmexp.train.clipping import Rule, limit_of, measures_of
+from llmexp.train.layers import row_of
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
 from llmexp.train.step import (
@@ -39,7 +39,7 @@ from llmexp.train.step import (
     on_host,
 )
 from llmexp.train.verdicts import WHAT, finish_step
-from llmexp.train.windows import order_of, read_ahead
+from llmexp.train.windows import order_of
 from llmexp.update import precision
 
 OTHERS = 8  # windows near the step whose gradient norms are the usual ones
@@ -58,7 +58,7 @@ def replay(loop: Loop) -> str:
     found |= {"norms": {}, "losses": {}, "start": around(loop, asked["step"])}
     if not asked["only_look"]:
         loop.setup.model.train()
-        windows = read_ahead(loop.parts, loop.mesh, loop.progress.step)
+        windows = loop.windows(loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
             step, ended = take(loop, windows)
             if ended:
@@ -101,7 +101,7 @@ def look_into(
     loop: Loop, windows: Iterator[Window], asked: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what the step is made of, take it, and return what became of the loss."""
-    window, measures = next(windows), loop.measures
+    window = next(windows)
     with measuring(loop):
         norm, sequences = by_sequence(loop, window)
     here: dict[str, Any] = {"sequences": sequences}
@@ -110,10 +110,8 @@ def look_into(
     else:
         setup = loop.setup
         if asked["max_norm"] is not None:
-            assert isinstance(setup.clipping, Rule)
             rule = setup.clipping.by_norm(asked["max_norm"])
-            loop.setup = dataclasses.replace(loop.setup, clipping=rule, limit=limit_of(rule.clip))
-            loop.measures = measures_of(rule.clip)
+            loop.setup = dataclasses.replace(setup, clipping=rule)
         if asked["lr"] is not None:
             base = setup.optimizers[0].param_groups[0]["initial_lr"]
             rate = asked["lr"] / base
@@ -122,13 +120,13 @@ def look_into(
             )
         step, ended = take(loop, itertools.chain([window], windows))
         seen = step.read()
-        loop.setup, loop.measures = setup, measures
+        loop.setup = setup
         if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
-            setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
+            setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         compare(found, asked["rows"], loop.progress.step, seen)
         here |= {"lr": step.lr} | figures_of(loop, seen, norm)
-        if setup.layers is not None and loop.last_layers:
-            here["layers"] = setup.layers.row(loop.last_layers[-1][1])
+        if loop.last_layers:
+            here["layers"] = row_of(loop.last_layers[-1][1])
         if ended:
             return {"here": here, "later": [], "ended": ended}
         with measuring(loop):
@@ -175,7 +173,7 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
     wanted = [i for i in range(begin, end) if i != step - 1][:OTHERS]
     figures = dict[int, list[float]]()
     with measuring(loop):
-        for window in itertools.islice(read_ahead(loop.parts, loop.mesh, begin), end - begin):
+        for window in itertools.islice(loop.windows(begin), end - begin):
             if window.step in wanted or window.step == step - 1:
                 figures[window.step] = loss_and_norm(loop, window)
     others = [pair for i, pair in figures.items() if i in wanted and math.isfinite(pair[1])]

@@ -11,7 +11,7 @@ from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.clipping import Rule, limit_of
+from llmexp.train.clipping import Rule
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers
 from llmexp.train.step import Setup
@@ -50,7 +50,6 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         for p in parameters:
             p.grad = torch.zeros_like(p)
     optimizers, rows = parts.build_optimizers(model), parts.run.micro_batch_size
-    limit = limit_of(config.clip)
     every, spikes = config.metrics.layers_every, config.metrics.spikes
     return Setup(
         mesh=joined,
@@ -65,8 +64,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
             config.precision.init_scale,
             config.precision.growth_interval,
         ),
-        clipping=Rule(joined, model, parameters, optimizers, config.clip, limit, rows),
-        limit=limit,
+        clipping=Rule(joined, model, parameters, optimizers, config.clip, rows),
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),

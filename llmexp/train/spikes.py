@@ -15,6 +15,7 @@ from llmexp.metrics import outliers
 from llmexp.metrics.outliers import Limits
 from llmexp.runs.rundir import SPIKES
 from llmexp.system.fileio import Unwritable, write_json
+from llmexp.train.layers import row_of
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, BAD_NORM, Outcome
 from llmexp.train.windows import order_of
@@ -46,9 +47,8 @@ def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
 
 def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
     """Write what is known of a spike, the last steps layer by layer among it, and say it."""
-    progress, layers = loop.progress, loop.setup.layers
-    assert layers is not None
-    steps = [{"step": step} | layers.row(taken) for step, taken in loop.last_layers]
+    progress = loop.progress
+    steps = [{"step": step} | row_of(taken) for step, taken in loop.last_layers]
     first = rose_first(steps)
     if first is not None:
         count = progress.rose_first.get(first["module"], 0)

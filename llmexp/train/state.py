@@ -5,27 +5,27 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from llmexp.data.text_bytes import TextBytes
+from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.metrics.rules import Measures
 from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.tracker.opening import Trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.step import Setup, StepResult
+from llmexp.train.layers import Taken
+from llmexp.train.step import Setup, StepResult, seed_step
+from llmexp.train.windows import read_ahead
 
 
 @dataclass
@@ -73,18 +73,17 @@ class Saving:
     committing: bool = False
 
 
-def saved_parts(
-    setup: Setup, norms: Norms, measures: Measures, noise: NoiseScale
-) -> dict[str, Any]:
+def saved_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
     """Return what besides the progress has a state that a checkpoint keeps, by name."""
+    rule = setup.clipping
     found: dict[str, Any] = {
         "norms": norms,
         "noise": noise,
         "outliers": setup.outliers,
         "scaler": setup.scaler,
     }
-    found |= {"limit": setup.limit} if setup.limit.moving else {}
-    return found | ({"measures": measures} if measures else {})
+    found |= {"limit": rule.limit} if rule.limit.moving else {}
+    return found | ({"measures": rule.measures} if rule.measures else {})
 
 
 @dataclass
@@ -97,7 +96,6 @@ class Loop:
     progress: Progress
     meter: Meter
     norms: Norms
-    measures: Measures  # of the rule of clipping, besides the norm
     noise: NoiseScale
     text_bytes: TextBytes
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
@@ -105,7 +103,7 @@ class Loop:
     pending: StepResult | None = None  # the last step, while its verdict is not yet looked at
     writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
     # by step, the newest last; on the device
-    last_layers: deque[tuple[int, dict[str, Tensor]]] = dataclasses.field(
+    last_layers: deque[tuple[int, Taken]] = dataclasses.field(
         default_factory=lambda: deque(maxlen=STEPS_KEPT)
     )
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
@@ -130,6 +128,15 @@ class Loop:
     @property
     def mesh(self) -> Mesh:
         return self.setup.mesh
+
+    def windows(self, start_step: int) -> Iterator[Window]:
+        """Yield this rank's windows from a step on, read ahead in the background."""
+        return read_ahead(self.parts, self.mesh, start_step)
+
+    def seed(self, step: int) -> None:
+        """Seed the random numbers of the window that follows `step` steps."""
+        drawing, foreign = self.mesh.drawing, self.parts.foreign_code
+        seed_step(self.config.train.seed, step, drawing, self.mesh.device, foreign)
 
     @property
     def is_writing(self) -> bool:

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.initial import seed_of
 from llmexp.models.loss import WindowLoss
+from llmexp.train.clipping import Rule
 from llmexp.train.ema import Ema
-from llmexp.train.layers import Layers
+from llmexp.train.layers import Layers, Taken
 from llmexp.update import optim, precision
-from llmexp.update.limits import Limit
 
 # Outcome codes of a window; its update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
@@ -30,28 +30,6 @@ OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
-
-
-class Clipping(Protocol):
-    """Name what a step asks of its rule of clipping, which is `llmexp.train.clipping.Rule`."""
-
-    def begin(self) -> None:
-        """Begin a window."""
-
-    def before_forward(self, targets_bt: Tensor) -> None:
-        """Take note of the targets of the next micro-batch."""
-
-    def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-        """Clip gradients of this norm in place.
-
-        Return (norm after it, whether anything was clipped, a factor left to the update or None).
-        """
-
-    def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
-        """Limit what the update has made, unless it was skipped.
-
-        Return (whether the rule clipped anything, what else it has measured).
-        """
 
 
 @dataclass(frozen=True)
@@ -65,8 +43,7 @@ class Setup:
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
-    clipping: Clipping
-    limit: Limit
+    clipping: Rule
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None
@@ -109,7 +86,7 @@ class StepResult:
         self,
         lr: float,
         own_nll: Tensor | float,
-        layers: dict[str, Tensor] | None,
+        layers: Taken | None,
         limits: Limits | None,
         measured: Sequence[Any],
         *figures: Any,

@@ -73,7 +73,7 @@ def details(loop: Loop) -> dict[str, Any]:
     """Return what status.json holds besides the summary: clipping and noise scale, if measured."""
     found: dict[str, Any] = {}
     if clip := loop.norms.summary():
-        measures = loop.measures.summary()
+        measures = loop.setup.clipping.measures.summary()
         found["clip"] = clip | ({"measures": measures} if measures else {})
     if spikes := spike_totals(loop):
         found["spikes"] = spikes

@@ -22,9 +22,7 @@ from llmexp.train.step import (
     Outcome,
     StepResult,
     TrainingFailed,
-    seed_step,
 )
-from llmexp.train.windows import read_ahead
 
 WHAT = {
     EMPTY: "no valid target",
@@ -133,9 +131,8 @@ def diagnosed(loop: Loop) -> str:
     """Return where the last step went wrong, from a second pass over it; for a run that ends."""
     try:
         step = loop.progress.step - 1
-        window = next(read_ahead(loop.parts, loop.mesh, step))
-        seed, foreign = loop.config.train.seed, loop.parts.foreign_code
-        seed_step(seed, step, loop.mesh.drawing, loop.mesh.device, foreign)
+        window = next(loop.windows(step))
+        loop.seed(step)
         return first_bad(loop.setup, window)
     except Exception as error:  # it only explains
         return f"where is not known: {error!r}"
@@ -161,5 +158,5 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         outliers.forget()  # the next step has another batch, and other norms
     if seen.applied:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
-        loop.setup.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
-        loop.measures.add(seen.measured)
+        loop.setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
+        loop.setup.clipping.measures.add(seen.measured)

@@ -166,7 +166,6 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
 
 def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
     began, signalled = [], []
-    monkeypatch.setattr(calibration, "read_ahead", lambda parts, joined, first: began.append(first))
     monkeypatch.setattr(calibration, "finish_step", lambda loop: None)
     monkeypatch.setattr(calibration, "ENOUGH_S", 1e9)
     monkeypatch.setattr(calibration.mesh, "any_rank", lambda mesh, *own: [bool(signalled), own[1]])
@@ -178,7 +177,7 @@ def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
     monkeypatch.setattr(calibration, "take_step", take_step)
     for last, taken in ((63, 3), (1000, calibration.MOST)):
         loop = Namespace(
-            setup=Namespace(model=Namespace(train=lambda: None)), parts=None, mesh=None,
+            setup=Namespace(model=Namespace(train=lambda: None)), mesh=None, windows=began.append,
             run=Namespace(max_steps=last), progress=Namespace(step=60),
         )  # fmt: skip
         at, _, stopped = calibration._steps(loop)

@@ -19,7 +19,7 @@ from llmexp.data.window import Window
 from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
 from llmexp.metrics.outliers import Outliers
 from llmexp.settings.config import Clip
-from llmexp.train.clipping import Rule, limit_of
+from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step
 from llmexp.update import precision
 from tests import reference
@@ -59,14 +59,12 @@ def measure(
     joined = mesh.join("cpu", "single", 1, 1, 1)
     optimizer = torch.optim.SGD([model.w], lr=1.0)
     optimizer.param_groups[0]["initial_lr"] = 1.0
-    limit = limit_of(Clip(kind="none"))
     s = Setup(
         mesh=joined, model=model, loss=model, module=model, parameters=[model.w],
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
-        clipping=Rule(joined, model, [model.w], [optimizer], Clip(kind="none"), limit, 2),
+        clipping=Rule(joined, model, [model.w], [optimizer], Clip(kind="none"), 2),
         small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None, layers=None,
-        limit=limit,
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
         stage_rate=lambda step: 1.0,
         skip_outliers=False,

@@ -42,7 +42,7 @@ import os
 import random
 import time
 import torch
-from llmexp.train import loop
+from llmexp.train import state
 
 started = []
 
@@ -60,7 +60,7 @@ def slow_disk(event, context, fsync=os.fsync):
 
 def rng(event, context):
     if resumed(event, context):
-        loop.seed_step = lambda *known: torch.manual_seed(os.getpid())
+        state.seed_step = lambda *known: torch.manual_seed(os.getpid())
 
 
 def moments(event, context):

@@ -16,6 +16,7 @@ from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.data.work import Source, Work, documents_to_train, works_of
+from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.targets import bind, described, locate, place, resolve
 from llmexp.settings.values import ConfigError, is_ours, refuse
@@ -39,6 +40,12 @@ def with_vocabulary(model: dict[str, Any], tokenizer: Tokenizer) -> dict[str, An
     """Return the model section with the tokenizer's vocabulary, where it has null for its own."""
     follows = fill(model.get("vocab_size", 0), "model.vocab_size") is None
     return model | {"vocab_size": padded(tokenizer)} if follows else dict(model)
+
+
+def inputs_of(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a config, and its model section with a vocabulary."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    return tokenizer, with_vocabulary(config.model, tokenizer)
 
 
 def padded(tokenizer: Tokenizer) -> int:

@@ -23,13 +23,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
-from llmexp.train.assembly.inputs import (
-    build_tokenizer,
-    document_end,
-    padded,
-    uses_tokenizer,
-    with_vocabulary,
-)
+from llmexp.train.assembly.inputs import document_end, inputs_of, padded, uses_tokenizer
 from llmexp.train.assembly.parts import (
     build_model,
     build_on_meta,
@@ -135,8 +129,8 @@ def export_run(
     path, step, weights = checkpoint
     config = rundir.built_config(path)
     try:
-        tokenizer = build_tokenizer(config.tokenizer)
-        section = fill(with_vocabulary(config.model, tokenizer), "model")
+        tokenizer, section = inputs_of(config)
+        section = fill(section, "model")
         loaded = open_checkpoint(path, step, weights)
         vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
         form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
@@ -162,25 +156,19 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
 
 
 def _unloaded(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
-    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError.
+    """Build the tokenizer and the model of a config, whose weights follow.
 
-    `late`: so does the memory of a model of ours."""
-    tokenizer = build_tokenizer(config.tokenizer)
-    section = with_vocabulary(config.model, tokenizer)
+    No values are drawn for a model of ours; `late`: its memory follows, too. Raises ConfigError,
+    also where there is no room for the model: the config may be somebody else's."""
+    tokenizer, section = inputs_of(config)
     end = document_end(tokenizer, config.batch.document_mask)
-    return tokenizer, _build(section, config.precision.kind, end, late)
-
-
-def _build(section: dict[str, Any], kind: str, end: int | None, late: bool) -> nn.Module:
-    """Build the model of a section without drawing values, where it is one of ours.
-
-    Raises ConfigError where there is no room for it: the config may be somebody else's."""
+    given = section, config.precision.kind, end
     try:
-        model = build_on_meta(section, kind, end)
+        model = build_on_meta(*given)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
     if not draws_by_blocks(section):
-        return build_model(section, kind, end)  # it may have buffers or tied parameters
+        return tokenizer, build_model(*given)  # it may have buffers or tied parameters
     if not late:
         give_memory(model, torch.device("cpu"))
-    return model
+    return tokenizer, model
