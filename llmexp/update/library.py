@@ -232,42 +232,40 @@ def tried(dotted: str, knobs: str) -> Traits:
     given = _with_tuples(json.loads(knobs))
     # on the CPU, with gradients at hand; the random numbers stay as they were
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole = [nn.Parameter(one) for one in _tiny(0, 1)]
-        one = _constructed(dotted, whole, TRIED_LR, given)
-        before = [_plain_group(g) for g in one.param_groups]
+        whole = _Trial(dotted, _tiny(0, 1), given)
+        before = whole.plain_groups()
         torch.default_generator.manual_seed(0)
         state = torch.get_rng_state()
-        _take_steps(dotted, one, whole, range(2))
-        if not all(isinstance(p, Tensor) for p in one.state):
+        whole.step(range(2))
+        states = whole.optimizer.state
+        if not all(isinstance(p, Tensor) for p in states):
             text = "keeps a state that is of no parameter, which a checkpoint does not hold"
             raise refuse("optimizer.name", dotted, text)
         draws = not torch.equal(state, torch.get_rng_state())
-        after = [_plain_group(g) for g in one.param_groups]
         # the first steps need not change all, such as Prodigy's estimate d
-        own, pairs = arguments(dotted), zip(after, before, strict=True)
-        counters = {k for a, b in pairs for k in a if k not in own or a[k] != b.get(k)}
-        other = [nn.Parameter(p.detach().clone()) for p in whole]
-        two = _constructed(dotted, other, TRIED_LR, given)
-        _hand_over(one, two)
-        halves = [nn.Parameter(one) for one in _tiny(0, 2)]
-        _take_steps(dotted, _constructed(dotted, halves, TRIED_LR, given), halves, range(4))
-        for optimizer, parameters in ((one, whole), (two, other)):
+        own, pairs = arguments(dotted), zip(whole.plain_groups(), before, strict=True)
+        counters = {k for new, old in pairs for k in new if k not in own or new[k] != old.get(k)}
+        other = _Trial(dotted, [p.detach().clone() for p in whole.parameters], given)
+        _hand_over(whole.optimizer, other.optimizer)
+        halves = _Trial(dotted, _tiny(0, 2), given)
+        halves.step(range(4))
+        for trial in (whole, other):
             torch.default_generator.manual_seed(0)
-            _take_steps(dotted, optimizer, parameters, range(2, 4))
-        if not all(torch.equal(p, q) for p, q in zip(whole, other, strict=True)):
+            trial.step(range(2, 4))
+        if not all(map(torch.equal, whole.parameters, other.parameters)):
             text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
             raise refuse("optimizer.name", dotted, f"{text} its state and its groups hold")
-        joined = [torch.cat((halves[i], halves[i + 1])) for i in (0, 2)]
-        same = all(torch.equal(p, q) for p, q in zip(whole, joined, strict=True))
+        a, b, c, d = halves.parameters
+        same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
         undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
         moved = [_moved(dotted, undecayed, factor) for factor in (1, 64)]
-        packed = any(is_packed(v) for held in one.state.values() for v in held.values())
-        size = sum(v.nbytes for held in one.state.values() for v in apart(held)[1].values())
+        packed = any(is_packed(v) for held in states.values() for v in held.values())
+        size = sum(v.nbytes for held in states.values() for v in apart(held)[1].values())
     each_entry = EACH_ENTRY.fullmatch(dotted) is not None
     parts = same and not packed and each_entry
     alike = bool((moved[1] - moved[0]).norm() <= 0.01 * moved[0].norm())
     like_adam = alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None)
-    state_bytes = size / sum(p.nbytes for p in whole)
+    state_bytes = size / sum(p.nbytes for p in whole.parameters)
     return Traits(dotted, tuple(sorted(counters)), draws, parts, like_adam, state_bytes)
 
 
@@ -283,36 +281,39 @@ def _tiny(seed: int, parts: int) -> list[Tensor]:
 
 def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
     """Return by how much four steps move the matrix, by a multiple of known gradients."""
-    there = [nn.Parameter(one) for one in _tiny(0, 1)]
-    _take_steps(dotted, _constructed(dotted, there, TRIED_LR, knobs), there, range(4), factor)
-    return there[0].detach() - _tiny(0, 1)[0]
+    trial = _Trial(dotted, _tiny(0, 1), knobs)
+    trial.step(range(4), factor)
+    return trial.parameters[0].detach() - _tiny(0, 1)[0]
 
 
-def _take_steps(
-    dotted: str,
-    optimizer: Optimizer,
-    parameters: list[nn.Parameter],
-    steps: range,
-    factor: float = 1,
-) -> None:
-    """Take steps by a multiple of known gradients. Raises ConfigError."""
-    for number in steps:
-        numbers = _tiny(number + 1, len(parameters) // 2)
-        gradients = [factor * one for one in numbers]
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-        try:
-            optimizer.step()
-        except Exception as error:
-            text = f"its step fails with gradients alone ({error})"
-            raise refuse("optimizer.name", dotted, text, "AdamW") from None
-        if any(p.grad is not g for p, g in zip(parameters, gradients, strict=True)):
-            text = "puts other tensors in the place of the gradients"
-            raise refuse("optimizer.name", dotted, text, "AdamW")
+class _Trial:
+    """Hold an optimizer of a few tensors, which is tried. Raises ConfigError."""
 
+    def __init__(self, dotted: str, tensors: list[Tensor], knobs: Mapping[str, Any]) -> None:
+        self._dotted, self.parameters = dotted, [nn.Parameter(tensor) for tensor in tensors]
+        self.optimizer = _constructed(dotted, self.parameters, TRIED_LR, knobs)
 
-def _plain_group(group: Mapping[str, Any]) -> dict[str, str]:
-    return {k: repr(v) for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+    def step(self, steps: range, factor: float = 1) -> None:
+        """Take steps by a multiple of known gradients."""
+        for number in steps:
+            numbers = _tiny(number + 1, len(self.parameters) // 2)
+            gradients = [factor * one for one in numbers]
+            for p, gradient in zip(self.parameters, gradients, strict=True):
+                p.grad = gradient
+            try:
+                self.optimizer.step()
+            except Exception as error:
+                text = f"its step fails with gradients alone ({error})"
+                raise refuse("optimizer.name", self._dotted, text, "AdamW") from None
+            if any(p.grad is not g for p, g in zip(self.parameters, gradients, strict=True)):
+                text = "puts other tensors in the place of the gradients"
+                raise refuse("optimizer.name", self._dotted, text, "AdamW")
+
+    def plain_groups(self) -> list[dict[str, str]]:
+        """Return what each group holds besides its parameters and rate, as text."""
+        left = ("params", "lr", "initial_lr")
+        groups = self.optimizer.param_groups
+        return [{k: repr(v) for k, v in group.items() if k not in left} for group in groups]
 
 
 def _hand_over(one: Optimizer, two: Optimizer) -> None:
