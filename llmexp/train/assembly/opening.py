@@ -156,19 +156,24 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
 
 
 def _unloaded(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
-    """Build the tokenizer and the model of a config, whose weights follow.
+    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError.
 
-    No values are drawn for a model of ours; `late`: its memory follows, too. Raises ConfigError,
-    also where there is no room for the model: the config may be somebody else's."""
+    `late`: so does the memory of a model of ours."""
     tokenizer, section = inputs_of(config)
     end = document_end(tokenizer, config.batch.document_mask)
-    given = section, config.precision.kind, end
+    return tokenizer, _build(section, config.precision.kind, end, late)
+
+
+def _build(section: dict[str, Any], kind: str, end: int | None, late: bool) -> nn.Module:
+    """Build the model of a section without drawing values, where it is one of ours.
+
+    Raises ConfigError where there is no room for it: the config may be somebody else's."""
     try:
-        model = build_on_meta(*given)
+        model = build_on_meta(section, kind, end)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
     if not draws_by_blocks(section):
-        return tokenizer, build_model(*given)  # it may have buffers or tied parameters
+        return build_model(section, kind, end)  # it may have buffers or tied parameters
     if not late:
         give_memory(model, torch.device("cpu"))
-    return tokenizer, model
+    return model
