@@ -103,20 +103,14 @@ class Rule:
         return found
 
     def begin(self) -> None:
-        """Begin a window."""
         if self._heads is not None:
             self._heads.begin()
 
     def before_forward(self, targets_bt: Tensor) -> None:
-        """Take note of the targets of the next micro-batch."""
         if self._heads is not None:
             self._heads.count(targets_bt)
 
     def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-        """Clip gradients of this norm in place.
-
-        Return (norm after it, whether anything was clipped, a factor left to the update or None).
-        """
         joined, clip = self._mesh, self._clip
         if clip.kind == "per_group":
             pairs = zip(self._parameters, self._groups, strict=True)
@@ -144,10 +138,6 @@ class Rule:
         return rules.clip_norm(gradients, norm, limit, by_update)
 
     def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
-        """Limit what the update has made, unless it was skipped.
-
-        Return (whether the rule clipped anything, what else it has measured).
-        """
         if self._update is not None:
             clipped, counted = self._update.after(skip)
             self._figures = list(counted)

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.initial import seed_of
 from llmexp.models.loss import WindowLoss
-from llmexp.train.clipping import Rule
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers, Taken
 from llmexp.update import optim, precision
+from llmexp.update.limits import Limit
 
 # Outcome codes of a window; its update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
@@ -30,6 +30,34 @@ OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
+
+
+class Clipping(Protocol):
+    """Name what a step asks of its rule of clipping, which is `llmexp.train.clipping.Rule`."""
+
+    limit: Limit  # of the norm
+    measures: Any  # `metrics.rules.Measures`: counts what it looks at besides the norm
+
+    def begin(self) -> None:
+        """Begin a window."""
+
+    def before_forward(self, targets_bt: Tensor) -> None:
+        """Take note of the targets of the next micro-batch."""
+
+    def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
+        """Clip gradients of this norm in place.
+
+        Return (norm after it, whether anything was clipped, a factor left to the update or None).
+        """
+
+    def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
+        """Limit what the update has made, unless it was skipped.
+
+        Return (whether the rule clipped anything, what else it has measured).
+        """
+
+    def by_norm(self, max_norm: float) -> Clipping:
+        """Return the same with a limit of the norm as its rule."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +71,7 @@ class Setup:
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
-    clipping: Rule
+    clipping: Clipping
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None
