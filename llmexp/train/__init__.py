@@ -18,7 +18,8 @@ state          what the loop holds, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code
-folder         the run folder: made or found, compared with its run, written; another budget
+folder         the run folder: made or found, compared with the run that it holds, written
+extending      another budget for a run that would have come as far as it has
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
 calibration    a run's steps and what comes between them, timed before it is started
 replaying      a run repeated up to a step, which is looked into

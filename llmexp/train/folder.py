@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -16,8 +15,7 @@ import yaml
 
 from llmexp.checkpoint import loading
 from llmexp.exchange.average import refuse_average
-from llmexp.run import Parent, endless_stages
-from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
+from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
@@ -25,16 +23,14 @@ from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
-from llmexp.settings.values import ConfigError, flatten, refuse, typed
+from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio, hardware
 from llmexp.system.redact import as_recorded, concealed
+from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.assembly.solving import rate_factor
 
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
-# A warm-up that was a share of the budget is fixed in steps when the budget changes.
-EXTENDING = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
 
 def is_finished(path: Path, max_steps: int | None = None) -> bool:
@@ -117,7 +113,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     known, here = there.get("config"), fixed_facts(parts)
     old = renamed(known) if isinstance(known, dict) else fixed_part(rundir.read_config(path))
     keys = differing(old, here["config"])
-    if fixed := [key for key in keys if key not in EXTENDING]:
+    if fixed := [key for key in keys if key not in extending.KEYS]:
         # of a section with another function that alone, as its knobs differ for that
         other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
         named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
@@ -128,7 +124,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
             f"here: llmexp train {typed('fork.run', path)} ..."
         )
     if keys and loaded is not None:  # else nothing is trained yet
-        check_extension(path, old, parts, loaded)
+        extending.check_extension(path, old, parts, loaded)
     if not recorded:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     before, now = recorded.get("environment"), environment(parts)
@@ -145,55 +141,6 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         text = f"the data changed since the run started ({data})"
         way = "if no file did, go on with the version of llmexp that began the run"
         raise ConfigError(f"{where}: {text}; {way}")
-
-
-def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: loading.Loaded) -> None:
-    """Raise ConfigError unless training with the new budget would have made the same checkpoint.
-
-    `old` is the flat config of the run in `path`, and `parts` have the new budget."""
-    run, config = parts.run, parts.config
-    budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
-    before = solve_budget(
-        dataclasses.replace(config.train, **budgets),
-        endless_stages(config, run),
-        run.sequence_length,
-        run.train_sequences,
-        run.begin,
-        run.price,
-    )
-    given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
-    key = next((k for k, value in given.items() if value is not None), BUDGETS[0])
-    value = given[key]
-    if run.max_steps <= loaded.step:
-        text = f"is {run.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
-        raise refuse(key, value, text)
-    if before.tail_sequences and loaded.step == before.max_steps:
-        step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
-        text = f"the last window of {path} was a short one, which a longer run does not have"
-        raise ConfigError(f"{key}={value}: {text}; {_fork(path, step, key, value)}")
-    section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
-    then = rate_factor(section, before.max_steps)
-    updates = int(loaded.state["progress"]["updates"])
-    other = next((u for u in range(updates) if then(u) != parts.rate_factor(u)), None)
-    if other is not None:
-        step = max((s for s in rundir.saved_steps(path) if s <= other), default=None)
-        name = str(section["_target_"]).rpartition(".")[2]
-        raise ConfigError(
-            f"{key}={value}: the schedule of {path} ({name}, over {before.max_steps:,} updates) "
-            f"would have had another rate from update {other:,} on, and the run has done "
-            f"{updates:,}; {_fork(path, step, key, value)}"
-        )
-
-
-def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
-    """Return the command of a fork that does what the refused extension would have done.
-
-    `step` is that of the last checkpoint up to which both are the same; None where none is kept."""
-    fork = f"llmexp train {typed('fork.run', path)}"
-    if step is None:
-        text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"
-        return f"{text} on at the rate of the longer schedule: {fork} {key}={value}"
-    return f"fork it: {fork} fork.step={step} {key}={value}"
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def tried(dotted: str, knobs: str) -> Traits:
         before = whole.plain_groups()
         torch.default_generator.manual_seed(0)
         state = torch.get_rng_state()
-        whole.step(range(2))
+        whole.take_steps(range(2))
         states = whole.optimizer.state
         if not all(isinstance(p, Tensor) for p in states):
             text = "keeps a state that is of no parameter, which a checkpoint does not hold"
@@ -248,10 +248,10 @@ def tried(dotted: str, knobs: str) -> Traits:
         other = _Trial(dotted, [p.detach().clone() for p in whole.parameters], given)
         _hand_over(whole.optimizer, other.optimizer)
         halves = _Trial(dotted, _tiny(0, 2), given)
-        halves.step(range(4))
+        halves.take_steps(range(4))
         for trial in (whole, other):
             torch.default_generator.manual_seed(0)
-            trial.step(range(2, 4))
+            trial.take_steps(range(2, 4))
         if not all(map(torch.equal, whole.parameters, other.parameters)):
             text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
             raise refuse("optimizer.name", dotted, f"{text} its state and its groups hold")
@@ -282,7 +282,7 @@ def _tiny(seed: int, parts: int) -> list[Tensor]:
 def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
     """Return by how much four steps move the matrix, by a multiple of known gradients."""
     trial = _Trial(dotted, _tiny(0, 1), knobs)
-    trial.step(range(4), factor)
+    trial.take_steps(range(4), factor)
     return trial.parameters[0].detach() - _tiny(0, 1)[0]
 
 
@@ -293,7 +293,7 @@ class _Trial:
         self._dotted, self.parameters = dotted, [nn.Parameter(tensor) for tensor in tensors]
         self.optimizer = _constructed(dotted, self.parameters, TRIED_LR, knobs)
 
-    def step(self, steps: range, factor: float = 1) -> None:
+    def take_steps(self, steps: range, factor: float = 1) -> None:
         """Take steps by a multiple of known gradients."""
         for number in steps:
             numbers = _tiny(number + 1, len(self.parameters) // 2)

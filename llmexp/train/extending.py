@@ -1,0 +1,67 @@
+"""Extend a run: another budget, where all that it has done so far would have been the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from llmexp.checkpoint.loading import Loaded
+from llmexp.run import endless_stages
+from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
+from llmexp.runs import rundir
+from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.solving import rate_factor
+
+# A warm-up that was a share of the budget is fixed in steps when the budget changes.
+KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
+
+
+def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
+    """Raise ConfigError unless training with the new budget would have made the same checkpoint.
+
+    `old` is the flat config of the run in `path`, and `parts` have the new budget."""
+    run, config = parts.run, parts.config
+    budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
+    before = solve_budget(
+        dataclasses.replace(config.train, **budgets),
+        endless_stages(config, run),
+        run.sequence_length,
+        run.train_sequences,
+        run.begin,
+        run.price,
+    )
+    given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
+    key = next((k for k, value in given.items() if value is not None), BUDGETS[0])
+    value = given[key]
+    if run.max_steps <= loaded.step:
+        text = f"is {run.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
+        raise refuse(key, value, text)
+    if before.tail_sequences and loaded.step == before.max_steps:
+        step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
+        text = f"the last window of {path} was a short one, which a longer run does not have"
+        raise ConfigError(f"{key}={value}: {text}; {_fork(path, step, key, value)}")
+    section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
+    then = rate_factor(section, before.max_steps)
+    updates = int(loaded.state["progress"]["updates"])
+    other = next((u for u in range(updates) if then(u) != parts.rate_factor(u)), None)
+    if other is not None:
+        step = max((s for s in rundir.saved_steps(path) if s <= other), default=None)
+        name = str(section["_target_"]).rpartition(".")[2]
+        raise ConfigError(
+            f"{key}={value}: the schedule of {path} ({name}, over {before.max_steps:,} updates) "
+            f"would have had another rate from update {other:,} on, and the run has done "
+            f"{updates:,}; {_fork(path, step, key, value)}"
+        )
+
+
+def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
+    """Return the command of a fork that does what the refused extension would have done.
+
+    `step` is that of the last checkpoint up to which both are the same; None where none is kept."""
+    fork = f"llmexp train {typed('fork.run', path)}"
+    if step is None:
+        text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"
+        return f"{text} on at the rate of the longer schedule: {fork} {key}={value}"
+    return f"fork it: {fork} fork.step={step} {key}={value}"
