@@ -376,7 +376,8 @@ def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     assert len(re.findall(r"auto: 2 fits", done.stderr)) == 1  # of four, two a rank
     assert state_of(result.folder) == "finished"
     batch = yaml.safe_load((result.folder / "config.yaml").read_text())["batch"]
-    assert (batch["micro_batch_size"], batch["gradient_accumulation_steps"]) == (2, 1)
+    # both sizes fit; which of them is faster is for the machine to say
+    assert batch["micro_batch_size"] * batch["gradient_accumulation_steps"] == 2
 
 
 @needs_slurm
