@@ -6,6 +6,7 @@ The files count in the order in which they are merged, then the command line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -65,7 +66,13 @@ def file_at(path: str) -> tuple[str, dict[str, Any], list[str]]:
 
     That is (the file's name for a user, the values by its own dotted keys, the paths of the files
     in conf/base that it begins with)."""
-    loaded = loader().repository.load_config(path)
+    return _read(loader(), path)
+
+
+@functools.lru_cache(maxsize=512)
+def _read(there: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Return what `file_at` does; a refusal asks for each option several times."""
+    loaded = there.repository.load_config(path)
     if loaded is None:
         return path, {}, []
     folder = Path(str(loaded.path).partition("://")[2])
