@@ -37,6 +37,7 @@ OPTIONS = {
     "soap": ["optimizer=soap", "optimizer.precondition_frequency=3"],
     "adamw_8bit": ["optimizer=adamw_8bit"],
     "Lion": ["optimizer=library", "++optimizer.name=Lion", "++optimizer.betas=[0.8,0.9]"],
+    "lion": ["optimizer=lion"],
     "AdamW4bit": ["optimizer=library", "++optimizer.name=AdamW4bit"],
 }
 
@@ -103,7 +104,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit(name, tmp_path, joined):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*OPTIONS, "lion"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_run_that_is_killed_goes_on_bit_for_bit(name, tmp_path):
     """SIGKILL in the eighth of ten steps, two after a checkpoint; rows and all tensors."""
     (tmp_path / "dying.py").write_text(
@@ -113,7 +114,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(name, tmp_path):
         "        os.remove('dying')\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    given = [*RUN[len(TINY) :], *OPTIONS.get(name, ["optimizer=lion"]), "checkpoint.every=3"]
+    given = [*RUN[len(TINY) :], *OPTIONS[name], "checkpoint.every=3"]
     given += ["train.log_every=1", "--allow", "dying", "hooks=[dying.kill]"]
     whole = train(tmp_path, "whole", *given)
     (tmp_path / "dying").touch()

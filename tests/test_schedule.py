@@ -53,13 +53,6 @@ def test_wsd_is_stable_then_a_line():
     assert factors == pytest.approx([1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
 
 
-def test_the_lr_used_not_the_next_one():
-    # Warm-up 100, base 3e-4: the tenth update (u=9) uses 3.0e-5. The ancestor printed 3.3e-5, the
-    # next one's.
-    assert 3e-4 * schedule.cosine(9, 50, warmup_steps=100) == pytest.approx(3.0e-5, rel=1e-15)
-    assert 3e-4 * schedule.cosine(49, 50, warmup_steps=100) == pytest.approx(1.5e-4, rel=1e-15)
-
-
 # What is left of the rate when the share t of the decay is done.
 LEFT = {
     "linear": lambda t: 1 - t,

@@ -239,9 +239,8 @@ def test_a_part_gets_its_share_of_one_large_file():
 
 def test_what_was_killed_goes_on(files):
     """Killed by the system while two sources are written, at any time: after a few chunks."""
-    script = PREPARE.replace("from tests.conftest import ROOT", SMALL_CHUNKS)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script, f"{files}/web.jsonl"]
+    command = [sys.executable, "-c", SMALL_CHUNKS + PREPARE, f"{files}/web.jsonl"]
     subprocess.run([*command, f"{files}/whole", f"{files}/val.jsonl"], env=env, check=True)
     cut = files / "cut" / "corpus"
     last = len([*(files / "whole" / "corpus").rglob("*-*.json")]) - 2
@@ -474,7 +473,6 @@ PREPARE = """
 import sys
 from llmexp.data.corpus import corpus
 from llmexp.data.tokenizers import byte_level
-from tests.conftest import ROOT
 found = corpus(
     sources={str(n): {"files": name} for n, name in enumerate([sys.argv[1], *sys.argv[3:]])},
     val={}, val_main=None, stages=[], max_epochs=None,

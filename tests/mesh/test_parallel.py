@@ -230,7 +230,7 @@ def test_gathering_in_bf16_changes_no_bit(tmp_path, settings):
     """Autocast multiplies with the same copies; norms are gathered in fp32."""
     (tmp_path / "gathered.py").write_text(GATHERED)
     more = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "precision=bf16"]
-    more += ["--allow", "gathered", "hooks=[gathered.hook]", "train.max_steps=6"]
+    more += ["--allow", "gathered", "hooks=[gathered.hook]", "train.max_steps=3"]
     runs = [train(tmp_path, kind, *settings, *more, GATHER=kind) for kind in ("fp32", "bf16")]
     assert exact(runs[0]) == exact(runs[1])
 
@@ -365,7 +365,7 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "model.dropout=0.3",
         "optimizer=sgd",
         "clip=none",
-        "train.sample_tokens=5",
+        "train.sample_tokens=2",
         "train.sample_every=2",
         "train.max_steps=2",
         "train.eval_every=null",
@@ -417,8 +417,8 @@ def test_what_does_not_fit_is_refused(settings, capsys, overrides):
 HEADS = [
     "model=qwen3_0_6b", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8",
     "model.tied_head=false",
-    "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=5",
-    "train.sample_tokens=9", "model.parametrization=mup", "model.base_width=4",
+    "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=3",
+    "train.sample_tokens=3", "model.parametrization=mup", "model.base_width=4",
 ]  # fmt: skip
 
 
@@ -466,7 +466,7 @@ def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
 
 
 def test_recomputation_changes_no_bit(tmp_path, settings):
-    settings = [*settings, "model.dropout=0.1", "train.max_steps=6", "precision=fp32"]
+    settings = [*settings, "model.dropout=0.1", "train.max_steps=3", "precision=fp32"]
     runs = [
         train(tmp_path, kind, *settings, f"parallelism.activation_checkpointing={kind}")
         for kind in ("none", "full", "selective", "offload")
