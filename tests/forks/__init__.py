@@ -134,7 +134,7 @@ def begin() -> str:
 def server() -> str:
     """The socket of the server: of all test processes where one is shared, else of this one."""
     address = os.environ.get(SHARED) or begin()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # seconds, of a busy machine
     while not os.path.exists(address):
         assert time.monotonic() < deadline, "the server of forks did not start"
         time.sleep(0.02)
