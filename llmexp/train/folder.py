@@ -89,8 +89,13 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 def forget_run(path: Path) -> None:
     """Make the folder of a run that was refused no run folder again, for the next try."""
-    for name in (rundir.CONFIG, rundir.RUN, rundir.STATUS):
-        (path / name).unlink(missing_ok=True)
+    for file in describing(path):
+        file.unlink(missing_ok=True)
+
+
+def describing(path: Path) -> list[Path]:
+    """Return the files of a folder that say what is trained there and how far it came."""
+    return [path / rundir.CONFIG, path / rundir.RUN, path / rundir.STATUS]
 
 
 def answer_command(request: dict[str, Any], **found: Any) -> bool:

@@ -16,6 +16,7 @@ from llmexp import mesh
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import error_record
+from llmexp.system import fileio
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import calibration, failing, folder, group, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
@@ -99,16 +100,23 @@ def begin_run(
             folder.record_run(path, parts, request, "queued")
         return DONE
     if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        return supervised(path, parts, request)
+        return supervised(path, parts, request, accept_first)
     return work(path, parts, request, accept_first)
 
 
-def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
-    """Start this host's ranks for the run and watch them; return the exit code."""
+def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool) -> int:
+    """Start this host's ranks for the run and watch them; return the exit code.
+
+    With `accept_first` ranks of one host that refuse the checkpoint or the rows leave the folder as
+    it was, but for logs and provenance of this start.
+    """
     alone = parts.run.layout.nnodes == 1  # else rank 0 locks and records, once all hosts are there
+    before: dict[Path, bytes] = {}
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(rundir.locked(path))
+            if accept_first:
+                before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
             folder.record_run(path, parts, request)
         try:
             code, text = group.supervise(path, parts)
@@ -120,6 +128,8 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         if text:  # on several hosts the run may be another start's
             ours = alone or not rundir.is_alive(path, rundir.read_status(path))
             failing.record_failure(path, Failure(code, text), ours=ours)
+        for file, content in before.items() if code == REFUSED else ():
+            fileio.write_whole(file, content)
         return code
 
 
@@ -127,7 +137,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     """Train (this rank's part of) the run in the folder; return the exit code.
 
     With `accept_first` the folder is written to only once its newest checkpoint and its rows were
-    accepted: a refusal leaves it as it was.
+    accepted: a refusal leaves it as it was, but for its log, which holds what the console showed.
     """
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it

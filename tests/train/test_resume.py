@@ -305,15 +305,22 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
     assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides"}
 
 
-def test_a_refusal_by_one_file_of_rows_leaves_the_other_one(whole, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refusal_by_one_file_of_rows_leaves_the_others(whole, tmp_path, ranks):
+    """Several ranks read the changed config from the folder; it is put back."""
     result, _ = whole
     copy = cut_after(result, tmp_path, 15)
     (copy / "layers.jsonl").write_text("no row\n")
     before = contents(copy)
-    refused = llmexp("resume", str(copy), cwd=tmp_path)
+    more = ["train.eval_every=7"]
+    more += ["parallelism=ddp", "parallelism.nproc_per_node=2"] if ranks == 2 else []
+    refused = llmexp("resume", str(copy), *more, cwd=tmp_path)
     assert refused.code == 2
     assert f"{copy / 'layers.jsonl'}: line 1 is not a row" in refused.err
-    assert contents(copy) == before
+    after = contents(copy)
+    assert {p: after.get(p) for p in before} == before
+    added = {p.parent.name.partition("-")[0] for p in after.keys() - before.keys()}
+    assert added <= {"logs", "provenance"}  # of the start that was refused
 
 
 def test_resume_of_nothing(tmp_path):
