@@ -30,7 +30,7 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 13_160,
+    "settings": 13_195,
     "run": 9_750,
     "system": 6_700,
     "models": 15_560,
@@ -44,7 +44,7 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_620,
     "compare": 51_100,
-    "train": 39_550,
+    "train": 39_655,
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_415,

@@ -4,8 +4,8 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
               ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
               state.pt               plain containers (torch.load(weights_only=True))
-              manifest.json          format version, step, geometry, size and sha256 of each
-                                     file, the index of all pieces; written last
+              manifest.json          format version, step, geometry (for people), size and sha256 of
+                                     each file, the index of all pieces; written last
 
 Where tensors are sharded, every rank writes the pieces that it holds
 (model-00002-of-00004.safetensors). A piece is a box of a full tensor; the index tells the full

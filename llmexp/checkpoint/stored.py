@@ -17,7 +17,7 @@ from torch import Tensor
 from llmexp.checkpoint.pieces import Piece, StoredPiece
 from llmexp.checkpoint.tensor_files import TYPES
 
-CHUNK = 2**24  # bytes that are read at a time where they cannot be read into their place
+READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
 SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
@@ -90,7 +90,7 @@ def _copy_rows(target: Tensor, piece: StoredPiece, there: tuple[slice, ...], rea
     width = math.prod(size[1:]) * piece.dtype.itemsize  # bytes of a row
     direct = target.device.type == "cpu" and target.dtype == piece.dtype
     direct = direct and target.is_contiguous() and target.shape[1:] == size[1:]
-    rows = max(1, CHUNK // width)
+    rows = max(1, READ_BYTES // width)
     for first in range(0, target.shape[0], rows):
         part = target[first : first + rows]
         room = part if direct else torch.empty((part.shape[0], *size[1:]), dtype=piece.dtype)

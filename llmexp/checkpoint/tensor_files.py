@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2**20  # bytes that are hashed while a processor's cache holds them
+HASH_BYTES = 2**20  # that are hashed while a processor's cache holds them
 # The format's names of types, in the order in which its library writes tensors.
 TYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
@@ -43,8 +43,8 @@ def write_tensors(
             begins[name] = file.tell()
             flat = tensor.detach().cpu().contiguous().view(-1)
             data = flat.view(torch.uint8).numpy().data
-            for start in range(0, len(data), CHUNK):
-                part = data[start : start + CHUNK]
+            for start in range(0, len(data), HASH_BYTES):
+                part = data[start : start + HASH_BYTES]
                 digest.update(part)
                 file.write(part)
         file.flush()

@@ -29,7 +29,7 @@ from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.derived import Derived
-from llmexp.run.layout import SIZES, Layout
+from llmexp.run.layout import DERIVED_SIZES, Layout
 from llmexp.run.rules import keys_set, rules_in_words
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import affects, fields
@@ -38,7 +38,7 @@ from llmexp.settings.values import ConfigError, flatten, section_knobs
 from llmexp.sweep.section import Sweep
 
 NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
-DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | SIZES
+DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | DERIVED_SIZES
 WIDTH = 80
 CHANGES = {
     "result": "the result",

@@ -12,11 +12,11 @@ from llmexp.compose.overrides import typed_in
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
 from llmexp.run.batch import CUT
-from llmexp.run.rules import SIZED, keys_set
-from llmexp.settings.rules import ONE_NUMBER, SIZES
+from llmexp.run.rules import BATCH_KEYS, keys_set
+from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.variables import fill
 
-SHAPE = (*SIZES, "head_dim")
+SHAPE = (*SHAPE_KEYS, "head_dim")
 
 
 def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
@@ -57,7 +57,7 @@ def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None
     keys, beside = keys_set(tree["optimizer"]), _beside(cfg, ("optimizer.rule",), saved)
     anew = bool(beside)
     beside = beside or _given(cfg)[-1][1]
-    sized = any(key.startswith(SIZED) for key in beside)
+    sized = any(key.startswith(BATCH_KEYS) for key in beside)
     if sized or beside.issuperset(CUT):
         keys["batch"] = ()
     if not (anew or (saved and sized and tree["optimizer"]["rule"] in ("linear", "sqrt"))):

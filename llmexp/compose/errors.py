@@ -21,7 +21,15 @@ from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, op
 from llmexp.compose.overrides import key_of, parsed, written
 from llmexp.runs import rundir
 from llmexp.settings.convert import MOVED
-from llmexp.settings.values import ConfigError, flatten, hint, nearest, pasteable, refuse
+from llmexp.settings.values import (
+    ConfigError,
+    did_you_mean,
+    flatten,
+    hint,
+    near_words,
+    pasteable,
+    refuse,
+)  # fmt: skip
 from llmexp.system.text import first_of
 
 MOST = 18  # names in a list of what there is
@@ -179,7 +187,7 @@ def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:
             return ""
         if longer:
             word = pasteable(f"{section}.{longer[0]}={value}")
-            return f" Did you mean {section}={other} {word}?"
+            return did_you_mean([f"{section}={other} {word}"])
     return ""
 
 
@@ -191,16 +199,14 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
-    within = nearest(name, turned or siblings, cutoff=0.5 if turned else 0.75)
-    if within and section:
-        within = within.replace("mean ", f"mean {section}.")
-    elsewhere = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")]
-    if within or elsewhere:
-        return within or f" Did you mean {' or '.join(elsewhere[:3])}?"
+    within = near_words(name, turned or siblings, cutoff=0.5 if turned else 0.75)
+    near = [f"{section}.{word}" if section else word for word in within]
+    if not near:
+        near = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")][:3]
+    if not near and not siblings:
+        near = near_words(key, known, cutoff=0.8)
     top = [k for k in known if "." not in k and k != "hydra"]
-    there = siblings or top
-    near = "" if siblings else nearest(key, known, cutoff=0.8)
-    return near or f" Known: {first_of(there, MOST)}"
+    return did_you_mean(near) or f" Known: {first_of(siblings or top, MOST)}"
 
 
 def known_tree(overrides: Sequence[str]) -> dict[str, Any]:

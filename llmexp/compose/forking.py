@@ -17,7 +17,7 @@ import yaml
 from hydra.errors import HydraException
 
 from llmexp.compose.overrides import key_of, parsed, written
-from llmexp.run.batch import CUT, SIZE, cut_anew
+from llmexp.run.batch import BATCH_TOTALS, CUT, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import batch_is_open
@@ -180,8 +180,9 @@ def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool
     given, batch, schedule = _keys(overrides), tree.get("batch"), tree.get("schedule")
     if isinstance(batch, dict) and given.intersection(CUT):
         batch |= {key.partition(".")[2]: None for key in CUT if key not in given}
-    if isinstance(batch, dict) and (same := given.intersection(SIZE)):  # one of them is enough
-        batch |= {key.partition(".")[2]: None for key in SIZE if key not in same}
+    # one of them is enough
+    if isinstance(batch, dict) and (same := given.intersection(BATCH_TOTALS)):
+        batch |= {key.partition(".")[2]: None for key in BATCH_TOTALS if key not in same}
     elif isinstance(batch, dict) and "batch.sequence_length" in given:
         batch["tokens_per_step"] = None
     if isinstance(schedule, dict) and (fork or budgets_in(overrides)):

@@ -61,7 +61,8 @@ def sequence_index(
     start = seed if isinstance(seed, np.ndarray) else np.array([int(seed) & _MASK], np.uint64)
     key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) + epoch.astype(np.uint64))
     bits = np.maximum(1, np.searchsorted(_POWERS, n)).astype(np.uint64)
-    x, sizes, bits = position.astype(np.uint64), *np.broadcast_arrays(n, bits, k)[:2]
+    sizes, bits, _ = np.broadcast_arrays(n, bits, k)
+    x = position.astype(np.uint64)
     fewest = 0
     for most, rounds in ROUNDS:
         walking = np.flatnonzero((fewest < bits) & (bits <= most))

@@ -68,7 +68,8 @@ class Sampler:
     shuffle: bool = True
     mask: TargetMask = TargetMask()
     mixed: Mixture | None = None  # where the stream holds several sources
-    offset: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
+    # Of a stage: its place in the order at step 0, if all steps before had its batch; may be < 0.
+    offset: int = 0
 
     def starts(self, k_nr: np.ndarray) -> np.ndarray:
         """Return int64 (n, r): the first token of each of the sequences `k_nr` of the run."""
@@ -116,23 +117,23 @@ def _windows(
     block = max(1, _BLOCK_TOKENS // (per_rank * sampler.sequence_length))
     step, k_r = steps.start, sampler.offset + first_row + np.arange(per_rank)
     while step < steps.stop:
-        left = sampler.total_sequences - sampler.offset - step * real
+        left = sampler.total_sequences - sampler.offset - step * real  # sequences
         # The tail window comes alone; rank 0 has the most rows in it.
-        count = min(block, max(1, left // real), steps.stop - step)
-        rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
-        step_n = np.arange(step, step + count)
-        starts_nr = sampler.starts(step_n[:, None] * real + k_r)[:, :rows]
+        windows_here = min(block, max(1, left // real), steps.stop - step)
+        own_rows, rows_of_rank_0 = min(max(0, left - first_row), per_rank), min(left, per_rank)
+        step_n = np.arange(step, step + windows_here)
+        starts_nr = sampler.starts(step_n[:, None] * real + k_r)[:, :own_rows]
         tokens_nrs, masked_nrt = _read(
             sampler.stream, starts_nr, sampler.sequence_length, sampler.mask
         )
-        micro_steps = max(1, -(-most // part.micro_batch_size))
+        micro_steps = max(1, -(-rows_of_rank_0 // part.micro_batch_size))
         batches, target_counts = _micro_batches(
             tokens_nrs, micro_steps, part.micro_batch_size, masked_nrt, pin_memory
         )
-        for i in range(count):
+        for i in range(windows_here):
             digested = _digest(tokens_nrs[i], first_row) if digest else 0
             yield Window(step + i, batches[i], target_counts[i], digested)
-        step += count
+        step += windows_here
 
 
 def _read(

@@ -22,7 +22,7 @@ from llmexp.checkpoint.loading import Loaded, fill_all, read_tensor
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
-from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
+from llmexp.exchange.families import TRANSFORMERS, NameRule, family_of, to_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.models.common import all_finite
@@ -49,7 +49,7 @@ class Stored:
     factor: Callable[[str], float] = lambda name: 1.0
 
 
-def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype, form: Stored) -> Tensor:
+def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> Tensor:
     """Return a tensor of theirs, made of ours in the memory that it takes itself."""
     found = torch.empty(_shape(loaded, rule), dtype=dtype)
     target = found.T if rule.transposed and found.ndim == 2 else found
@@ -65,13 +65,13 @@ def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype, form: Stored) -> Tens
     return found
 
 
-def _shape(loaded: Loaded, rule: Rule) -> tuple[int, ...]:
+def _shape(loaded: Loaded, rule: NameRule) -> tuple[int, ...]:
     shapes = [loaded.model[name][0].shape for name in rule.ours]
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
     return shape[::-1] if rule.transposed else shape
 
 
-def written_shape(loaded: Loaded, rule: Rule, vocabulary: int | None) -> tuple[int, ...]:
+def written_shape(loaded: Loaded, rule: NameRule, vocabulary: int | None) -> tuple[int, ...]:
     """Return the shape of a tensor of theirs without the padding of the vocabulary."""
     shape = _shape(loaded, rule)
     if vocabulary is None or rule.ours not in VOCABULARY:
@@ -79,7 +79,7 @@ def written_shape(loaded: Loaded, rule: Rule, vocabulary: int | None) -> tuple[i
     return (vocabulary, *shape[1:])
 
 
-def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored) -> int:
+def write_weights(folder: Path, loaded: Loaded, rules: list[NameRule], form: Stored) -> int:
     """Write the tensors as safetensors of at most SHARD_BYTES each, and return their bytes.
 
     Several files get an index.
@@ -87,7 +87,7 @@ def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored)
     kinds = {r.theirs: form.dtype or loaded.model[r.ours[0]][0].dtype for r in rules}
     shapes = {r.theirs: written_shape(loaded, r, form.vocabulary) for r in rules}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
-    shards: list[list[Rule]] = [[]]
+    shards: list[list[NameRule]] = [[]]
     for rule in rules:
         held = sum(sizes[r.theirs] for r in shards[-1])
         if shards[-1] and held + sizes[rule.theirs] > SHARD_BYTES:
@@ -108,7 +108,7 @@ def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored)
 def _write_file(
     file: Path,
     loaded: Loaded,
-    shard: list[Rule],
+    shard: list[NameRule],
     kinds: dict[str, torch.dtype],
     shapes: dict[str, tuple[int, ...]],
     form: Stored,
@@ -202,10 +202,10 @@ def rounding(stored: torch.dtype, trained: torch.dtype) -> str:
 
 def _described(
     loaded: Loaded, section: Mapping[str, Any], end: int | None
-) -> tuple[dict[str, Any], list[Rule]]:
+) -> tuple[dict[str, Any], list[NameRule]]:
     """Return the config.json of the model and the rules of its tensors. Raises ConfigError."""
     if section["_target_"] != TRANSFORMERS:
         return to_config(section, end), list(family_of(section).tensors(section))
     config = json.loads((Path(section["path"]) / "config.json").read_text(encoding="utf-8"))
     config |= {"bos_token_id": end, "eos_token_id": end}
-    return config, [Rule(name.removeprefix("model."), (name,)) for name in loaded.model]
+    return config, [NameRule(name.removeprefix("model."), (name,)) for name in loaded.model]

@@ -1,6 +1,7 @@
 """One table a family: how Hugging Face's transformers names what our models name otherwise.
 
-A `Rule` says how one tensor of theirs is made of ours; read backwards, how ours are cut out of it.
+A `NameRule` says how one tensor of theirs is made of ours; read backwards, how ours are cut out of
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names al
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A tensor of Hugging Face: ours, one below another (dimension 0).
 
     They are transposed where Hugging Face keeps the input dimension first. {i} stands for the
@@ -26,9 +27,9 @@ class Rule:
     ours: tuple[str, ...]
     transposed: bool = False
 
-    def of_block(self, number: int) -> Rule:
+    def of_block(self, number: int) -> NameRule:
         ours = tuple(name.replace("{i}", str(number)) for name in self.ours)
-        return Rule(self.theirs.replace("{i}", str(number)), ours, self.transposed)
+        return NameRule(self.theirs.replace("{i}", str(number)), ours, self.transposed)
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Family:
     switches: Mapping[str, Any]
     sizes: Mapping[str, str]
     fixed: Mapping[str, Any]
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     ignored: tuple[str, ...]  # ends of the names of tensors that hold no weights of their own
     absent: Mapping[str, Any] = field(default_factory=dict)
 
-    def tensors(self, section: Mapping[str, Any]) -> Iterator[Rule]:
+    def tensors(self, section: Mapping[str, Any]) -> Iterator[NameRule]:
         """Yield the rule of each tensor of a model with these knobs."""
         for rule in self.rules:
             if "{i}" not in rule.theirs:
@@ -60,7 +61,7 @@ class Family:
             for number in range(section["n_layers"]):
                 yield rule.of_block(number)
         if not section.get("tied_head", True):
-            yield Rule("lm_head.weight", ("head.weight",))
+            yield NameRule("lm_head.weight", ("head.weight",))
 
 
 # The switches of llmexp.models.llama.Llama, when they are off.
@@ -78,11 +79,11 @@ USUAL = {
 }
 
 
-def _layer(theirs: str, *ours: str, transposed: bool = False, bias: bool = False) -> list[Rule]:
+def _layer(theirs: str, *ours: str, transposed: bool = False, bias: bool = False) -> list[NameRule]:
     """Return the rules of a linear layer or a norm."""
-    found = [Rule(f"{theirs}.weight", tuple(f"{o}.weight" for o in ours), transposed)]
+    found = [NameRule(f"{theirs}.weight", tuple(f"{o}.weight" for o in ours), transposed)]
     if bias:
-        found.append(Rule(f"{theirs}.bias", tuple(f"{o}.bias" for o in ours)))
+        found.append(NameRule(f"{theirs}.bias", tuple(f"{o}.bias" for o in ours)))
     return found
 
 

@@ -21,7 +21,7 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, is_step, step_of
 from llmexp.checkpoint.loading import Loaded, read_tensor
 from llmexp.checkpoint.pieces import Box, named_tensors, piece_of
-from llmexp.exchange.families import USUAL, Rule, from_config
+from llmexp.exchange.families import USUAL, NameRule, from_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.models.common import all_finite
@@ -52,7 +52,7 @@ class WeightSource:
     folder: Path
     target: str
     knobs: Mapping[str, Any]
-    rules: list[Rule]
+    rules: list[NameRule]
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, Box | None], Tensor]
     factor: Callable[[str], float] = lambda name: 1.0
@@ -126,7 +126,7 @@ def open_checkpoint(
 
 def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:
     """Return the weights of a checkpoint of ours, whose run had this model section."""
-    rules = [Rule(name, (name,)) for name in loaded.model]
+    rules = [NameRule(name, (name,)) for name in loaded.model]
     shapes = {name: pieces[0].shape for name, pieces in loaded.model.items()}
     return WeightSource(
         str(loaded.path),
@@ -237,7 +237,7 @@ def _growing(
 
 
 def _fits(
-    rule: Rule,
+    rule: NameRule,
     source: WeightSource,
     own: Mapping[str, tuple[int, ...]],
     growing: Mapping[str, tuple[int, int]],

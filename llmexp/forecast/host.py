@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llmexp.checkpoint.stored import CHUNK
+from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.forecast.rehearsal import Cut, Footprint
 from llmexp.models.initial import BLOCK
 from llmexp.system.text import gib
@@ -60,8 +60,10 @@ def host_need(
     whole = 0
     if not draws_by_blocks(section) and (sharded > 1 or not on_cpu):
         whole = held["parameters"] * sharded
-    rooms = {"start": 0 if on_cpu else 4 * BLOCK, "save": 0 if on_cpu or copied else CHUNK}
-    fixed = {stage: process + whole + room for stage, room in (rooms | {"load": CHUNK}).items()}
+    rooms = {"start": 0 if on_cpu else 4 * BLOCK, "save": 0 if on_cpu or copied else READ_BYTES}
+    fixed = {
+        stage: process + whole + room for stage, room in (rooms | {"load": READ_BYTES}).items()
+    }
     shares = {"start": 0.0, "save": float(copied), "load": 0.0}
     if on_cpu:
         shares = {

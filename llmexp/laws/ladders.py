@@ -17,13 +17,13 @@ from llmexp.run.budget import BUDGETS
 from llmexp.runs.find import SweepFolder, find, looks_like_run
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_label, short_value
-from llmexp.settings.rules import ONE_NUMBER, SIZES
+from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import listed
 
 UNDECAYED = "learning rate not decayed, as that of the others is"
 # A ladder varies these: they set no two ladders apart.
-_SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SIZES))
+_SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SHAPE_KEYS))
 _SCALE = ("batch.", "fork.", *_SIZES, *BUDGETS, SEED)
 Settings = Mapping[Record, Mapping[str, Any]]  # what of each config could set ladders apart
 

@@ -58,7 +58,10 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that see different sequences; None: all; dp_size 1 has none."""
+        """Return the ranks that see different sequences; None: all ranks do.
+
+        With dp_size 1, where a rank sees all sequences, it is not to be asked for.
+        """
         if self.sharding is None or self.tensor is None:
             return None
         return self.sharding.get_group()

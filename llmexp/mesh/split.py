@@ -66,8 +66,8 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
             return torch.zeros((), device=mesh.device)
         # get_total_norm, without its sorting of tensors by device and dtype
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
-    norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    return sum_of_parts(mesh, values, norms.double().square()).sqrt().to(norms.dtype)
+    own_n = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
+    return sum_of_parts(mesh, values, own_n.double().square()).sqrt().to(own_n.dtype)
 
 
 def sum_of_parts(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:

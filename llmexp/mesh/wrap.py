@@ -84,8 +84,8 @@ def wrap(
         keep = mesh.once  # whole parameters from the first micro-batch to the last
         for block in blocks_of(loss.model):
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            rest = [m for m in block.modules() if not isinstance(m, nn.Linear) and _own(m)]
-            if gathered is not None and not _own(block):
+            rest = [m for m in block.modules() if not isinstance(m, nn.Linear) and _has_own(m)]
+            if gathered is not None and not _has_own(block):
                 policy = dataclasses.replace(
                     policy, param_dtype=gathered, reduce_dtype=torch.float32
                 )
@@ -154,7 +154,7 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _own(module: nn.Module) -> bool:
+def _has_own(module: nn.Module) -> bool:
     """Return whether a module has parameters of its own, besides those of its parts."""
     return next(module.parameters(recurse=False), None) is not None
 

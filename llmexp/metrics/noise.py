@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.labels import plural
 
 DECAY = 0.99  # of the smoothing, a measurement
@@ -70,7 +71,7 @@ class SmallGradient:
         elif several and (own or not self._mesh.once):
             gradients = [p.grad for p in parameters if p.grad is not None]
             self._norm = mesh.global_norm(self._mesh, gradients)
-        self._targets = int((micro_batches[0][1] >= 0).sum())  # they are on the host
+        self._targets = int((micro_batches[0][1] != IGNORE_INDEX).sum())  # they are on the host
 
     def take(self, count: Tensor | float, scale: Tensor) -> tuple[Tensor, ...]:
         """Return the mean square norm of the gradient of a small batch, and its size in targets.

@@ -59,9 +59,9 @@ def compiled_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, vocabulary: i
 
 
 class WindowLoss(nn.Module):
-    """The model and its loss: all that a training step calls.
+    """The model and its loss: all that a training step calls, once a micro-batch of the window.
 
-    It is the cross-entropy, summed over the valid targets of one micro-batch.
+    It is the cross-entropy, summed over the valid targets of this micro-batch.
 
     `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
@@ -110,8 +110,8 @@ class WindowLoss(nn.Module):
     def is_whole(self, rows: int, device: torch.device) -> bool:
         """Return whether model and plain loss are compiled as one function.
 
-        It does on an accelerator where the logits of `rows` tokens are small beside its memory, and
-        where the model gives logits only.
+        They are on CUDA where the logits of `rows` tokens are small beside its memory, or where the
+        model gives logits only; never with a split vocabulary.
         """
         if kind_of(device) != "cuda" or self.shard is not None:
             return False

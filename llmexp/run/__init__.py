@@ -14,7 +14,7 @@ from typing import Any
 
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import BUDGETS, Price, solve_budget, spent_of
-from llmexp.run.derived import follows, solves
+from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
 from llmexp.run.rules import rate_by_batch
 from llmexp.run.shares import GroupShare, SourceShare
@@ -53,7 +53,7 @@ _DATA = "data tokenizer"
 _TOKENS = "real_batch_size {real_batch_size} x sequence_length {sequence_length}"
 _TEXT = "{max_steps} optimizer steps = {max_tokens} tokens = {max_epochs} epochs; "
 _TEXT += f"{_TOKENS} = {{tokens_per_step}} tokens per step"
-_SEQUENCES = " - 1) / sequence_length {sequence_length}, rounded down"
+_DIVIDED = "/ sequence_length {sequence_length}, rounded down"
 _FLOPS = "flops_per_token {flops_per_token} x max_tokens {max_tokens}, of a fork less its parent's"
 
 
@@ -61,76 +61,76 @@ _FLOPS = "flops_per_token {flops_per_token} x max_tokens {max_tokens}, of a fork
 class Facts:
     """Hold what is looked up before a run can be solved: ranks, data, model, device."""
 
-    parallelism: str = solves("parallelism.kind")
+    parallelism: str = resolved_knob("parallelism.kind")
     layout: Layout
-    threads_per_rank: int = follows("CPU threads of each rank", "nproc_per_node")
-    train_tokens: int = follows("tokens of the training data", _DATA)
-    train_sequences: int = follows(
+    threads_per_rank: int = derived("CPU threads of each rank", "nproc_per_node")
+    train_tokens: int = derived("tokens of the training data", _DATA)
+    train_sequences: int = derived(
         "sequences in the training data",
         "train_tokens batch.sequence_length",
-        f"(train_tokens {{train_tokens}}{_SEQUENCES}; of a corpus, of each source by itself",
+        f"(train_tokens {{train_tokens}} - 1) {_DIVIDED}; of a corpus, of each source by itself",
     )
-    val_tokens: int = follows("tokens of the validation data", _DATA)
-    data: str = follows("the data in words", _DATA)
-    model: str = follows("the model in words", "model")
-    parameters: int = follows("parameters of the model, each once", "model vocab_size")
-    max_position_embeddings: int | None = follows(
+    val_tokens: int = derived("tokens of the validation data", _DATA)
+    data: str = derived("the data in words", _DATA)
+    model: str = derived("the model in words", "model")
+    parameters: int = derived("parameters of the model, each once", "model vocab_size")
+    max_position_embeddings: int | None = derived(
         "tokens; the longest sequence allowed", "model.max_position_embeddings"
     )
-    flops_per_token: int | None = follows(
+    flops_per_token: int | None = derived(
         "floating-point operations per target token, forward and backward",
         "model batch.sequence_length",
         "{flops_formula}",
     )
-    flops_formula: str | None = follows("how flops_per_token is counted", "model")
-    loss_kernel: str = follows("how the loss is computed", "model train.device")
-    tokenizer: str = follows("the tokenizer's name", "tokenizer")
-    tokenizer_vocab_size: int = follows("token ids of the tokenizer", "tokenizer")
-    vocab_size: int | None = follows(
+    flops_formula: str | None = derived("how flops_per_token is counted", "model")
+    loss_kernel: str = derived("how the loss is computed", "model train.device")
+    tokenizer: str = derived("the tokenizer's name", "tokenizer")
+    tokenizer_vocab_size: int = derived("token ids of the tokenizer", "tokenizer")
+    vocab_size: int | None = derived(
         "rows of the model's embedding",
         "model.vocab_size tokenizer_vocab_size",
         "the tokenizer has {tokenizer_vocab_size} ids",
     )
-    device: str = follows("where the run computes", "train.device")
-    device_name: str = follows("the device's own name", "train.device")
-    precision: str = solves("precision.kind", "precision.kind device")
-    precision_reason: str = follows("why this arithmetic", "precision.kind device")
-    rule: str | None = follows(  # None without one
+    device: str = derived("where the run computes", "train.device")
+    device_name: str = derived("the device's own name", "train.device")
+    precision: str = resolved_knob("precision.kind", "precision.kind device")
+    precision_reason: str = derived("why this arithmetic", "precision.kind device")
+    rule: str | None = derived(  # None without one
         "what optimizer.rule has set, and from what",
         "optimizer.rule optimizer.reference optimizer.exponents model "
         f"{' '.join(BUDGETS)} batch.real_batch_size batch.tokens_per_step",
         default=None,
     )
-    parametrization: str | None = follows(
+    parametrization: str | None = derived(
         "what model.parametrization changes, and by how much", "model", default=None
     )
-    groups: tuple[GroupShare, ...] = follows(
+    groups: tuple[GroupShare, ...] = derived(
         "what each group of parameters takes", "optimizer.groups model", default=()
     )
-    compiled: str = follows(  # empty where nobody asked
+    compiled: str = derived(  # empty where nobody asked
         "whether the model is compiled, and why", "train.compile device", default=""
     )
-    memory: str | None = follows(
+    memory: str | None = derived(
         "what a rank held at its peak in such a run before", "batch.micro_batch_size", default=None
     )
-    initial: str | None = follows(
+    initial: str | None = derived(
         "the weights that the model begins with", "model.init_from", default=None
     )
-    parent: Parent | None = follows(
+    parent: Parent | None = derived(
         "the checkpoint that a fork goes on from", "fork.run fork.step", default=None
     )
-    parameters_with_head: int | None = follows(
+    parameters_with_head: int | None = derived(
         "parameters without embedding tables, but with the head", "model vocab_size", default=None
     )
-    parameters_in_blocks: int | None = follows(
+    parameters_in_blocks: int | None = derived(
         "parameters of the matrices inside the blocks", "model", default=None
     )
-    shape: str | None = follows(
+    shape: str | None = derived(
         "how the model's sizes follow from one number",
         "model.size model.depth model.shape_rule",
         default=None,
     )
-    warnings: tuple[str, ...] = follows("what the start warns of", default=())
+    warnings: tuple[str, ...] = derived("what the start warns of", default=())
 
     @property
     def dp_size(self) -> int:
@@ -154,50 +154,50 @@ class Facts:
 class Run(Facts):
     """A solved run. Sizes are in sequences, tokens or optimizer steps, as the names say."""
 
-    micro_batch_size: int = solves("batch.micro_batch_size", *_BATCH)
-    gradient_accumulation_steps: int = solves("batch.gradient_accumulation_steps", *_BATCH)
-    real_batch_size: int = solves("batch.real_batch_size", *_BATCH)
-    sequence_length: int = solves("batch.sequence_length")
-    tokens_per_step: int = follows(
+    micro_batch_size: int = resolved_knob("batch.micro_batch_size", *_BATCH)
+    gradient_accumulation_steps: int = resolved_knob("batch.gradient_accumulation_steps", *_BATCH)
+    real_batch_size: int = resolved_knob("batch.real_batch_size", *_BATCH)
+    sequence_length: int = resolved_knob("batch.sequence_length")
+    tokens_per_step: int = derived(
         "target tokens of a full optimizer step", "real_batch_size batch.sequence_length", _TOKENS
     )
-    ramp: str | None = solves("batch.ramp")
-    stages: tuple[BatchStage, ...] = follows(
+    ramp: str | None = resolved_knob("batch.ramp")
+    stages: tuple[BatchStage, ...] = derived(
         "steps, sequences and micro-batches of each stage of a batch ramp",
         "batch.ramp batch.micro_batch_size dp_size batch.sequence_length",
     )
-    max_steps: int = follows("optimizer steps of the whole run", _TAIL, _TEXT)
-    max_tokens: int = follows("target tokens of the whole run", _TAIL, _TEXT)
-    max_epochs: float = follows(
+    max_steps: int = derived("optimizer steps of the whole run", _TAIL, _TEXT)
+    max_tokens: int = derived("target tokens of the whole run", _TAIL, _TEXT)
+    max_epochs: float = derived(
         "passes over the training sequences", f"{_BUDGET} train_sequences", _TEXT
     )
-    total_sequences: int = follows("sequences of the whole run, all epochs", _TAIL, _TEXT)
-    tail_sequences: int = follows("sequences in the last window where it is short, else 0", _TAIL)
-    dropped_sequences: int = follows("sequences of the budget that fill no window", _TAIL)
-    budget_given: str | None = follows(
+    total_sequences: int = derived("sequences of the whole run, all epochs", _TAIL, _TEXT)
+    tail_sequences: int = derived("sequences in the last window where it is short, else 0", _TAIL)
+    dropped_sequences: int = derived("sequences of the budget that fill no window", _TAIL)
+    budget_given: str | None = derived(
         "a budget in FLOPs or in tokens per parameter, and what is left of it", _TAIL, default=None
     )
-    val_sequences: int = follows(
+    val_sequences: int = derived(
         "sequences in the validation data",
         "val_tokens batch.sequence_length",
-        f"(val_tokens {{val_tokens}}{_SEQUENCES}",
+        f"(val_tokens {{val_tokens}} - 1) {_DIVIDED}",
     )
-    eval_sequences: int = follows(
+    eval_sequences: int = derived(
         "sequences of one evaluation", "val_sequences train.eval_tokens batch.sequence_length"
     )
-    warmup_updates: int = follows(
+    warmup_updates: int = derived(
         "updates of warm-up",
         "schedule.warmup_steps schedule.warmup_ratio max_steps",
         "of {max_steps} updates",
     )
-    total_flops: int | None = follows(
+    total_flops: int | None = derived(
         "floating-point operations of the run; of a fork, without its parent's",
         "flops_per_token max_tokens",
         _FLOPS,
     )
-    versions: dict[str, str] = follows("versions of Python and packages")
-    commit: str | None = follows("commit of llmexp")
-    sources: tuple[SourceShare, ...] = follows(
+    versions: dict[str, str] = derived("versions of Python and packages")
+    commit: str | None = derived("commit of llmexp")
+    sources: tuple[SourceShare, ...] = derived(
         "sequences and epochs of each source of a corpus", f"{_BUDGET} {_DATA}", default=()
     )
 

@@ -10,7 +10,7 @@ from llmexp.settings.convert import ramp_sizes
 from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
 
 CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
-SIZE = ("batch.real_batch_size", "batch.tokens_per_step")
+BATCH_TOTALS = ("batch.real_batch_size", "batch.tokens_per_step")
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 
 

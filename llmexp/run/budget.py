@@ -15,7 +15,8 @@ BUDGETS = (
     "train.max_steps", "train.max_epochs", "train.max_tokens", "train.max_flops",
     "train.tokens_per_parameter",
 )  # fmt: skip
-SIZED = ("train.max_flops", "train.tokens_per_parameter")  # their tokens follow from the model
+# Their tokens follow from the model.
+BUDGETS_BY_MODEL = ("train.max_flops", "train.tokens_per_parameter")
 NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
@@ -54,7 +55,7 @@ def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
 
 def sized_by(flat: Mapping[str, Any]) -> str:
     """Return the budget of a flat config whose tokens follow from the model; "" for another one."""
-    return next((key for key in SIZED if flat.get(key) is not None), "")
+    return next((key for key in BUDGETS_BY_MODEL if flat.get(key) is not None), "")
 
 
 def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:

@@ -20,15 +20,15 @@ class Derived:
     formula: str = ""
 
 
-def follows(meaning: str, sources: str = "", formula: str = "", **more: Any) -> Any:
+def derived(meaning: str, sources: str = "", formula: str = "", **more: Any) -> Any:
     """Return a field for a number that follows from `sources`; `more` may have its default."""
     about = Derived(meaning, tuple(sources.split()), formula)
     return field(metadata={Derived: about}, **more)
 
 
-def solves(key: str, sources: str = "", formula: str = "") -> Any:
+def resolved_knob(key: str, sources: str = "", formula: str = "") -> Any:
     """Return a field for the value that a knob ends up with, once null and auto are resolved.
 
     Its meaning is that of the knob.
     """
-    return follows(fields()[key].doc.partition(";")[0], sources or key, formula)
+    return derived(fields()[key].doc.partition(";")[0], sources or key, formula)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.run.derived import Derived, follows, solves
+from llmexp.run.derived import Derived, derived, resolved_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.values import refuse
 
 RANKS = "parallelism.kind parallelism.nproc_per_node parallelism.nnodes"
-SIZES = {
+DERIVED_SIZES = {
     "dp_size": Derived(
         "replicas that share a real batch",
         (*RANKS.split(), "parallelism.tensor_parallel_size"),
@@ -28,15 +28,15 @@ SIZES = {
 class Layout:
     """The arrangement of ranks: hosts x ranks on each = replicas x shards x tensor-parallel."""
 
-    nnodes: int = solves("parallelism.nnodes")
-    nproc_per_node: int = solves(
+    nnodes: int = resolved_knob("parallelism.nnodes")
+    nproc_per_node: int = resolved_knob(
         "parallelism.nproc_per_node", "parallelism.nproc_per_node train.device"
     )
-    replicate_size: int = follows(
+    replicate_size: int = derived(
         "groups of ranks that each hold the whole model", f"{RANKS} parallelism.replicate_size"
     )
-    shard_size: int = follows("ranks over which parameters and optimizer state are spread", RANKS)
-    tensor_parallel_size: int = follows(
+    shard_size: int = derived("ranks over which parameters and optimizer state are spread", RANKS)
+    tensor_parallel_size: int = derived(
         "ranks that compute each layer together", f"{RANKS} parallelism.tensor_parallel_size"
     )
 

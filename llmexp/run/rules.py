@@ -11,15 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.run.batch import CUT, SIZE, solve_batch
+from llmexp.run.batch import BATCH_TOTALS, CUT, solve_batch
 from llmexp.run.budget import DEFAULT_MAX_STEPS, Price, tokens_of
 from llmexp.settings.config import Batch, Config
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import LIBRARY, RULES, SET, Exponents, Powers, Reference, Rule
+from llmexp.settings.rules import LIBRARY, RULES, SET, Exponents, Powers, Reference, ScalingRule
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
 
-SIZED = (*SIZE, "batch.ramp")  # one of them is enough
+BATCH_KEYS = (*BATCH_TOTALS, "batch.ramp")  # one of them is enough
 NOT_OF_ADAM = (
     "llmexp.update.optim.sgd", "llmexp.update.optim.lion", "llmexp.update.options.adafactor",
 )  # fmt: skip
@@ -36,7 +36,7 @@ class Chosen:
     """A rule with its reference and its power laws, as a config has them."""
 
     name: str
-    rule: Rule
+    rule: ScalingRule
     at: Reference
     powers: Exponents
 
@@ -122,7 +122,7 @@ def _check(found: Chosen) -> None:
 
 def batch_is_open(batch: Batch) -> bool:
     """Return whether no size of the batch is given, so that a rule may set it."""
-    size = any(getattr(batch, key.partition(".")[2]) is not None for key in SIZED)
+    size = any(getattr(batch, key.partition(".")[2]) is not None for key in BATCH_KEYS)
     return not size and len(_parts(batch)) < len(CUT)
 
 
@@ -150,7 +150,7 @@ def keys_set(optimizer: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         return {}
     keys = [SET[target] for target in ("lr", "weight_decay") if found.law(target) is not None]
     keys += ["optimizer.beta2"] if found.rule.beta2 else []
-    sizes = (*SIZED, *CUT) if found.law("B") is not None else ()
+    sizes = (*BATCH_KEYS, *CUT) if found.law("B") is not None else ()
     return {"optimizer": tuple(keys), "batch": sizes}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import ONE_NUMBER, SIZES, ShapeRule
+from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS, ShapeRule
 from llmexp.settings.values import refuse
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
@@ -42,7 +42,7 @@ def solve_shape(
     if rule.mlp_factor is None:
         rule = dataclasses.replace(rule, mlp_factor=mlp_factor)
     section = section | {"shape_rule": dataclasses.asdict(rule)}
-    given = {name: section[name] for name in SIZES if section.get(name) is not None}
+    given = {name: section[name] for name in SHAPE_KEYS if section.get(name) is not None}
     words = f"{key}={value}"
     if depth is None:
         parameters = parameters_in(size)
@@ -51,7 +51,7 @@ def solve_shape(
     by_rule, found = _shaped(section, {}, depth, rule), _shaped(section, given, depth, rule)
     sizes = [
         f"{k} {found[k]:,}" + f" ({by_rule[k]:,} by the rule)" * (found[k] != by_rule[k])
-        for k in SIZES
+        for k in SHAPE_KEYS
         if k in section
     ]
     by = ", ".join(f"{k} {v:.4g}" for k, v in section["shape_rule"].items())

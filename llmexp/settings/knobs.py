@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
-from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SET, SIZES, rule_sets_batch
+from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SET, SHAPE_KEYS, rule_sets_batch
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
@@ -119,7 +119,7 @@ def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _settled(flat: Mapping[str, Any]) -> set[str]:
     """Return the keys that decide nothing more, as what follows from them is in the config."""
     found = {"batch.tokens_per_step"} if flat.get("batch.real_batch_size") is not None else set()
-    if None not in (flat.get(f"model.{name}", 0) for name in SIZES):
+    if None not in (flat.get(f"model.{name}", 0) for name in SHAPE_KEYS):
         found |= {key for key in flat if key.startswith((*ONE_NUMBER, "model.shape_rule"))}
     open_keys = [SET["lr"], SET["weight_decay"], "optimizer.beta2"]
     open_keys += [SET["B"]] if rule_sets_batch(flat) else []

@@ -14,7 +14,7 @@ from llmexp.settings.values import Where, choice, count, knob, optional, usual
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
 LIBRARY = "llmexp.update.library.library"  # target of optimizer=library, which has a name
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
-SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
+SHAPE_KEYS = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Exponents:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScalingRule:
     """Describe a rule: power laws through a reference, which is the user's where it has none.
 
     `beta2`: tokens a step from which on it is the first value, below them the second one.
@@ -130,33 +130,34 @@ class Rule:
 
 
 RULES = {
-    "linear": Rule("arXiv 1706.02677", Exponents(lr=Powers(B=1.0))),
-    "sqrt": Rule("arXiv 2205.10287", Exponents(lr=Powers(B=0.5))),
-    "porian": Rule(
+    "linear": ScalingRule("arXiv 1706.02677", Exponents(lr=Powers(B=1.0))),
+    "sqrt": ScalingRule("arXiv 2205.10287", Exponents(lr=Powers(B=0.5))),
+    "porian": ScalingRule(
         "arXiv 2406.19146, beta2 as OLMo-core's ladder",
         Exponents(B=Powers(N=2 / 3), lr=Powers(N=-1 / 3)),
         Reference(lr=0.0047, N=108e6, B=160 * 2048),
         (524_288, 0.95, 0.99),
     ),
-    "step_law": Rule(
+    "step_law": ScalingRule(
         "arXiv 2503.04715, for a final rate of 1e-5",
         Exponents(B=Powers(D=0.571), lr=Powers(N=-0.713, D=0.307)),
         Reference(lr=1.79, N=1, D=1, B=0.58),
     ),
-    "deepseek": Rule(
+    "deepseek": ScalingRule(
         "arXiv 2401.02954",
         Exponents(B=Powers(C=0.3271), lr=Powers(C=-0.125)),
         Reference(lr=0.3118, C=1, B=0.2920),
     ),
-    "power_lines": Rule(  # the timescale B / (lr x weight_decay x D) goes with (D / N)^-0.527
+    # the timescale B / (lr x weight_decay x D) goes with (D / N)^-0.527
+    "power_lines": ScalingRule(
         "arXiv 2505.13738",
         Exponents(B=Powers(D=0.383), weight_decay=Powers(B=1.0, lr=-1.0, D=0.527 - 1, N=-0.527)),
     ),
-    "t_epoch": Rule(  # the timescale stays
+    "t_epoch": ScalingRule(  # the timescale stays
         "arXiv 2405.13698",
         Exponents(lr=Powers(B=0.5), weight_decay=Powers(B=1.0, lr=-1.0, D=-1.0)),
     ),
-    "reference": Rule("optimizer.exponents", Exponents()),
+    "reference": ScalingRule("optimizer.exponents", Exponents()),
 }
 RULE_KEYS = ("optimizer.rule", "optimizer.reference", "optimizer.exponents")
 SET = {"B": "batch.real_batch_size", "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}

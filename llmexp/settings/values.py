@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,12 +74,21 @@ def refusal(described: Mapping[str, Any]) -> ConfigError:
     return ConfigError(described["message"], described["key"], described["code"])
 
 
-def nearest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
-    """' Did you mean ...?' for the closest known words, or the empty string where none is close."""
+def near_words(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the known word that is spelled most alike, in a list, or an empty one."""
     known = list(known)
     same = [one for one in known if one.casefold() == word.casefold()]
-    close = same[:n] or difflib.get_close_matches(word, known, n=n, cutoff=cutoff)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
+    return same[:1] or difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+
+
+def did_you_mean(words: Sequence[str]) -> str:
+    """Return ' Did you mean ...?' for some words, or the empty string for none."""
+    return f" Did you mean {' or '.join(words)}?" if words else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean ...?' for the closest known word, or the empty string."""
+    return did_you_mean(near_words(word, known))
 
 
 def hint(word: str, known: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.rules import ONE_NUMBER, SIZES
+from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.section import Sweep
@@ -201,7 +201,7 @@ def split_duplicates(
 def _why_same(point: Point, same: Point) -> str:
     """Return why points with other overrides have one config."""
     differ = {o.partition("=")[0].lstrip("+") for o in {*point.overrides} ^ {*same.overrides}}
-    sizes = [f"model.{name}" for name in SIZES if point.config.model.get(name) is not None]
+    sizes = [f"model.{name}" for name in SHAPE_KEYS if point.config.model.get(name) is not None]
     if differ <= {*ONE_NUMBER} and {"model.n_layers", "model.d_model"} <= {*sizes}:
         return f"{', '.join(differ)} gives way to {', '.join(sizes)}, which are given: choose one"
     return "what differs cannot change results"

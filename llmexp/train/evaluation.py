@@ -12,6 +12,7 @@ from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA
+from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.tasks import scoring
 from llmexp.train.assembly.assemble import Parts
@@ -88,7 +89,7 @@ def evaluate_stream(
             with precision.autocast(parts.precision, device):
                 sums[0] += setup.loss(tokens_bt.to(device), targets_bt.to(device))
             targets = targets_bt.numpy()
-            sums[1] += int((targets >= 0).sum())
+            sums[1] += int((targets != IGNORE_INDEX).sum())
             sums[2] += float(text_bytes.at(stream, starts_b, targets).sum())
     nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:

@@ -259,7 +259,7 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
             operands = (x.to(joined.device) for x in (tokens_1t, targets_1t))
             each_t = setup.loss(*operands, each=True)[0]
         each_t = mesh.total(joined, each_t.double())
-        valid = mesh.total(joined, (targets_1t[0] >= 0).double().to(joined.device))
+        valid = mesh.total(joined, (targets_1t[0] != IGNORE_INDEX).double().to(joined.device))
         targets = int(valid.sum())
         if len(found) < end - begin:
             start = int(starts[len(found)])

@@ -204,20 +204,22 @@ def on_host(value: Tensor) -> Any:
 
 
 def at_least_one(count: Any) -> Any:
+    """Return a count of targets to divide by, where there may be none."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
 
 
 def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the valid targets of a window on all ranks, and the factor on each micro-batch's loss.
 
-    Both have no dimension; the factor is on the device.
+    The gradient is 1 / dp_size x the sum over ranks r of w dL_r, since DDP and FSDP average what is
+    to be summed: L_r is the summed loss of rank r, and the factor w = dp_size / targets. Both have
+    no dimension; the factor is on the device.
     """
     device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
         own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
         count = on_host(mesh.total(setup.mesh, own_count))
-    # x dp_size: DDP and FSDP average what is to be summed
     weight = setup.mesh.dp_size / at_least_one(count)
     weight = weight.to(dtype) if isinstance(weight, Tensor) else torch.tensor(weight, dtype=dtype)
     return count, weight * setup.scaler.value if setup.scaler.enabled else weight

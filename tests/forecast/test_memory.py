@@ -13,7 +13,7 @@ import torch
 
 from llmexp import mesh
 from llmexp.__main__ import run
-from llmexp.checkpoint.stored import CHUNK
+from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
@@ -310,12 +310,12 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     on_cpu = of_host()["host_bytes"]
     # parameters, average and gradients; with AdamW's moments
     assert (on_cpu["start"], on_cpu["save"]) == (near(3 * size / 2), near(5 * size / 2))
-    assert on_cpu["load"] == on_cpu["save"] + CHUNK
+    assert on_cpu["load"] == on_cpu["save"] + READ_BYTES
     assert on_cpu["of_a_host"] == 2 * on_cpu["load"]
     assert of_host("checkpoint.async=true")["host_bytes"]["save"] == near(9 * size / 2)
     found = of_host("plan.device=l4", "plan.host_gib=0.00001")
     host = found["host_bytes"]
-    assert (host["start"], host["load"]) == (4 * BLOCK, CHUNK)
+    assert (host["start"], host["load"]) == (4 * BLOCK, READ_BYTES)
     assert host["save"] == near(4 * size / 2)
     assert not found["fits"]
     # the room to read with is each rank's, whatever the hosts

@@ -17,7 +17,7 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.run.shape import parameters_in, solve_shape
 from llmexp.settings.config import Config
-from llmexp.settings.rules import SIZES
+from llmexp.settings.rules import SHAPE_KEYS
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import llmexp
@@ -40,14 +40,14 @@ def gpt2_parameters(depth: int, aspect: float, head: int, factor: float, multipl
 
 
 def section(**more) -> dict:
-    sizes = dict.fromkeys(SIZES)
+    sizes = dict.fromkeys(SHAPE_KEYS)
     del sizes["n_kv_heads"]
     whole = {"_target_": "llmexp.models.gpt2.GPT2", "vocab_size": 320, **sizes}
     return whole | {"size": None, "depth": None, "shape_rule": None} | more
 
 
 def build(kind: type, found: dict):
-    names = [name for name in SIZES if name in found]
+    names = [name for name in SHAPE_KEYS if name in found]
     with torch.device("meta"):
         return kind(320, 32, **{name: found[name] for name in names})
 

@@ -233,8 +233,10 @@ def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str | None:
         return None
     m, hidden, head = model.width_ratio, groups.hidden_matrices(model), model.blocks[0].attention
     size, texts = sum(p.numel() for p in hidden), [f"mup: d_model / base_width {base} = {m:.4g}"]
-    texts.append(f"weights of the {len(hidden)} matrices of the blocks ({size:,} parameters) begin")
-    texts[-1] += f" {m**-0.5:.4g} times as large"
+    texts.append(
+        f"weights of the {len(hidden)} matrices of the blocks ({size:,} parameters) begin "
+        f"{m**-0.5:.4g} times as large"
+    )
     own = {id(p) for p in hidden}
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -262,7 +264,7 @@ def group_shares(
     return tuple(taken)
 
 
-SIZES = (
+SHOWN_SIZES = (
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_model", "d_ff", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
@@ -270,7 +272,7 @@ SIZES = (
 
 def sizes_in(model: dict[str, Any]) -> str:
     """Return the sizes in a model section, as they are given on a command line."""
-    return " ".join(f"{key}={model[key]}" for key in SIZES if model.get(key) is not None)
+    return " ".join(f"{key}={model[key]}" for key in SHOWN_SIZES if model.get(key) is not None)
 
 
 def label_of(model: dict[str, Any]) -> str:

@@ -16,10 +16,12 @@ MEMORY = "memory"  # measured by a run, a kind of note
 # Faults of the cache, which must not stop a run: no home folder, keys of a section `user` without
 # an order.
 FAULTS = (RuntimeError, TypeError)
-OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.update.optim.")  # no files
+# Targets of ours that read no files, so that equal knobs have equal figures.
+OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.update.optim.")
 
 
-_own: dict[Path, dict[str, Any]] = {}  # of the user's own, which may be something else later
+# Kept for this process alone: functions of the user's own may be others in the next one.
+_own: dict[Path, dict[str, Any]] = {}
 
 
 def known_memory(config: Config, device_name: str) -> str | None:
