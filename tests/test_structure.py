@@ -48,7 +48,7 @@ SIZES = {
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_415,
-    "compose": 10_895,
+    "compose": 10_905,
     "sweep": 27_680,
     "verify": 18_650,
     "cli": 18_190,

@@ -23,10 +23,10 @@ from llmexp.runs import rundir
 from llmexp.settings.convert import MOVED
 from llmexp.settings.values import (
     ConfigError,
+    closest,
     did_you_mean,
     flatten,
     hint,
-    near_words,
     pasteable,
     refuse,
 )  # fmt: skip
@@ -199,12 +199,12 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
-    within = near_words(name, turned or siblings, cutoff=0.5 if turned else 0.75)
+    within = closest(name, turned or siblings, cutoff=0.5 if turned else 0.75)
     near = [f"{section}.{word}" if section else word for word in within]
     if not near:
         near = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")][:3]
     if not near and not siblings:
-        near = near_words(key, known, cutoff=0.8)
+        near = closest(key, known, cutoff=0.8)
     top = [k for k in known if "." not in k and k != "hydra"]
     return did_you_mean(near) or f" Known: {first_of(siblings or top, MOST)}"
 

@@ -74,7 +74,7 @@ def refusal(described: Mapping[str, Any]) -> ConfigError:
     return ConfigError(described["message"], described["key"], described["code"])
 
 
-def near_words(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the known word that is spelled most alike, in a list, or an empty one."""
     known = list(known)
     same = [one for one in known if one.casefold() == word.casefold()]
@@ -88,7 +88,7 @@ def did_you_mean(words: Sequence[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ' Did you mean ...?' for the closest known word, or the empty string."""
-    return did_you_mean(near_words(word, known))
+    return did_you_mean(closest(word, known))
 
 
 def hint(word: str, known: Iterable[str]) -> str:
