@@ -62,8 +62,7 @@ def sequence_index(
     key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) + epoch.astype(np.uint64))
     bits = np.maximum(1, np.searchsorted(_POWERS, n)).astype(np.uint64)
     sizes, bits, _ = np.broadcast_arrays(n, bits, k)
-    x = position.astype(np.uint64)
-    fewest = 0
+    x, fewest = position.astype(np.uint64), 0
     for most, rounds in ROUNDS:
         walking = np.flatnonzero((fewest < bits) & (bits <= most))
         while walking.size:  # ends: the walk stays on a cycle that holds its start, which is inside

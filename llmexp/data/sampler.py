@@ -68,8 +68,7 @@ class Sampler:
     shuffle: bool = True
     mask: TargetMask = TargetMask()
     mixed: Mixture | None = None  # where the stream holds several sources
-    # Of a stage: its place in the order at step 0, if all steps before had its batch; may be < 0.
-    offset: int = 0
+    offset: int = 0  # sequences to add to s*R, where earlier steps had another batch; may be < 0
 
     def starts(self, k_nr: np.ndarray) -> np.ndarray:
         """Return int64 (n, r): the first token of each of the sequences `k_nr` of the run."""

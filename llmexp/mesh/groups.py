@@ -58,10 +58,7 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that see different sequences; None: all ranks do.
-
-        With dp_size 1, where a rank sees all sequences, it is not to be asked for.
-        """
+        """Return the ranks that see different sequences; None: all do. Not for dp_size 1."""
         if self.sharding is None or self.tensor is None:
             return None
         return self.sharding.get_group()
@@ -265,11 +262,7 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Leave the process group.
-
-    Free the wrapped module and the optimizer first, or gloo may abort at exit. An error is only
-    printed: the work of the ranks is done, and its end may be recorded.
-    """
+    """Leave the group, once module and optimizer are freed, as gloo may abort; print an error."""
     if mesh.distributed and dist.is_initialized():
         try:
             dist.destroy_process_group()

@@ -62,7 +62,6 @@ class WindowLoss(nn.Module):
     """The model and its loss: all that a training step calls, once a micro-batch of the window.
 
     It is the cross-entropy, summed over the valid targets of this micro-batch.
-
     `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
     Its parameters are the model's, without copies. The loss is `chunked` where the model allows it

@@ -93,8 +93,7 @@ class Outcome:
     clipped: bool
     target_tokens: float
     loss_scale: float
-    # mean square norm and targets of the small batch, where it was measured
-    small: tuple[float, float] | None
+    small: tuple[float, float] | None  # mean square norm and targets of it, where measured
     measured: list[float]  # what the rule of clipping looks at
 
     @property
@@ -204,16 +203,14 @@ def on_host(value: Tensor) -> Any:
 
 
 def at_least_one(count: Any) -> Any:
-    """Return a count of targets to divide by, where there may be none."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
 
 
 def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the valid targets of a window on all ranks, and the factor on each micro-batch's loss.
 
-    The gradient is 1 / dp_size x the sum over ranks r of w dL_r, since DDP and FSDP average what is
-    to be summed: L_r is the summed loss of rank r, and the factor w = dp_size / targets. Both have
-    no dimension; the factor is on the device.
+    The gradient is 1 / dp_size x sum_r w dL_r, as DDP and FSDP average: L_r is the summed loss of
+    rank r, w = dp_size / targets the factor. Both have no dimension; the factor is on the device.
     """
     device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)

@@ -142,8 +142,7 @@ class Scaler:
     def update(self, norm: Tensor) -> None:
         """Halve the scale after an overflow, double it after `growth_interval` steps without one.
 
-        An overflow is a gradient norm that is not finite. A loss that is not finite beside a finite
-        norm is none: no scale changes the forward pass.
+        An overflow is a gradient norm that is not finite; no scale changes the loss.
         """
         if self.enabled:
             overflow = ~norm.isfinite()
