@@ -142,7 +142,7 @@ def _show(lines: Sequence[dict[str, Any]]) -> None:
     console.print("  ".join([*head, "run"]))
     groups: dict[str, list[tuple[dict[str, Any], list[str]]]] = defaultdict(list)
     for line, cells in zip(lines, rows, strict=True):
-        groups[line.get("sweep") or os.path.dirname(line["path"])].append((line, cells))
+        groups[line.get("sweep") or str(Path(line["path"]).parent)].append((line, cells))
     for group in sorted(groups):
         tally = Counter(line["state"] for line, _ in groups[group])
         counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])

@@ -156,7 +156,8 @@ def _judged(
         limit, by_rest, by_all, rate = _null(len(effects), knobs)
         error = float(_of_small(effects[None])[0])
         half, p = _by(by_all, effects, error)
-        if np.abs(effects[knobs:]).max(initial=0.0) <= limit * error:  # no pair is seen
+        # no pair is seen
+        if len(by_rest) and np.abs(effects[knobs:]).max() <= limit * error:
             error = float(_of_rest(effects[None], knobs)[0])
             half[:knobs], p[:knobs] = _by(by_rest, effects[:knobs], error)
     return list(map(Contrast, names, effects.tolist(), half.tolist(), p.tolist())), rate

@@ -143,7 +143,7 @@ def own_options(key: str, given: Sequence[str]) -> str:
     That is the whole command; empty where the group is not swept, or no option has the knob.
     """
     section, asked = key.partition(".")[0], written(given)
-    swept = asked.get(section, [])
+    swept = [o for o in asked.get(section, ()) if o in options_of(section)]
     apart = [
         k for k in asked if k.startswith(f"{section}.") and not all(_takes(o, k) for o in swept)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 
@@ -29,11 +29,15 @@ def parsed(overrides: Iterable[str]) -> list[Override]:
 
 
 def written(overrides: Iterable[str]) -> dict[str, list[str]]:
-    """Return the values of each key as they are written, those of a sweep one by one."""
+    """Return the values of each key as they are written, those of a sweep one by one.
+
+    A glob or an interval is one value. Raises HydraException.
+    """
     found = {}
     for o in parsed(overrides):
-        swept = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
-        found[o.key_or_group] = swept or [o.get_value_element_as_str()]
+        listed = o.is_discrete_sweep() and o.value_type != ValueType.GLOB_CHOICE_SWEEP
+        whole = str(o.input_line).partition("=")[2]
+        found[o.key_or_group] = list(o.sweep_string_iterator()) if listed else [whole]
     return found
 
 

@@ -26,6 +26,7 @@ from llmexp.settings.targets import better_of
 from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio, hardware
+from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed
 from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
@@ -88,7 +89,11 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 
 def forget_run(path: Path) -> None:
-    """Make the folder of a run that was refused no run folder again, for the next try."""
+    """Make the folder of a run that was refused no run folder again, for the next try.
+
+    What another process has begun there meanwhile is kept."""
+    if rundir.read_status(path).get("exit_code") != REFUSED:
+        return
     for file in describing(path):
         file.unlink(missing_ok=True)
 

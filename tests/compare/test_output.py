@@ -290,6 +290,9 @@ def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys, monkeyp
     out = capsys.readouterr().out
     assert "4 finished" in out
     assert "400/400" in out
+    monkeypatch.chdir(tmp_path)
+    assert llmexp(["runs", "lost"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "."  # the folder that it lies in
     assert llmexp(["runs", str(tmp_path), "--state", "cut", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert (row["name"], row["state"], row["step"]) == ("lost", "cut", 400)

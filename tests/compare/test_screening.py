@@ -141,6 +141,10 @@ def test_knobs_that_do_nothing_at_all_are_not_found():
     assert screen(settings, [{"1": 2.5}] * 16).found == []
     s = screen(settings, [{"1": 2.5 - one["b"]} for one in settings])
     assert (s.found, s.knobs["b"].effect) == (["b"], -1.0)
+    full = [dict(zip("abcdefg", row, strict=True)) for row in design(7, 8)]  # no contrast is left
+    assert screen(full, [{"1": 2.5}] * 8).found == []
+    s = screen(full, [{"1": 2.5 - one["b"]} for one in full])
+    assert (s.found, s.knobs["b"].effect) == (["b"], -1.0)
 
 
 QUICK = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3",

@@ -337,6 +337,9 @@ SWEEPS = [
      "2-rule_linear+micro_batch_size_8: resolves to the same config as "
      "0-rule_sqrt+micro_batch_size_8", "cannot"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
+    (["schedule=glob(c*)", "optimizer.foo=1"], "optimizer.foo: there is no such key", "lr"),
+    (["optimizer=glob(*)", "optimizer.foo=1"], "optimizer.foo: there is no such key", "lr"),
+    (["train.seed=interval(0,1)", "optimizer.foo=1"], "optimizer.foo: there is no such key", "lr"),
     (["train.seed=1,2", "tracker.notes=${hydra.job.num}"], "0-seed_1, 1-seed_2: tracker.notes: ",
      "hydra.job.num"),
 ]  # fmt: skip

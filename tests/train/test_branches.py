@@ -150,7 +150,7 @@ def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk)
     """Another real batch reads on at the same sequence: 4 steps of 8 sequences are 8 of 4, so a run
     that has taken 4 sequences a step from the start reads the same windows."""
     small = fork(trunk, "small", "batch.real_batch_size=4", "train.max_steps=8")
-    assert "go on at sequence 64, where the parent was" in " ".join(small.out.split())
+    assert "go on at sequence 32, where the parent was" in " ".join(small.out.split())
     run = small.json("run.json")
     assert (run["total_sequences"], run["max_tokens"]) == (48, 48 * 12)
     cwd, more = trunk.folder.parent, ["data.train_files=[train.npy]", "train.max_steps=12"]

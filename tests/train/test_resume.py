@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from llmexp.compose.overrides import parsed
+from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.settings.values import typed
+from llmexp.train import folder
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
 
@@ -321,6 +323,19 @@ def test_a_refusal_by_one_file_of_rows_leaves_the_others(whole, tmp_path, ranks)
     assert {p: after.get(p) for p in before} == before
     added = {p.parent.name.partition("-")[0] for p in after.keys() - before.keys()}
     assert added <= {"logs", "provenance"}  # of the start that was refused
+
+
+def test_a_run_that_is_refused_leaves_what_another_process_has_begun_there(whole, tmp_path):
+    """Both found an empty folder; the other was faster."""
+    copy = cut_after(whole[0], tmp_path, 15)
+    before = contents(copy)
+    for status in ({"state": "running", "exit_code": None}, {"state": "finished", "exit_code": 0}):
+        rundir.write_status(copy, **status)
+        folder.forget_run(copy)
+        assert contents(copy).keys() == before.keys()
+    rundir.write_status(copy, "failed", exit_code=2)
+    folder.forget_run(copy)
+    assert not rundir.is_run(copy)
 
 
 def test_resume_of_nothing(tmp_path):
