@@ -44,7 +44,7 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_620,
     "compare": 51_100,
-    "train": 39_671,
+    "train": 39_676,
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_415,

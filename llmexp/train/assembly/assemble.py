@@ -121,10 +121,10 @@ class Cache:
 
         Plain values are the same where they are equal, other arguments only as the same object.
         """
-        key = json.dumps([make, *map(_sorted, arguments)], default=id)
+        name = make.__module__, make.__qualname__  # a method is another object at each call
+        key = json.dumps([name, *map(_sorted, arguments)], default=id)
         if key not in self._made:
-            # all are kept: no other object gets their ids
-            self._made[key] = make(*arguments), (make, arguments)
+            self._made[key] = make(*arguments), arguments  # kept: no other object gets their ids
         found: T = self._made[key][0]
         return found
 
