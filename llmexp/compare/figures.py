@@ -85,8 +85,8 @@ def difference(setting: Setting) -> str:
     if (apart := setting.size) is None:
         return ""
     if setting.half:
-        return "-+"[apart > 0] + with_interval(abs(apart), setting.half, 6)
-    size = f"{apart:+.2g}" if abs(apart) < 100 else "-+"[apart > 0] + shown(abs(apart), 3)
+        return "-+"[apart >= 0] + with_interval(abs(apart), setting.half, 6)
+    size = f"{apart:+.2g}" if abs(apart) < 100 else "-+"[apart >= 0] + shown(abs(apart), 3)
     return size + (" ± 0" if setting.half is not None else "")
 
 

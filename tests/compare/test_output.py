@@ -12,12 +12,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
+from llmexp.compare.figures import difference
 from llmexp.compare.page import clip_rows
 from llmexp.compare.table import show, shown_columns, to_json, to_markdown
 from llmexp.runs.rundir import locked
@@ -257,6 +259,11 @@ def test_figures_are_readable():
     assert [rounded(c) for c in counts] == ["0.5", "123", "1k", "81.9k", "1M", "1.64M", "3,330G"]
     sizes = (0.0039, 15.96, 999.4, 999.7, 3354.2)
     assert [gib(n * 2**30) for n in sizes] == ["0.0039", "16", "999", "1,000", "3,354"]
+
+
+def test_a_difference_is_below_the_leading_setting_only_where_it_is():
+    texts = [difference(SimpleNamespace(size=size, half=0.1)) for size in (-0.2, 0.0, 0.2)]
+    assert texts == ["-0.20 ± 0.10", "+0.00 ± 0.10", "+0.20 ± 0.10"]
 
 
 def test_the_list_of_runs_names_its_loss(tmp_path, capsys):
