@@ -96,7 +96,7 @@ def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
     target = "llmexp.models.llama.Llama"
     knobs = {"n_layers": 1, "rope_scaling": scaling}
     source = WeightSource("folder", tmp_path, target, knobs, [], {}, lambda name: None)
-    with pytest.raises(ValueError, match="folder needs ") as refused:
+    with pytest.raises(ValueError, match=r"^needs ") as refused:
         check_weights(source, {"_target_": target, "n_layers": 2}, None)
     layers, given_scaling = shlex.split(str(refused.value).partition("needs ")[2])
     assert layers == "model.n_layers=1"

@@ -63,6 +63,9 @@ def made(
         setup=SimpleNamespace(  # type: ignore[arg-type]
             mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
             layers=None,
+            clipping=SimpleNamespace(
+                measures=Measures({}, {}, range(1)), limit=SimpleNamespace(add=lambda *norms: None)
+            ),
             outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
         ),
@@ -80,7 +83,7 @@ def made(
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
-        norms=Norms("none", None), measures=Measures({}, {}, range(1)),
+        norms=Norms("none", None),
         noise=NoiseScale(12),
         text_bytes=None, fixed={}, peak_flops=None,
     )  # fmt: skip
