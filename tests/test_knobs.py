@@ -258,7 +258,7 @@ def _trained(config: Config) -> tuple[str, list[float]]:
         seen = step.read()
         updates += seen.applied
         s.outliers.add(seen.loss, seen.grad_norm)
-        s.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
+        s.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
         figures += [seen.loss, seen.grad_norm, seen.grad_norm_post_clip, step.lr, seen.code]

@@ -509,7 +509,7 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
     monkeypatch.setattr(group, "supervise", interrupted)
     monkeypatch.setattr(group, "join_ranks", interrupted)
     for start_of in (worker.supervised, worker.work):
-        assert start_of(tmp_path, parts, {}) == 130
+        assert start_of(tmp_path, parts, {}, False) == 130
         assert (tmp_path / "status.json").read_bytes() == before
 
 
