@@ -319,6 +319,7 @@ def export_of(trained: Result, where: Path, *more: str, **env: str) -> Result:
     return llmexp("export", str(trained.folder), "--to", "hf", "out", *more, cwd=where, **env)
 
 
+@pytest.mark.fresh  # the server of forks has imported transformers
 def test_an_export_is_checked_where_transformers_is(trained: Result, tmp_path: Path) -> None:
     kept = export_of(trained, tmp_path, "--keep-padding", "--no-check", "--dtype", "bf16")
     assert kept.code == 0
