@@ -140,8 +140,8 @@ def record_left(path: Path, code: int, cause: str, *, stopped: bool) -> None:
 
 
 def by_plan(path: Path) -> bool:
-    """Return whether a run stopped where train.stop_step had it stop."""
+    """Return whether a run stopped as train.stop_step has it, at that step or past it."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         steps = rundir.read_status(path)["summary"]["steps"]
-        return bool(steps == rundir.read_config(path)["train"]["stop_step"])
+        return bool(steps >= rundir.read_config(path)["train"]["stop_step"])
     return False

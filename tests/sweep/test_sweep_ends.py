@@ -41,6 +41,8 @@ ALONE = "a signal that was not for the whole sweep stopped it"
         ("preempted", 75, False, None, "preempted", ALONE),
         ("preempted", 75, True, None, "preempted", None),
         ("preempted", 75, False, 7, "preempted", None),  # at a rung of halving
+        ("preempted", 75, False, 6, "preempted", None),  # it had been past it
+        ("preempted", 75, False, 8, "preempted", ALONE),
         ("finished", 0, False, None, "finished", None),
     ],
 )
