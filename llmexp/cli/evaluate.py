@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.overrides import key_of
+from llmexp.run.layout import check_split, solve_layout
 from llmexp.runs import rundir
 from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.config import Config
@@ -143,7 +144,8 @@ def ranks_of(run: str, overrides: Sequence[str], config_dir: str | None = None) 
     folder = Path(run).expanduser()
     if (folder / "config.json").is_file() and not rundir.is_run(folder):
         return 1  # refused there
-    chosen = with_data(named_checkpoint(run)[0], overrides, config_dir).parallelism
+    config = with_data(named_checkpoint(run)[0], overrides, config_dir)
+    chosen = config.parallelism
     if chosen.kind == "single":
         return 1
     if chosen.kind not in SHARING:
@@ -151,6 +153,12 @@ def ranks_of(run: str, overrides: Sequence[str], config_dir: str | None = None) 
         raise refuse("parallelism.kind", chosen.kind, text, "fsdp")
     if chosen.nproc_per_node is None:
         raise refuse("parallelism.nproc_per_node", None, "a number of ranks is needed", 4)
+    layout = solve_layout(chosen, chosen.nproc_per_node)
+    try:
+        check_split(config.model, layout.tensor_parallel_size)
+    except ConfigError as error:  # its example is of a model that is not trained yet
+        why = str(error).partition("; for example")[0]
+        raise ConfigError(f"{why}; for example parallelism=fsdp", error.key) from None
     return chosen.nnodes * chosen.nproc_per_node
 
 

@@ -60,7 +60,7 @@ def exported(
     `dtype` None: as trained. Raises ConfigError.
     """
     path, step = named_checkpoint(run)
-    check_new(folder, "FOLDER")
+    check_new(folder, "")
     from llmexp.train.assembly.opening import export_run
 
     checkpoint = (path, step, weights)

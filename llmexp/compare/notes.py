@@ -310,7 +310,7 @@ def _method(f: Result) -> Iterator[str]:
     if any(r.difference for r in f.ranked):
         of = f" of all {count} settings" if count > 2 else ""
         small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
-        looks = f", over all {plural(len(f.looks), 'look')} together" if f.looks else ""
+        looks = ", over all looks together" if f.looks else ""
         yield f"Intervals are at 95 %{looks}, with the noise{of} over their seeds{small}."
     if few:
         yield (

@@ -161,6 +161,8 @@ def own_options(key: str, given: Sequence[str]) -> str:
             text = " ".join(map(pasteable, (f"defaults: [{o}]", *lines)))
             file = pasteable(f"{folder}/{section}/{chosen[-1]}.yaml")
             steps += [f"printf '%s\\n' {text} > {file}"] if own else []
+    if "sweep.screen" in asked and len(chosen) != 2:  # a screen takes two values of each key
+        return ""
     kept = [o for o in given if key_of(o) not in (section, "hydra.mode", *apart)]
     words = ["--config-dir", folder, f"{section}={','.join(chosen)}", *kept]
     steps.append(f"llmexp train -m {' '.join(map(pasteable, words))}{rundir.allowed_again()}")

@@ -212,6 +212,9 @@ def not_in_option(choices: dict[str, Any], key: str, value: str, flat: dict[str,
     having = [o for o in options_of(section) if name in option(f"{section}/{o}")]
     if not having:
         return ""
-    text = f"the option {section}={choices[section]} has no such knob"
+    if (chosen := choices[section]) == OPTION:
+        text = f"the {section} that the run folder has takes no such knob"
+    else:
+        text = f"the option {section}={chosen} has no such knob"
     example = f"; for example {section}={having[0]} {pasteable(f'{key}={value}')}" if value else ""
     return f"{key}: {text}; these have it: {', '.join(having)}{example}"

@@ -125,18 +125,20 @@ def built_config(path: Path) -> Config:
 
 
 def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
-    """Return the deepest part of the path `wanted`, the value of `key`, that exists.
+    """Return the deepest part of the path `wanted` that exists.
 
-    Raises ConfigError when no folder can be made there; makes none.
+    `key`: the knob or flag that it is the value of; empty: a word of its own. Raises ConfigError
+    when no folder can be made there; makes none.
     """
+    word = f"{key}=" if "." in key else f"{key} ".lstrip()
     existing = next((p for p in (wanted, *wanted.parents) if p.exists()), wanted)
     if not existing.is_dir():
         raise ConfigError(
-            f"{key}={wanted}: {existing} is not a folder; for example {key}=outputs/try1"
+            f"{word}{wanted}: {existing} is not a folder; for example {word}outputs/try1"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{key}={wanted}: {existing} cannot be written; for example {key}=/tmp/try1"
+            f"{word}{wanted}: {existing} cannot be written; for example {word}/tmp/try1"
         )
     return existing
 
@@ -309,5 +311,6 @@ def check_new(folder: Path, key: str) -> None:
         with tempfile.TemporaryDirectory(prefix=".llmexp-", dir=existing):
             pass  # a read-only file system, or a full one, is found out by trying
     except OSError as error:
-        text = f"{key} {folder}: {existing} cannot be written: {error.strerror}"
-        raise ConfigError(f"{text}; for example {key} /tmp/new") from None
+        word = f"{key} ".lstrip()
+        text = f"{word}{folder}: {existing} cannot be written: {error.strerror}"
+        raise ConfigError(f"{text}; for example {word}/tmp/new") from None

@@ -22,7 +22,7 @@ from llmexp.compose.environment import refuse_secrets
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.knobs import SEED
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.values import ConfigError, pasteable, refuse, typed
 from llmexp.sweep import search
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Checker, Current
@@ -137,7 +137,10 @@ def screened(
         values[key] = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
         if key != SEED and len(values[key]) != 2:
             text = "a screen takes two values of each key"
-            raise ConfigError(f"{o.input_line}: {text}; for example {key}=1e-3,3e-3", key)
+            two = ",".join(values[key][:2] if len(values[key]) > 2 else ("1e-3", "3e-3"))
+            raise ConfigError(
+                f"{o.input_line}: {text}; for example {pasteable(f'{key}={two}')}", key
+            )
     seeds = [f"{SEED}={seed}" for seed in values.pop(SEED, [])]
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     levels = [[f"{key}={value}" for value in two] for key, two in values.items()]

@@ -201,6 +201,8 @@ def split_duplicates(
 def _why_same(point: Point, same: Point) -> str:
     """Return why points with other overrides have one config."""
     differ = {o.partition("=")[0].lstrip("+") for o in {*point.overrides} ^ {*same.overrides}}
+    if not differ:
+        return "its values were given twice; leave one out"
     sizes = [f"model.{name}" for name in SHAPE_KEYS if point.config.model.get(name) is not None]
     if differ <= {*ONE_NUMBER} and {"model.n_layers", "model.d_model"} <= {*sizes}:
         return f"{', '.join(differ)} gives way to {', '.join(sizes)}, which are given: choose one"

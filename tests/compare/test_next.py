@@ -108,6 +108,12 @@ def decided(path: Path) -> Path:
     return path
 
 
+def test_intervals_of_one_look_hold_over_all_looks(tmp_path):
+    sweep = decided(planted(tmp_path / "s", {1e-3: 0.0, 3e-3: 0.1}, (1, 2, 3), wobble=0.3))
+    (said,) = [s for s in compare([sweep]).why if s.startswith("Intervals")]
+    assert said.startswith("Intervals are at 95 %, over all looks together, with the noise")
+
+
 def test_where_seeds_are_too_many_that_is_said(tmp_path):
     step = step_of(planted(tmp_path / "s", {1e-3: 0.0, 3e-3: 0.0, 1e-2: 0.0}, (1, 2), wobble=0.3))
     assert step.rule == "nothing"

@@ -194,7 +194,10 @@ def test_auto_takes_as_many_runs_as_find_something():
     (KEYS[:2], "sweep.screen=auto: a screen takes 3 to 31 keys with two values each, and there are "
      "2; all combinations are trained by -m in place of --screen, without sweep.screen; for "
      "example llmexp train -m "),
-    ([*KEYS, "train.log_every=1,2,3"], "train.log_every=1,2,3: a screen takes two values"),
+    ([*KEYS, "train.log_every=1,2,3"], "train.log_every=1,2,3: a screen takes two values "
+     "of each key; for example train.log_every=1,2"),
+    ([*KEYS, "clip=norm,value,none"], "for example clip=norm,value\n"),
+    ([*KEYS, "train.seed=1,2", "batch.z=interval(1,2)"], "for example batch.z=1e-3,3e-3"),
     ([*KEYS, "sweep.screen=12"], "sweep.screen=12: must be 8, 16, 32 or auto"),
     ([*KEYS, "sweep.screen=32"], "sweep.screen=32: does not fit 4 keys, which take 8 or 16 runs"),
     ([*KEYS, "sweep.decide=true"], "sweep.decide=true: does not go with a screen"),

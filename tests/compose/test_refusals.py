@@ -336,6 +336,8 @@ SWEEPS = [
     "batch.micro_batch_size=8,16"],
      "2-rule_linear+micro_batch_size_8: resolves to the same config as "
      "0-rule_sqrt+micro_batch_size_8", "cannot"),
+    (["train.seed=1,2,1"], "2-seed_1: resolves to the same config as 0-seed_1; its values were "
+     "given twice", "leave one out"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
     (["schedule=glob(c*)", "optimizer.foo=1"], "optimizer.foo: there is no such key", "lr"),
     (["optimizer=glob(*)", "optimizer.foo=1"], "optimizer.foo: there is no such key", "lr"),
@@ -378,6 +380,15 @@ def test_a_knob_of_some_options_of_a_sweep_is_given_by_files(capsys, home, swept
     assert {*words[5:]} == {f"{swept.partition('=')[0]}={both}", *kept}
     assert run(["plan", *words[2:]]) == 0
     assert {*both.split(",")} <= {*capsys.readouterr().out.split()}
+
+
+def test_a_screen_is_given_files_where_it_has_two_options_with_them(capsys, home):
+    swept = ["sweep.screen=auto", "clip=norm,value", "optimizer.lr=1,2", "model.dropout=0,0.1"]
+    two = refused(capsys, home, "plan", "-m", *SYNTHETIC, *swept, "clip.max_norm=0.5")
+    three = refused(capsys, home, "plan", "-m", *SYNTHETIC, *swept, "clip.max_norm=0.5,1")
+    assert "clip=norm_0_5,value" in two
+    assert "leave it out, or choose clip=norm" in three
+    assert "beside the others" not in three
 
 
 def test_a_knob_that_is_swept_over_another_option_names_its_own(capsys, home):

@@ -124,6 +124,10 @@ def test_ranks_that_cannot_share_are_refused(there, capsys):
             "--lm-eval arc_easy: takes no parallelism=fsdp",
         ),
         (["parallelism=fsdp", "train.seed=1"], "evaluate changes only the data and the ranks"),
+        (
+            ["parallelism=tp", "parallelism.nproc_per_node=3"],
+            "be split over parallelism.tensor_parallel_size=3 ranks; for example parallelism=fsdp",
+        ),
     ):
         assert command(["evaluate", "run", *words]) == 2
         assert said in capsys.readouterr().err

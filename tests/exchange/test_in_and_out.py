@@ -393,4 +393,6 @@ def test_exports_that_cannot_be_are_refused(
     there = str(trained.folder.parent / "hf")
     assert "is there already" in told(capsys, "export", run, "--to", "hf", there)
     assert not Path(out).exists()
-    assert "cannot be written" in told(capsys, "export", run, "--to", "hf", "/proc/out")
+    readonly = told(capsys, "export", run, "--to", "hf", "/proc/out")
+    assert readonly.startswith("llmexp: /proc/out: /proc cannot be written: ")
+    assert readonly.endswith("; for example /tmp/new\n")

@@ -227,6 +227,8 @@ def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path):
     """What changes results is also in each checkpoint; how the run is executed may be edited."""
     result, _ = whole
     copy = cut_after(result, tmp_path, 10)
+    absent = llmexp("resume", str(copy), "optimizer.name=Lion", cwd=tmp_path)
+    assert "optimizer.name: the optimizer that the run folder has takes no such" in absent.err
     config = copy / "config.yaml"
     config.write_text(
         config.read_text().replace("seed: 1234", "seed: 99").replace("lr: 0.01", "lr: 0.02")
