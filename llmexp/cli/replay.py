@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import DONE
 from llmexp.system.text import aligned
-from llmexp.verify.replay import ReplayOf, repeat
+from llmexp.verify.replay import ReplayOf, last_step, repeat
 
 SHOWN = 8  # sequences, and modules
 ARGUMENTS = {
@@ -47,7 +48,10 @@ def wanted_of(args: Any) -> ReplayOf:
     name, at, step = args.run.rpartition("@")
     if not at or not step.isdecimal():
         run = name if name and not Path(args.run).exists() else args.run
-        raise ConfigError(f"{args.run}: the step is missing; for example {run}@400")
+        known = last_step(Path(run)) if rundir.is_run(Path(run)) else 400
+        raise ConfigError(
+            f"{args.run}: the step is missing; for example {shlex.quote(f'{run}@{known}')}"
+        )
     rundir.check_plain(Path(name))
     rundir.read_config(Path(name))
     for flag, value in (("lr", args.lr), ("clip", args.clip)):

@@ -229,14 +229,20 @@ def _decides(other: str, key: str, settings: Sequence[Setting]) -> bool:
 def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
     """Give each setting its short name.
 
-    Repeats would share one: a single run has the name of its folder, a set of seeds a number behind
-    the name.
+    Repeats would share one: a single run has the name of its folder, and several sets of seeds a
+    number behind the name.
     """
     names = [_label(s, keys) for s in settings]
-    for i, (s, name) in enumerate(zip(settings, names, strict=True)):
-        if names.count(name) > 1:
-            name = s.name if len(s.runs) == 1 else f"{name} ({names[: i + 1].count(name)})"
+    sets = [name for s, name in zip(settings, names, strict=True) if len(s.runs) > 1]
+    before = list[str]()
+    for s, name in zip(settings, names, strict=True):
         s.label = name
+        if len(s.runs) > 1:
+            before.append(name)
+            if sets.count(name) > 1:
+                s.label = f"{name} ({before.count(name)})"
+        elif names.count(name) > 1:
+            s.label = s.name
 
 
 def _label(s: Setting, keys: Sequence[str]) -> str:

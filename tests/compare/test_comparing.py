@@ -876,3 +876,12 @@ def test_seeds_of_one_trunk_speak_for_that_trunk_only(tmp_path):
         c = compare([tmp_path / name])
         assert (said in c.notes) == (name == "one"), c.notes
         assert (said in to_json(c)) == (name == "one")
+
+
+def test_one_set_of_seeds_has_no_number_behind_its_name(tmp_path):
+    for limit in (1.0, 2.0):
+        for seed in (1, 2, 3):
+            make_run(tmp_path / f"c{limit}-{seed}", max_norm=limit, seed=seed, offset=limit / 10)
+    make_run(tmp_path / "again", max_norm=1.0, seed=1, offset=0.1)
+    names = {s.label for s in compare([tmp_path]).settings}
+    assert names == {"c1.0-1", "clip=1.0", "clip=2.0"}

@@ -173,8 +173,8 @@ def test_what_cannot_be_repeated_is_refused(garbage, tmp_path):
     assert "Traceback" not in changed.err + other.err
     for words, what in (
         ([f"{name}@400"], "took the steps 1 to 32"),
-        ([name], f"the step is missing; for example {name}@400"),
-        ([f"{name}@x"], f"the step is missing; for example {name}@400"),
+        ([name], f"the step is missing; for example {name}@32"),
+        ([f"{name}@x"], f"the step is missing; for example {name}@32"),
         ([f"{name}@{STEP}", "--from", "7"], "no checkpoint of that step"),
         ([f"{name}@{STEP}", "--lr", "0"], "--lr 0"),
     ):
