@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Begin(NamedTuple):
-    """What the runs before a fork have done; zeros for a run that is no fork."""
+    """The place where a run begins: what the runs before a fork have done, else zeros."""
 
     step: int = 0
     sequences: int = 0  # the place in the order of sequences where the run begins
