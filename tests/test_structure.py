@@ -42,7 +42,7 @@ SIZES = {
     "checkpoint": 6_935,
     "runs": 12_173,
     "exchange": 10_550,
-    "tracker": 9_620,
+    "tracker": 9_640,
     "compare": 51_100,
     "train": 39_676,
     "laws": 17_720,

@@ -348,3 +348,7 @@ def forget_wandb(*, kill: bool) -> None:
                 connection._finalizer.close()  # else it would print a traceback when it finds out
                 connection._proc._process.kill()
                 connection._proc.join()
+                # else asyncio prints that a task of it is pending
+                ending = threading.Thread(target=connection._asyncer.join, daemon=True)
+                ending.start()
+                ending.join(5)

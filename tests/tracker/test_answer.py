@@ -213,6 +213,31 @@ def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
     assert upload_command(tmp_path / "s") == f"llmexp sync {tmp_path / 's'}"
 
 
+GIVE_UP = """
+import gc, sys, time
+from llmexp.tracker.wandb import forget_wandb, import_wandb
+
+import_wandb()
+asyncer = sys.modules["wandb.sdk.wandb_setup"].singleton().ensure_service()._asyncer
+asyncer._ready_event.wait()
+asyncer._loop.call_soon_threadsafe(time.sleep, 0.5)  # its thread does not get to run
+forget_wandb(kill=True)
+del asyncer
+gc.collect()
+"""
+
+
+def test_a_client_that_is_given_up_prints_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GIVE_UP],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_API_KEY": KEY, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     sweep = make_sweep(tmp_path / "s")
