@@ -81,8 +81,7 @@ class Wandb(Store):
             try:
                 return self._init("online", files, *limits)
             except Exception as error:
-                problem = f"{server.base_url} does not work ({one_line(error)})"
-                self._warn(f"{problem}, going on offline")
+                self._warn(f"{server.base_url} does not work ({one_line(error)}), going on offline")
                 forget_wandb(kill=True)
                 self._online = False
         return self._init("offline", files, *limits)
@@ -112,7 +111,8 @@ class Wandb(Store):
             "finish_timeout_raises": True,
             "x_transaction_log_flush_interval": 0.1,  # seconds of rows that a kill can lose
         }
-        known = wandb.Settings.model_fields  # the x_ ones come and go between versions
+        there = wandb.Settings.model_fields  # the x_ ones come and go between versions
+        known = {key: value for key, value in wanted.items() if key in there}
         fields = self._fields
         return wandb.init(
             project=fields.project,
@@ -127,9 +127,7 @@ class Wandb(Store):
             mode=mode,
             resume="allow",
             reinit="finish_previous",
-            settings=wandb.Settings(
-                **{key: value for key, value in wanted.items() if key in known}
-            ),
+            settings=wandb.Settings(**known),
         )
 
     def position(self) -> int:
@@ -255,8 +253,7 @@ def rows_there(path: str, wanted: int, wait_s: float, files: Sequence[str] = ())
     """
     import wandb
 
-    deadline = time.monotonic() + wait_s
-    api = wandb.Api(timeout=10)
+    api, deadline = wandb.Api(timeout=10), time.monotonic() + wait_s
     while True:
         run = api.run(path)
         there = int(run.historyLineCount or 0)
@@ -348,7 +345,6 @@ def forget_wandb(*, kill: bool) -> None:
                 connection._finalizer.close()  # else it would print a traceback when it finds out
                 connection._proc._process.kill()
                 connection._proc.join()
-                # else asyncio prints that a task of it is pending
                 ending = threading.Thread(target=connection._asyncer.join, daemon=True)
                 ending.start()
-                ending.join(5)
+                ending.join(5)  # else asyncio may print that a task of it is pending
