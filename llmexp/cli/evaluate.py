@@ -192,7 +192,9 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
     words = [command_line.opened(o, ()) for o in (*own, *args.overrides)]
-    whole = argparse.Namespace(config_dir=args.config_dir, overrides=words, multirun=False)
+    whole = argparse.Namespace(
+        config_dir=args.config_dir, overrides=words, multirun=False, command=""
+    )
     with app.composed(whole, "evaluate") as (_, cfg, _):
         return dataclasses.replace(app.typed_config(cfg), model=section)
 

@@ -24,6 +24,7 @@ from llmexp.compose.origin import (
     not_in_option,
     options_of,
 )
+from llmexp.compose.overrides import key_of, written
 from llmexp.forecast.section import PlanKnobs
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
@@ -109,7 +110,10 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     if key not in DERIVED:
         key = next((full for full, short in ALIASES.items() if short == key), key)
     given = [str(o) for o in cfg.hydra.overrides.task]
-    every = layers(given)
+    there, typed = cfg.hydra.sweeper.get("params") or {}, written(given)
+    asked: dict[str, Any] = {k: v for k, v in there.items() if k not in typed}
+    asked |= {k: ",".join(values) for k, values in typed.items() if len(values) > 1}
+    every = layers([o for o in given if key_of(o) not in asked])
     flat = flatten(plain(config))
     of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
     flat |= flatten(of_commands)
@@ -143,8 +147,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     if (acts := getattr(fields().get(key), "acts", None)) is not None:
         is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
         found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
-    if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
-        found["swept"] = swept
+    if key in asked:
+        found["swept"] = asked[key]
     set_by = [name for keys in keys_set(config.optimizer).values() for name in keys]
     if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}

@@ -24,7 +24,7 @@ from llmexp.compose.command_line import opened
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
-from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced, refuse_unused
+from llmexp.compose.origin import CONFIG_NAME, loader, refuse_dead, refuse_unplaced, refuse_unused
 from llmexp.compose.overrides import key_of, parsed, replace_ramp, typed_in
 from llmexp.run.budget import replace_budgets
 from llmexp.runs import rundir
@@ -37,12 +37,16 @@ from llmexp.system.child import handling
 
 @contextmanager
 def hydra_app(
-    config_dir: str | None, overrides: Sequence[str] = (), run: Path | None = None
+    config_dir: str | None,
+    overrides: Sequence[str] = (),
+    run: Path | None = None,
+    command: str = "train",
 ) -> Iterator[Hydra]:
     """Start Hydra over conf/ and the user's --config-dir.
 
     In the place of conf/config.yaml stands the config of `run`, where one is given, or that of the
-    parents of forks, which the overrides ask for. Raises ConfigError."""
+    parents of forks, which the overrides ask for. `command`: for a message that prints it to paste.
+    Raises ConfigError."""
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
@@ -59,6 +63,7 @@ def hydra_app(
         stack.enter_context(handling([signal.SIGINT], lambda number, _: os._exit(128 + number)))
         hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
         guard(hydra.config_loader)
+        loader().command = command
         yield hydra
 
 
@@ -87,7 +92,7 @@ def composed(args: Any, one: str = "") -> Iterator[tuple[Hydra, DictConfig, bool
 
     `one` names a command that takes one config: a sweep is refused then. Raises ConfigError.
     """
-    with hydra_app(args.config_dir, args.overrides) as hydra:
+    with hydra_app(args.config_dir, args.overrides, command=args.command) as hydra:
         cfg, multirun = compose(hydra, args.overrides, args.multirun)
         if multirun and one:
             raise ConfigError(f"{one}: takes one config, not a sweep; leave out -m")

@@ -99,6 +99,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
     """Return Hydra's flags and the overrides, after --allow was taken out. Raises ConfigError."""
     parser = get_args_parser()
     parser.prog = f"llmexp {command}"
+    parser.set_defaults(command="plan" if command == "plan" else "train")  # to print again
 
     def unknown(message: str) -> NoReturn:
         way = f"settings are written train.max_steps=100; see llmexp {command} --help"

@@ -33,6 +33,7 @@ from llmexp.settings.values import (
 from llmexp.system.text import first_of
 
 MOST = 18  # names in a list of what there is
+BESIDE = "; options of your own have it beside the others: "
 NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
 
 
@@ -156,7 +157,10 @@ def own_options(key: str, given: Sequence[str]) -> str:
     for o in swept:
         own = [k for k in apart if _takes(o, k)]
         for values in itertools.product(*(asked[k] for k in own)):
-            chosen.append("_".join(re.sub(r"\W+", "_", v).strip("_") for v in (o, *values)))
+            name = "_".join(re.sub(r"\W+", "_", v).strip("_") for v in (o, *values))
+            while name in chosen:  # 1 and -1
+                name += "_"
+            chosen.append(name)
             lines = [f"{k.partition('.')[2]}: {v}" for k, v in zip(own, values, strict=True)]
             text = " ".join(map(pasteable, (f"defaults: [{o}]", *lines)))
             file = pasteable(f"{folder}/{section}/{chosen[-1]}.yaml")
@@ -165,8 +169,8 @@ def own_options(key: str, given: Sequence[str]) -> str:
         return ""
     kept = [o for o in given if key_of(o) not in (section, "hydra.mode", *apart)]
     words = ["--config-dir", folder, f"{section}={','.join(chosen)}", *kept]
-    steps.append(f"llmexp train -m {' '.join(map(pasteable, words))}{rundir.allowed_again()}")
-    return f"; options of your own have it beside the others: {' && '.join(steps)}"
+    command = f"llmexp {loader().command} -m {' '.join(map(pasteable, words))}"
+    return f"{BESIDE}{' && '.join([*steps, command])}{rundir.allowed_again()}"
 
 
 def _takes(chosen: str, key: str) -> bool:

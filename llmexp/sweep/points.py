@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, visible
-from llmexp.compose.errors import own_options, user_errors
+from llmexp.compose.errors import BESIDE, own_options, user_errors
 from llmexp.compose.overrides import key_of, typed_in
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
@@ -271,4 +271,9 @@ def reasons(refused: Sequence[LedgerEntry]) -> list[str]:
     names: dict[str | None, list[str]] = {}
     for one in refused:
         names.setdefault(one.refused, []).append(one.name)
-    return [f"{first_of(of)}: {reason}" for reason, of in names.items()]
+    lines = list[str]()
+    for reason, of in names.items():
+        text, _, recipe = str(reason).partition(BESIDE)
+        again = recipe and recipe in "".join(lines)  # once is enough of a long command
+        lines.append(f"{first_of(of)}: {text if again else reason}")
+    return lines

@@ -65,6 +65,23 @@ def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
     assert json.loads(capsys.readouterr().out)["swept"] == "0.25,0.5,1.0,2.0,null"
 
 
+@pytest.mark.parametrize(
+    ("given", "value", "swept"),
+    [
+        (["-m", "clip.max_norm=0.5,2"], 1.0, "0.5,2"),
+        (["experiment=clip_sweep", "clip.max_norm=0.5,2"], 1.0, "0.5,2"),
+        (["experiment=clip_sweep", "clip.max_norm=3"], 3.0, None),
+        (["-m", "optimizer.lr=range(1,3)"], 1.0, None),
+    ],
+    ids=str,
+)
+def test_values_of_a_sweep_are_no_value(given, value, swept, capsys):
+    assert run(["explain", "clip.max_norm", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["value"], found["history"][-1]["value"]) == (value, value)
+    assert found.get("swept") == swept
+
+
 def test_what_derived_a_number():
     given = [*SYNTHETIC, "batch.gradient_accumulation_steps=4", "schedule.warmup_steps=7"]
     keys = ("batch.real_batch_size", "real_batch_size", "warmup_updates", "precision.kind")
