@@ -24,7 +24,7 @@ from llmexp.compose.origin import (
     not_in_option,
     options_of,
 )
-from llmexp.compose.overrides import key_of, written
+from llmexp.compose.overrides import key_of, swept_in
 from llmexp.forecast.section import PlanKnobs
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run import Run
@@ -110,10 +110,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     if key not in DERIVED:
         key = next((full for full, short in ALIASES.items() if short == key), key)
     given = [str(o) for o in cfg.hydra.overrides.task]
-    there, typed = cfg.hydra.sweeper.get("params") or {}, written(given)
-    asked: dict[str, Any] = {k: v for k, v in there.items() if k not in typed}
-    asked |= {k: ",".join(values) for k, values in typed.items() if len(values) > 1}
-    every = layers([o for o in given if key_of(o) not in asked])
+    swept = swept_in(cfg)
+    every = layers([o for o in given if key_of(o) not in swept])
     flat = flatten(plain(config))
     of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
     flat |= flatten(of_commands)
@@ -131,11 +129,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
             return of_no_knob(cfg, every, flat, key)
         history = [{"value": knob["value"], "from": knob.pop("from")}]
         return knob | {"history": history, "affects": CHANGES["result"]}
-    history = [
-        {"value": layer.values[key], "from": layer.source}
-        for layer in every
-        if layer.values.get(key, MISSING) != MISSING
-    ]
+    setting = [layer for layer in every if layer.values.get(key, MISSING) != MISSING]
+    history = [{"value": layer.values[key], "from": layer.source} for layer in setting]
     budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
     if budgets and flat[key] is None and history and history[-1]["value"] is not None:
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
@@ -147,8 +142,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     if (acts := getattr(fields().get(key), "acts", None)) is not None:
         is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
         found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
-    if key in asked:
-        found["swept"] = asked[key]
+    if key in swept:
+        found["swept"] = swept[key]
     set_by = [name for keys in keys_set(config.optimizer).values() for name in keys]
     if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}

@@ -41,6 +41,13 @@ def written(overrides: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def swept_in(cfg: DictConfig) -> dict[str, Any]:
+    """Return the values of a sweep as its file (hydra.sweeper.params) or command line has them."""
+    there, typed = cfg.hydra.sweeper.get("params") or {}, written(typed_in(cfg))
+    found: dict[str, Any] = {key: values for key, values in there.items() if key not in typed}
+    return found | {key: ",".join(values) for key, values in typed.items() if len(values) > 1}
+
+
 def replace_ramp(tree: Any, overrides: Sequence[str]) -> None:
     """Put a batch ramp of the overrides in the place of that of a file, and of the sizes there.
 
