@@ -51,7 +51,7 @@ SIZES = {
     "compose": 11_110,
     "sweep": 27_760,
     "verify": 18_650,
-    "cli": 18_290,
+    "cli": 18_296,
     "program": 3_250,
     "__main__.py": 900,
     "__init__.py": 300,
