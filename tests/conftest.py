@@ -36,7 +36,9 @@ from hypothesis import settings
 
 from llmexp.settings import values
 from tests import forks, leftovers, suggestions
+from tests.forks import composing
 from tests.jobs import pytest_addoption, pytest_runtestloop  # noqa: F401  (hooks of pytest)
+from tests.tiny import TINY
 
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
@@ -50,14 +52,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 # Packages may lie in a folder that PYTHONPATH names.
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-
-# A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
-TINY = [
-    "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
-    "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none",
-    "train.sample_tokens=0",
-    "metrics.picture=false", "precision=fp32",  # auto is bf16 on some machines
-]  # fmt: skip
 
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
@@ -124,7 +118,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage needs to look at it."""
     if session.config.getoption("jobs"):  # for all at once
         forks.preload()
-    forks.remember_yaml()
+    composing.remember()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
 

@@ -20,8 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from tests.forks.sitecustomize import settings
 
@@ -93,29 +91,6 @@ def in_large_pages() -> None:
         if access == "rw-p" and name in ([], ["[heap]"]):
             for at in range(-(-start // size) * size, end - size + 1, size):
                 libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), collapse)
-
-
-def remember_yaml() -> None:
-    """Have OmegaConf parse a text once: each command reads some twenty files of conf/ for Hydra,
-    which takes a fifth of the time of composing."""
-    import yaml
-    from omegaconf import _utils, omegaconf
-
-    @functools.cache
-    def parsed(text: str, loader: type) -> Any:
-        return yaml.load(text, loader)
-
-    def load(source: Any, Loader: type) -> Any:
-        text = source if isinstance(source, str) else source.read()
-        try:
-            return parsed(text, Loader)
-        except yaml.YAMLError:
-            if text is not source:
-                source.seek(0)
-            return yaml.load(source, Loader)  # the error names the file
-
-    _utils.get_yaml_loader = functools.cache(_utils.get_yaml_loader)
-    omegaconf.yaml = SimpleNamespace(**{**vars(yaml), "load": load})
 
 
 def begin() -> str:

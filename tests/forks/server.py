@@ -19,6 +19,8 @@ from llmexp.compose import app
 from llmexp.runs import provenance
 from llmexp.system.child import STOP_SIGNALS
 from tests import forks
+from tests.forks import composing
+from tests.tiny import TINY
 
 
 def main(address: str) -> None:
@@ -26,11 +28,11 @@ def main(address: str) -> None:
     forks.preload()
     Plugins.instance()  # looks through all of Hydra's plugins
     provenance.versions()  # reads the metadata of packages
-    forks.remember_yaml()
+    composing.remember()
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars
-        app.compose(hydra, ["train.max_steps=1", "hydra.run.dir=a/b", "hooks=[]"])
+        app.compose(hydra, [*TINY, "train.max_steps=1", "hydra.run.dir=a/b", "hooks=[]"])
     gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
     gc.set_threshold(20_000, 10, 10)  # there are few in the second that it lives

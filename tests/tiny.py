@@ -1,0 +1,9 @@
+"""The smallest run, which most tests begin with."""
+
+# A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
+TINY = [
+    "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
+    "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none",
+    "train.sample_tokens=0",
+    "metrics.picture=false", "precision=fp32",  # auto is bf16 on some machines
+]  # fmt: skip
