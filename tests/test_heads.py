@@ -70,7 +70,7 @@ def test_the_largest_logit_is_over_what_is_seen_in_rows_with_targets(case, group
     for name, value in CASES[case].items():
         setattr(model, name, value)
     if case == "chunks":
-        monkeypatch.setattr(logits, "MOST", 1)
+        monkeypatch.setattr(logits, "_MOST", 1)
     attentions = logits.attentions_of(model)
     limit = HeadLimit(ALONE, model, 1.0, 3, piece_of)
     found: dict[int, list[Tensor]] = {}

@@ -55,8 +55,8 @@ from llmexp.update.states import traits_of
 
 FORMAT_VERSION = 2
 STATE = "state.pt"
-KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
-FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
+_KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
+FILE_NAME = re.compile(rf"({'|'.join(_KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -85,7 +85,7 @@ def latest(
     root: Path,
     warn: Callable[[str], None],
     joined: Mesh | None = None,
-    kinds: tuple[str, ...] = KINDS,
+    kinds: tuple[str, ...] = _KINDS,
     only: int | None = None,
     hashed: bool = True,
 ) -> Loaded | None:
@@ -128,7 +128,7 @@ def unhashed(root: Path) -> Loaded | None:
 
 
 def read_checkpoint(
-    path: Path, kinds: tuple[str, ...] = KINDS, hash_share: tuple[int, int] | None = (0, 1)
+    path: Path, kinds: tuple[str, ...] = _KINDS, hash_share: tuple[int, int] | None = (0, 1)
 ) -> Loaded:
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
@@ -197,7 +197,7 @@ def _pieces(
     Older checkpoints have none: there the header of each file is read. Raises ValueError where the
     pieces do not make up the tensors."""
     files, index = manifest["files"], manifest.get("index")
-    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in KINDS}
+    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in _KINDS}
     if not all(any(n.startswith(kind) for n in files) for kind in kinds if kind != "ema"):
         raise ValueError("the manifest names no file with tensors")
     if index is None and "index_sha256" not in manifest:
@@ -235,10 +235,10 @@ def fill_all(
     """Fill what this rank holds of tensors from the pieces of the same names.
 
     Files of which it holds nothing are not opened. Raises CheckpointError."""
-    fill(loaded, [(piece_of(tensor), pieces[name]) for name, tensor in tensors.items()])
+    _fill(loaded, [(piece_of(tensor), pieces[name]) for name, tensor in tensors.items()])
 
 
-def fill(loaded: Loaded, wanted: Iterable[tuple[Piece, list[StoredPiece]]]) -> None:
+def _fill(loaded: Loaded, wanted: Iterable[tuple[Piece, list[StoredPiece]]]) -> None:
     """Fill boxes of tensors from the stored pieces that overlap them, file by file.
 
     Raises CheckpointError."""
@@ -264,7 +264,7 @@ def read_tensor(loaded: Loaded, name: str, box: Box | None = None) -> Tensor:
     pieces = loaded.model[name]
     box = box or [(0, size) for size in pieces[0].shape]
     found = torch.empty([b - a for a, b in box], dtype=pieces[0].dtype)
-    fill(loaded, [(Piece(found, pieces[0].shape, tuple(a for a, _ in box)), pieces)])
+    _fill(loaded, [(Piece(found, pieces[0].shape, tuple(a for a, _ in box)), pieces)])
     return found
 
 
@@ -316,7 +316,7 @@ def restore_optimizers(
         state = room_for(parameter.detach(), key, pieces[0], group)
         wanted.append((piece_of(state), pieces))
         optimizers[int(name.partition("/")[0])].state[parameter][key] = state
-    fill(loaded, wanted)
+    _fill(loaded, wanted)
     for optimizer in optimizers:
         finish(optimizer)
 

@@ -18,7 +18,7 @@ from llmexp.checkpoint.pieces import Piece, StoredPiece
 from llmexp.checkpoint.tensor_files import TYPES
 
 READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
-SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need
+_SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 Read = Callable[[memoryview, int], None]  # fills bytes from a file, from a byte of it on
@@ -27,7 +27,7 @@ Read = Callable[[memoryview, int], None]  # fills bytes from a file, from a byte
 def entry_of(file: str, at: int, piece: Piece) -> list[Any]:
     """Return the entry of a piece in the index, as plain values."""
     entry: list[Any] = [file, at, piece.shape, piece.offset, tuple(piece.local.shape), piece.dtype]
-    if piece.local.nbytes <= SMALL:
+    if piece.local.nbytes <= _SMALL:
         flat = piece.local.detach().cpu().contiguous().view(-1)
         entry.append(flat.view(torch.uint8).numpy().tobytes().hex())
     return entry

@@ -21,7 +21,7 @@ TYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-ORDER = list(TYPES)
+_ORDER = list(TYPES)
 
 
 def write_tensors(
@@ -34,7 +34,7 @@ def write_tensors(
     The library's own function returns no hash (the file would be read again for it), and writes the
     metadata in a random order. Raises OSError.
     """
-    named = sorted(tensors.items(), key=lambda item: (ORDER.index(item[1].dtype), item[0]))
+    named = sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0]))
     head = header([(name, t.dtype, tuple(t.shape)) for name, t in named], metadata)
     digest, begins = hashlib.sha256(head), dict[str, int]()
     with open(path, "wb") as file:

@@ -51,7 +51,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
 
     Raises ConfigError.
     """
-    found = chosen(names, last)
+    found = _chosen(names, last)
     if len(found) < 2 and weights == "model":
         raise ConfigError(f"{names[0]}: is one checkpoint; for example --last 5")
     folder = out or default_folder(found, weights)
@@ -69,7 +69,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
     return Averaged(folder, weights, [one.step for one in opened], size)
 
 
-def chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
+def _chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
     """Return the run and the step of each checkpoint. Raises ConfigError."""
     found: list[tuple[Path, int]] = []
     if last is not None and last < 1:

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         "llmexp compare",
         "Compare runs: which setting is best, by how much, and is the difference real.",
-        ARGUMENTS,
+        _ARGUMENTS,
         "Runs that are training are compared as far as they are. See docs/compare.md.",
     )
     args = parser.parse_args(arguments)
@@ -92,7 +92,7 @@ def write_file(flag: str, path: Path, text: str) -> None:
     warn(f"wrote {path}")
 
 
-ARGUMENTS = {
+_ARGUMENTS = {
     "paths*": ("PATH", "runs, sweeps, folders of them, globs (default: outputs)"),
     "--align": (None, f"what runs must have had alike: {', '.join(UNITS)}", "tokens"),
     "--sort": ("KEY", "figure that orders the table, such as tokens_per_sec"),

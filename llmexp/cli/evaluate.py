@@ -22,8 +22,8 @@ from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
-T = TypeVar("T")
-ARGUMENTS = OF_CHECKPOINT | {
+_T = TypeVar("_T")
+_ARGUMENTS = OF_CHECKPOINT | {
     "run": (
         "RUN[@STEP]",
         "run folder; without a step its newest checkpoint; or a Hugging Face folder",
@@ -66,7 +66,9 @@ def main(arguments: list[str]) -> int:
     return answered(words, ranks, lambda: evaluated(args), shown)
 
 
-def answered(words: list[str], ranks: int, find: Callable[[], T], shown: Callable[[T], str]) -> int:
+def answered(
+    words: list[str], ranks: int, find: Callable[[], _T], shown: Callable[[_T], str]
+) -> int:
     """Find an answer and print it as `shown`, once; several ranks run the same command for it."""
     if ranks > 1 and "RANK" not in os.environ:
         from llmexp.mesh.ranks import run_alike
@@ -244,7 +246,7 @@ def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
         "perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
         "choice: accuracy."
     )
-    return command_line.read("evaluate", text, ARGUMENTS, arguments)
+    return command_line.read("evaluate", text, _ARGUMENTS, arguments)
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:

@@ -41,7 +41,7 @@ from llmexp.sweep.section import Sweep
 NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
 DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | DERIVED_SIZES
 WIDTH = 80
-CHANGES = {
+_CHANGES = {
     "result": "the result",
     "rounding": "rounding only: the result stays the same to its last digits",
     "nothing": "no result: names, records and time",
@@ -56,8 +56,8 @@ OF_COMMANDS: dict[str, tuple[type, str]] = {
     "prepare": (Prepare, "llmexp prepare works"),
     "plan": (PlanKnobs, "llmexp plan works"),
 }
-COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
-USAGE = """\
+_COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
+_USAGE = """\
 usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
 KEY is a knob (clip.max_norm, or its short name clip), a number of the run (real_batch_size, warmup_updates),
@@ -74,7 +74,7 @@ it acts, what it changes, and what uses it.
 def main(arguments: list[str]) -> int:
     """Print the explanation. Raises ConfigError for a key that there is not."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return 0
     key, rest = split(arguments)
     args = command_line.parse("explain", rest)
@@ -128,7 +128,7 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
         if (knob := theirs.get(key)) is None:
             return of_no_knob(cfg, every, flat, key)
         history = [{"value": knob["value"], "from": knob.pop("from")}]
-        return knob | {"history": history, "affects": CHANGES["result"]}
+        return knob | {"history": history, "affects": _CHANGES["result"]}
     setting = [layer for layer in every if layer.values.get(key, MISSING) != MISSING]
     history = [{"value": layer.values[key], "from": layer.source} for layer in setting]
     budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
@@ -145,7 +145,7 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     if key in swept:
         found["swept"] = swept[key]
     set_by = [name for keys in keys_set(config.optimizer).values() for name in keys]
-    if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(COMMANDS):
+    if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(_COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     beside = [k for k, knob in fields().items() if knob.acts is not None and key in knob.acts.keys]
     found["used_by"] = [*used_by(key), *beside]
@@ -288,15 +288,15 @@ def comment(layer: Layer, key: str) -> str:
 
 def changes(key: str) -> str:
     """Return what another value changes."""
-    if key.startswith(COMMANDS):
+    if key.startswith(_COMMANDS):
         return f"how {OF_COMMANDS[key.partition('.')[0]][1]}, and no result of a run"
     if key in CAN_END:
         return "when a run stops before its end, and nothing of a result until then"
     if (decides := getattr(fields().get(key), "decides", None)) is not None:
-        return f"{CHANGES['result']} {decides.words}"
+        return f"{_CHANGES['result']} {decides.words}"
     if key.startswith("batch.") and affects(key) == "rounding":
         return "real_batch_size, and with it the result; at the same real_batch_size rounding only"
-    return CHANGES[affects(key)]
+    return _CHANGES[affects(key)]
 
 
 def screen_lines(found: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmexp.exchange.export import Exported
 
 
-ARGUMENTS = OF_CHECKPOINT | {
+_ARGUMENTS = OF_CHECKPOINT | {
     "--to": {"choices": ["hf"], "required": True, "help": "hf: Hugging Face transformers"},
     "folder": ("FOLDER", "a new folder", Path),
     "--dtype": {
@@ -29,7 +29,7 @@ ARGUMENTS = OF_CHECKPOINT | {
 def main(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
     text = "Write a trained model as a folder that transformers loads."
-    args = command_line.read("export", text, ARGUMENTS, arguments)
+    args = command_line.read("export", text, _ARGUMENTS, arguments)
     form = (args.dtype, args.weights)
     done = exported(args.run, args.folder, *form, args.keep_padding, not args.no_check)
     for text in done.notes:

@@ -14,7 +14,7 @@ from llmexp.system.child import DONE
 from llmexp.system.redact import warn
 from llmexp.system.text import columns
 
-ARGUMENTS = {
+_ARGUMENTS = {
     "paths+": (
         "PATH",
         "runs, sweeps, folders of them, globs; or a CSV file with N, D, loss (and C)",
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         "llmexp fit",
         "Fit scaling laws: the best size for a budget, the loss there, and what a change saves at "
         "other scales.",
-        ARGUMENTS,
+        _ARGUMENTS,
         "See docs/laws.md.",
     )
     args = parser.parse_args(arguments)

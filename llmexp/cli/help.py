@@ -26,7 +26,7 @@ MOST_USED = {
     "optimizer": "lr rule weight_decay",
     "schedule": "warmup_steps warmup_ratio end_ratio",
 }
-FLAGS = {
+_FLAGS = {
     "-m, --multirun": "a sweep: every combination of comma-separated values",
     "--screen": "which of many knobs matter: two values of each, in 8, 16 or 32 runs (train, plan)",
     "--queue": "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
@@ -42,7 +42,7 @@ FOLDER = {
     "hydra.run.dir=DIR": "of a run; default outputs/<name>/<stamp>",
     "hydra.sweep.dir=DIR": "of a sweep; a run is a folder in it",
 }
-EXAMPLES = """\
+_EXAMPLES = """\
 llmexp train model=gpt_tiny data=text 'data.train_files=[book.txt]' train.max_epochs=2
 llmexp train batch.real_batch_size=32 batch.gradient_accumulation_steps=4
 llmexp train parallelism=ddp parallelism.nproc_per_node=2
@@ -50,7 +50,7 @@ llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
 llmexp train experiment=shakespeare_nanogpt_cpu 'data.train_files=[tinyshakespeare.txt]'"""
 
 
-def groups(extra: str | None) -> dict[str, str]:
+def _groups(extra: str | None) -> dict[str, str]:
     """Config groups with their options, of conf/ and of the user's --config-dir."""
     found: dict[str, set[str]] = {}
     for root in filter(None, (conf_dir(), Path(extra) if extra else None)):
@@ -70,19 +70,19 @@ def print_help(command: str, arguments: list[str]) -> None:
     usage = f"usage: llmexp {command} {flags} [GROUP=OPTION ...] [KEY=VALUE ...]"
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
     print("GROUPS (one option each)")
-    table(groups(extra), 14, width)
+    _table(_groups(extra), 14, width)
     print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
     for section, names in MOST_USED.items():
         keys = [f"{section}.{name}" for name in names.split()]
-        table({key: fields()[key].meaning for key in keys}, 38, width)
+        _table({key: fields()[key].meaning for key in keys}, 38, width)
     print("\nFLAGS")
-    table(FLAGS, 38, width)
+    _table(_FLAGS, 38, width)
     print("\nFOLDER")
-    table(FOLDER, 38, width)
-    print("\nEXAMPLES\n" + textwrap.indent(EXAMPLES, "  "))
+    _table(FOLDER, 38, width)
+    print("\nEXAMPLES\n" + textwrap.indent(_EXAMPLES, "  "))
 
 
-def table(texts: dict[str, str], column: int, width: int) -> None:
+def _table(texts: dict[str, str], column: int, width: int) -> None:
     """Print names, each with its text from `column` on.
 
     The text stands under the name where the terminal is too narrow.

@@ -32,14 +32,14 @@ class Prepared:
     warnings: Sequence[str]
 
     def __str__(self) -> str:
-        table = [aligned([HEADS, *map(_cells, self.sources)], left=2)] if self.sources else []
+        table = [aligned([_HEADS, *map(_cells, self.sources)], left=2)] if self.sources else []
         counts = f"train {self.train_tokens:,} tokens, validation {self.val_tokens:,} tokens"
         warnings = [f"warning: {text}" for text in self.warnings]
         head = f"{self.description}; tokenizer {self.tokenizer}"
         return "\n".join([head, *table, counts, *warnings])
 
 
-HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
+_HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

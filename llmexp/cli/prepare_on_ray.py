@@ -16,8 +16,8 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster
 
 CPUS = 4  # of a task: one reads, and feeds so many that encode
-PARTS = 4  # for each task that has room at a time, where there are units enough
-LOOK_S = 1.0
+_PARTS = 4  # for each task that has room at a time, where there are units enough
+_LOOK_S = 1.0
 
 
 def write_all(works: Sequence[Work], cache: Path) -> None:
@@ -36,7 +36,7 @@ def write_all(works: Sequence[Work], cache: Path) -> None:
         each = min([CPUS, *(int(count) for count in cpus if count >= 1)])
         at_once = max(1, sum(int(count // each) for count in cpus))
         units = sum(len(work.units) for work in works)
-        of = min(max(units, at_once), PARTS * at_once)
+        of = min(max(units, at_once), _PARTS * at_once)
         environment = {key: os.environ[key] for key in cluster.KEPT if key in os.environ}
         content = ray.put(pickle.dumps(list(works)))
         task = ray.remote(_task).options(num_cpus=each)
@@ -75,7 +75,7 @@ def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
     left, seen = list(handles), set[Path]()
     _new_text(works, seen)
     while left:
-        done, left = ray.wait(left, num_returns=len(left), timeout=LOOK_S)
+        done, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
         for handle in done:
             try:
                 ray.get(handle)

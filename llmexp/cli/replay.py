@@ -14,8 +14,8 @@ from llmexp.system.child import DONE
 from llmexp.system.text import aligned
 from llmexp.verify.replay import ReplayOf, last_step, repeat
 
-SHOWN = 8  # sequences, and modules
-ARGUMENTS = {
+_SHOWN = 8  # sequences, and modules
+_ARGUMENTS = {
     "run": ("RUN@STEP", "a run folder and the step to look into"),
     "--from": {
         "dest": "start",
@@ -37,9 +37,9 @@ UNPROVEN = "no step of these has a row, so nothing proves that they came out as 
 def main(arguments: list[str]) -> int:
     """Repeat the step, print what it found, and return exit code 0. Raises ConfigError."""
     text = "Repeat a step of a run bit by bit and look into it."
-    args = command_line.read("replay", text, ARGUMENTS, arguments)
+    args = command_line.read("replay", text, _ARGUMENTS, arguments)
     found = repeat(wanted_of(args))
-    print(json.dumps(found, indent=2, allow_nan=False) if args.json else shown(found, args.text))
+    print(json.dumps(found, indent=2, allow_nan=False) if args.json else _shown(found, args.text))
     return DONE
 
 
@@ -65,14 +65,14 @@ def wanted_of(args: Any) -> ReplayOf:
     return ReplayOf(Path(name), int(step), args.start, args.lr, args.clip, args.skip, after)
 
 
-def shown(found: dict[str, Any], text: bool) -> str:
+def _shown(found: dict[str, Any], text: bool) -> str:
     """Return what was found, for the terminal."""
     here, parts = found["here"], [found["sentence"]]
     rows = len(found["equal"])
     proof = f"equal bit by bit to {rows} of its rows" if rows else UNPROVEN
     parts.append(f"repeated from step {found['repeated_from']:,}: {proof}")
     if "loss" in here:
-        parts.append(figures(here))
+        parts.append(_figures(here))
     if "ended" in found and not found["later"]:
         parts.append(found["ended"])
     parts.append("\n".join(["", sequences(here["sequences"], text)]))
@@ -86,7 +86,7 @@ def shown(found: dict[str, Any], text: bool) -> str:
     return "\n".join(parts)
 
 
-def figures(here: dict[str, Any]) -> str:
+def _figures(here: dict[str, Any]) -> str:
     """Return the figures of the step in a line."""
     text = f"loss {digits(here['loss'], '.4f')}, gradient norm {digits(here['grad_norm'], '.4g')}"
     if "skipped" in here:
@@ -111,7 +111,7 @@ def sequences(found: list[dict[str, Any]], text: bool) -> str:
         whole = one["loss"] is not None and one["grad_norm"] is not None
         return whole, -(one["share"] or 0), -(one["grad_norm"] or 0)
 
-    order = sorted(found, key=rank)[:SHOWN]
+    order = sorted(found, key=rank)[:_SHOWN]
     head = ("sequence", "first token", "loss", "gradient norm", "share")
     lines = [
         (
@@ -128,8 +128,8 @@ def sequences(found: list[dict[str, Any]], text: bool) -> str:
                 f"    {'-' if d['loss'] is None else format(d['loss'], '.4f')}  {d['text'][:80]}"
                 for d in documents
             ]
-    if len(found) > SHOWN:
-        table.append(f"the {SHOWN} of {len(found)} sequences with the largest shares; --json: all")
+    if len(found) > _SHOWN:
+        table.append(f"the {_SHOWN} of {len(found)} sequences with the largest shares; --json: all")
     return "\n".join(table)
 
 
@@ -139,13 +139,13 @@ def modules(layers: dict[str, Any]) -> str:
     lines = [
         (
             name, f"{norm:.4g}", f"{norm * norm / total if total else 0:.1%}",
-            ratio(layers, name),
+            _ratio(layers, name),
         )
-        for name, norm in sorted(norms.items(), key=lambda pair: -pair[1])[:SHOWN]
+        for name, norm in sorted(norms.items(), key=lambda pair: -pair[1])[:_SHOWN]
     ]  # fmt: skip
     return aligned([("module", "gradient norm", "share", "update / weights"), *lines], 1)
 
 
-def ratio(layers: dict[str, Any], name: str) -> str:
+def _ratio(layers: dict[str, Any], name: str) -> str:
     weight, update = (layers[key].get(name) for key in ("weight_norm", "update_norm"))
     return f"{update / weight:.3g}" if weight and update is not None else "-"

@@ -27,7 +27,7 @@ from llmexp.system.redact import clean, warn
 from llmexp.system.text import columns, duration, number, one_line, padded, readable_size
 
 INCOMPLETE = 1
-ARGUMENTS = {
+_ARGUMENTS = {
     "folders*": ("FOLDER", "runs, sweeps, folders of them (default: outputs)"),
     "--state": (None, f"only those in this state: {', '.join(STATES)}"),
     "--name": ("GLOB", "only those of such a name, such as '*max_norm_0.5*'"),
@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
 
     1 where something could not be removed, 2 where there is no run. Raises ConfigError.
     """
-    args = Parser("llmexp runs", "List runs and sweeps; clear up.", ARGUMENTS).parse_args(arguments)
+    args = Parser("llmexp runs", "List runs and sweeps; clear up.", _ARGUMENTS).parse_args(
+        arguments
+    )
     if args.state is not None and args.state not in STATES:
         text = f"must be one of {', '.join(STATES)}; for example --state failed"
         raise ConfigError(f"--state {args.state}: {text}")

@@ -12,7 +12,7 @@ from llmexp.compose import command_line
 from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.values import ConfigError
 
-ARGUMENTS = OF_CHECKPOINT | {
+_ARGUMENTS = OF_CHECKPOINT | {
     "--prompt": (None, "text to go on from (default: the start of a document)", ""),
     "--tokens": (None, "tokens to generate (default 200)", 200),
     "--temperature": (None, "0: always the likeliest token (default 0.8)", 0.8),
@@ -28,14 +28,14 @@ ARGUMENTS = OF_CHECKPOINT | {
 def main(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
     words = ["sample", *arguments]
-    args = command_line.read("sample", "Generate text from a run.", ARGUMENTS, arguments)
+    args = command_line.read("sample", "Generate text from a run.", _ARGUMENTS, arguments)
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
     ranks = ranks_of(args.run, args.overrides)
-    return answered(words, ranks, lambda: text_of(**vars(args)), shown)
+    return answered(words, ranks, lambda: text_of(**vars(args)), _shown)
 
 
-def shown(text: str) -> str:
+def _shown(text: str) -> str:
     """Return a text without what would control a terminal."""
     controls = r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
     return re.sub(controls, "�", text) if sys.stdout.isatty() else text

@@ -10,10 +10,10 @@ from llmexp.tracker.answer import SweepAnswer
 
 def main(arguments: list[str]) -> int:
     """Upload what is asked for; return 1 when something stayed behind. Raises ConfigError."""
-    return sync.sync(arguments, answer_of)
+    return sync.sync(arguments, _answer_of)
 
 
-def answer_of(sweep: Path) -> SweepAnswer:
+def _answer_of(sweep: Path) -> SweepAnswer:
     """Compare the runs of a sweep; plotly is imported only where an answer is asked for."""
     from llmexp.compare.comparing import compare
     from llmexp.compare.page import mirrored

@@ -12,7 +12,7 @@ from llmexp.runs.rundir import check_new
 from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import write_whole
 
-USAGE = """\
+_USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
 
 Train a byte-level BPE tokenizer on the training documents of data=corpus, text or stdlib; what is
@@ -40,7 +40,7 @@ class TrainedTokenizer:
 def main(arguments: list[str]) -> int:
     """Train a byte-level BPE tokenizer and write it as tokenizer.json and as a .tiktoken file."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return 0
     args = command_line.parse("tokenizer", arguments)
     if hydra_flags.asked(args):

@@ -51,12 +51,12 @@ def main(arguments: list[str]) -> int:
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
     if not args.json:
-        return start_run(args, arguments)[0]
+        return _start_run(args, arguments)[0]
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # the only text on standard output is the result
         try:
-            code, path = start_run(args, [a for a in arguments if a != "--json"])
+            code, path = _start_run(args, [a for a in arguments if a != "--json"])
         finally:
             sys.stdout.flush()
             os.dup2(out.fileno(), 1)  # for the error
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
+def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
     """Train what the parsed arguments ask for.
 
     Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.

@@ -30,7 +30,7 @@ WHAT = {
     "transfer": "models of all widths begin to learn alike, so that the rate of one holds for all",
     "data": "every token in range, files as they were written, each sequence once per epoch",
 }
-RECORD = "verify.json"
+_RECORD = "verify.json"
 PASS, FAIL = 0, 1
 
 
@@ -136,7 +136,7 @@ def print_report(proof: Proof, checks: Sequence[Check]) -> int:
     verdict = f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks"
     print_wrapped(f"{verdict} failed{unseen}, {time.monotonic() - proof.began:.0f} s")
     write_record(proof, passed, checks)
-    print(f"record  {proof.path / RECORD}", flush=True)
+    print(f"record  {proof.path / _RECORD}", flush=True)
     return PASS if passed else FAIL
 
 
@@ -162,7 +162,7 @@ def write_record(
         "commit": source_commit(),
         "checks": [_strict(dataclasses.asdict(c)) for c in checks],
     }
-    fileio.write_json(proof.path / RECORD, concealed(found))
+    fileio.write_json(proof.path / _RECORD, concealed(found))
 
 
 def _figure(value: float | int | str) -> str:

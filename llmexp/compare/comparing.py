@@ -27,7 +27,7 @@ from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import as_dict, rounded
 
-UNFINISHED = ("preempted", "cut", "running")
+_UNFINISHED = ("preempted", "cut", "running")
 
 
 def compare(
@@ -186,7 +186,7 @@ def _columns(f: Result, better: Mapping[str, str]) -> tuple[Column, ...]:
     alive = [e.figures for e in f.settings if not e.out]
     titles = {}
     # what was stopped, or runs, has a loss of its own
-    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in f.settings)
+    unfinished = any(e.out in _UNFINISHED and "final val/loss" in e.figures for e in f.settings)
     if all(of.get("val/loss") == of.get("final val/loss") for of in alive):
         final = first == "final val/loss"
         if final or not unfinished:

@@ -21,8 +21,8 @@ from llmexp.system.text import as_dict, number, shown, with_interval
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.
-SHORT = 0.1
-DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
+_SHORT = 0.1
+_DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
 MOVE_VALIDATION = (
     "data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio",
     "data.seed",
@@ -34,7 +34,7 @@ def _column(key: str, when: str = "") -> Column:
     return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
 
 
-COLUMNS = (
+_COLUMNS = (
     _column("val/loss"),
     _column("val/loss", "final "),
     _column("val/loss", "best "),
@@ -60,7 +60,7 @@ COLUMNS = (
     Column("target/by", "and behind it", "", 6),
     Column("target/reached", "share that reached it", "higher", 3),
 )
-_FIXED = frozenset(column.key for column in COLUMNS)
+_FIXED = frozenset(column.key for column in _COLUMNS)
 # Figures whose name in the summary, or in a row, is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
 _IN_ROWS = {"steps": "step"}
@@ -123,7 +123,7 @@ def has_a_say(record: Record) -> bool:
 
     It has unless it is broken off, left out or short of rows.
     """
-    broken = record.state in DEAD or record.rung is not None or record.lost
+    broken = record.state in _DEAD or record.rung is not None or record.lost
     return not broken and len(record.columns["step"]) > 0
 
 
@@ -154,7 +154,7 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
 def _broken(record: Record) -> str:
     if record.rung is not None:
         return f"out at {record.rung:.0%}"
-    if record.state in DEAD:
+    if record.state in _DEAD:
         return record.state
     return "rows lost" if record.lost else "no rows"
 
@@ -186,12 +186,12 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
     median = float(np.median(list(ends.values())))
     # One that ends before the others are first evaluated would leave nothing of them to read.
     firsts = [at[0] for r in alive if len(at := evaluations(r, align))]
-    least = max(SHORT * median, min(float(np.median(firsts or [0.0])), median))
+    least = max(_SHORT * median, min(float(np.median(firsts or [0.0])), median))
     short = [r for r in alive if ends.get(r, 0.0) < least]
     usual = {r.sweep for r in alive if r not in short} - {None}
     return [
         r for r in short
-        if (r.sweep not in usual if r.state == "finished" else ends.get(r, 0.0) < SHORT * median)
+        if (r.sweep not in usual if r.state == "finished" else ends.get(r, 0.0) < _SHORT * median)
     ]  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def figures(
         found |= _losses(columns, record.before, rows, evaluated)
     # older runs call the share of clipped steps otherwise
     summary = {"clipped_share": record.summary.get("clip_share"), **record.summary}
-    for key in (column.key for column in COLUMNS if column.key not in LOSSES):
+    for key in (column.key for column in _COLUMNS if column.key not in LOSSES):
         value = number(summary.get(_IN_SUMMARY.get(key, key)))
         found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
     spikes = as_dict(record.status.get("spikes"))
@@ -286,7 +286,7 @@ def columns_of(
     keys, way = sorted(known), better or {}
     others = list(filter(_is_other, keys))
     return (
-        *COLUMNS,
+        *_COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),
         *(Column(key, key.removeprefix("task/"), "higher", 3) for key in filter(is_score, keys)),
         *(_column(key) for key in others if key in KEYS),

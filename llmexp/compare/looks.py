@@ -63,7 +63,7 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     left, out = list(candidates), dict[object, Seen]()
     last: Seen | None = None
     for seeds, level in looks:
-        seen = together([over(r, seeds) for r in left], sign, level)
+        seen = _together([over(r, seeds) for r in left], sign, level)
         if seen is None or level <= 0:
             continue
         last = seen
@@ -78,7 +78,7 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     lead = next(r for r in candidates if r.identity == first)
     whole: Seen | None = None
     if len(looks) > 1:  # also those that are out
-        whole = together([over(r, looks[-1][0]) for r in candidates], sign, last.level)
+        whole = _together([over(r, looks[-1][0]) for r in candidates], sign, last.level)
     return Stood(lead, found, whole or last)
 
 
@@ -89,7 +89,7 @@ def over(r: Setting, seeds: Collection[str] | None) -> Setting:
     return replace(r, seeds={s: y for s, y in r.seeds.items() if s in seeds})
 
 
-def together(candidates: Sequence[Setting], sign: float, level: float) -> Seen | None:
+def _together(candidates: Sequence[Setting], sign: float, level: float) -> Seen | None:
     """Fit the model to the settings that can be judged together; None where there are none.
 
     These share seeds, or have enough seeds of their own, whichever are more.

@@ -17,10 +17,10 @@ from llmexp.runs.rundir import LAYERS
 from llmexp.settings.values import ConfigError
 
 STEPS = 200  # of a run, at most
-POINTS = 200_000  # of all maps, about: with more, each has fewer steps
+_POINTS = 200_000  # of all maps, about: with more, each has fewer steps
 FIRST = "update_ratio"
 SETTINGS = 8  # the first ones of the table
-CAPTION = (
+_CAPTION = (
     "Of each setting one run, of 8 settings and 200 measured steps at most. The colours span 98 % "
     "of the values of all; what is beyond has the colour of the end."
 )
@@ -54,7 +54,7 @@ class Measured:
         return Measured(self.tokens[at], {key: z[:, at] for key, z in self.values.items()})
 
 
-def read(record: Record) -> Measured | None:
+def _read(record: Record) -> Measured | None:
     """Return the figures of a run, up to the first damage; None where it has none."""
     tokens, lines = list[float](), list[dict[str, list[float]]]()
     with contextlib.suppress(ConfigError, OSError, TypeError, ValueError, LookupError):
@@ -76,7 +76,7 @@ def layer_plots(c: Result) -> list[Plot]:
     """Return a map of the settings with such figures, and one of the ratio to the leading one."""
     known: dict[Setting, Measured] = {}
     for setting in c.settings:
-        found = next(filter(None, map(read, setting.taking_part or setting.runs)), None)
+        found = next(filter(None, map(_read, setting.taking_part or setting.runs)), None)
         if found is not None and len(known) < SETTINGS:
             known[setting] = found
     if not known:
@@ -84,7 +84,7 @@ def layer_plots(c: Result) -> list[Plot]:
     best, *others = known
     ratios = {e: known[e].over(known[best]) for e in others}
     ratios = {e: ratio for e, ratio in ratios.items() if len(ratio.tokens) and ratio.values}
-    plots = [_plot(c, "layers", "Layer by layer", known, CAPTION)]
+    plots = [_plot(c, "layers", "Layer by layer", known, _CAPTION)]
     if ratios:
         title = f"Layer by layer: ratio to {best.label}"
         plots.append(_plot(c, "ratios", title, ratios, RATIOS.format(best.label)))
@@ -96,7 +96,7 @@ def _plot(
 ) -> Plot:
     """Return a map with a menu of figures and one of settings."""
     cells = sum(len(z) for m in measured.values() for z in m.values.values())
-    thin = {e: m.thinned(max(20, min(STEPS, POINTS // cells))) for e, m in measured.items()}
+    thin = {e: m.thinned(max(20, min(STEPS, _POINTS // cells))) for e, m in measured.items()}
     keys = sorted({key for m in thin.values() for key in m.values}, key=lambda k: (k != FIRST, k))
     figures: Options = []
     for key in keys:

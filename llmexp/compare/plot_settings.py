@@ -27,7 +27,7 @@ from llmexp.compare.records import APART, Column, Result, Setting, Verdict
 from llmexp.settings.labels import plural, short_label
 from llmexp.system.text import shown
 
-NAMED = 10  # settings of the other keys at most that have colours and names
+_NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most
 
 
@@ -55,7 +55,7 @@ def _over_key(c: Result, key: str, along: Scale, settings: list[Setting], absent
     groups: dict[str, list[Setting]] = defaultdict(list)
     for e in sorted(settings, key=lambda e: float(e.values[key])):
         groups[short_label({k: e.values[k] for k in c.factors if k != key})].append(e)
-    few = len(groups) <= NAMED
+    few = len(groups) <= _NAMED
     legend = few and len(groups) > 1
     colours = palette(len(groups)) if few else [GREY] * len(groups)
     traces = []

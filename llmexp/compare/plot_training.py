@@ -19,18 +19,18 @@ from llmexp.metrics.plot import running_mean
 POINTS = 600  # of a curve at most: about one per pixel
 # of one quantity over all settings, so that 200 runs stay a page that can be mailed
 POINTS_OF_ALL = 40_000
-MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
+_MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # settings at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
 USUAL = 3  # of these
-OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
-CAPTION = (
+_OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
+_CAPTION = (
     "Lines are train losses, each the mean over 5 % of the rows around it unless chosen otherwise, "
     "with their rows pale behind them; validation is dashed. Later losses are those from a tenth "
     "of the steps on."
 )
 FORKS = " The rows of a fork's parents, up to its step, are thin and dotted."
-SEEDS = " A band spans the seeds, from the lowest to the highest; the line is their mean."
+_SEEDS = " A band spans the seeds, from the lowest to the highest; the line is their mean."
 CLICK = " A click on a name hides its curves, a double click shows them alone."
 
 
@@ -82,7 +82,7 @@ def losses(c: Result) -> Plot | None:
         axes_of = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
         ranges.append((name, [{}, axes_of, [0]]))
     several, forks = any(len(e.runs) > 1 for e in c.settings), any(r.parent for r in c.runs)
-    caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.settings) > 1)
+    caption = _CAPTION + FORKS * forks + _SEEDS * several + CLICK * (len(c.settings) > 1)
     layout = _layout(c, axis, "Loss (nats per token)") | _axis(c, axis, target)
     layout |= {
         "yaxis.range": later,
@@ -93,13 +93,13 @@ def losses(c: Result) -> Plot | None:
     return plot("losses", "Losses over training", traces, layout, caption)
 
 
-def points(c: Result) -> int:
+def _points(c: Result) -> int:
     return min(POINTS, max(200, POINTS_OF_ALL // max(1, len(c.settings))))
 
 
 def _lines(c: Result, setting: Setting, look: Look) -> list[Line]:
     """Return the lines of a setting: those of its parents, its train loss and its validation."""
-    few = len(c.settings) <= MANY
+    few = len(c.settings) <= _MANY
     group = dict(legendgroup=setting.name, showlegend=False, name=look.title)
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
     front = {**group, "zorder": 2 if look.lead else 1, "showlegend": len(c.settings) > 1}
@@ -107,12 +107,12 @@ def _lines(c: Result, setting: Setting, look: Look) -> list[Line]:
     lines = []
     for key in ("train/loss", "val/loss"):
         if (before := lineage(setting, key)) is not None:
-            drawn = before.thinned(points(c))
+            drawn = before.thinned(_points(c))
             dotted = {**behind, "line": {**line, "dash": "dot"}}
             lines.append(Line(dotted, drawn.x, [drawn.mean]))
     train, val = curve(setting, "train/loss"), curve(setting, "val/loss")
     if train is not None:
-        kept = downsample(train.mean, points(c))
+        kept = downsample(train.mean, _points(c))
         drawn = train.at(kept)
         if few:
             pale = {**behind, "line": line, "opacity": 0.22}
@@ -210,10 +210,10 @@ def other_quantities(c: Result) -> Plot | None:
     named = sorted({key for r in c.runs for key in filter(is_of_named_set, r.columns)})
     own = sorted({key for r in c.runs for key in own_keys(r)})
     sorted_by = [c.key] if c.key in KEYS else []
-    for key in dict.fromkeys((*OTHERS, *named, *own, *sorted_by)):
+    for key in dict.fromkeys((*_OTHERS, *named, *own, *sorted_by)):
         found = [curve(e, key) or nothing for e in c.settings]
         if any(each is not nothing for each in found):
-            drawn = [each.thinned(points(c)) for each in found]
+            drawn = [each.thinned(_points(c)) for each in found]
             x = [packed(each.x.get(c.align, each.x["steps"])) for each in drawn]
             data = {"x": x, "y": [packed(each.mean) for each in drawn]}
             title = KEYS[key].plot or KEYS[key].label if key in KEYS else key

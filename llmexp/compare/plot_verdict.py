@@ -11,7 +11,7 @@ from llmexp.compare.plotting import ABOVE, GREY, Plot, plot, points, text
 from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural
 
-MOST = 40  # settings that have a row of their own, the best ones
+_MOST = 40  # settings that have a row of their own, the best ones
 PALE = 0.55
 # By mark: the symbol and its opacity, which tell marks apart in grey too.
 SYMBOLS = {
@@ -31,7 +31,7 @@ def verdict_plot(c: Result) -> Plot | None:
     None where no setting has several seeds, or losses do not compare.
     """
     judged = [e for e in c.settings if e.mark in SYMBOLS]
-    rows = judged[:MOST]
+    rows = judged[:_MOST]
     lead = next((e for e in rows if e.leads), None)
     several = any(len(e.taking_part) > 1 for e in rows)
     if c.metric not in c.columns or lead is None or len(rows) < 2 or not several or not c.is_loss:

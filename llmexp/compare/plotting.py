@@ -21,7 +21,7 @@ FEW = [
     "#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0",
     "#9c6b4e", "#2b9cc4",
 ]  # fmt: skip
-MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
+_MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
 GREY = "#8a93a3"
 ABOVE = dict(orientation="h", x=0, y=1.02, yanchor="bottom")  # of a legend
 # Plotly's template, ink and paper of page.css, weak and strong colour of a map.
@@ -104,7 +104,7 @@ def looks(c: Result) -> dict[Setting, Look]:
 def palette(count: int) -> list[str]:
     if count <= len(FEW):
         return FEW[:count]
-    shades = sample_colorscale(MANY, np.linspace(0, 1, count).tolist(), colortype="tuple")
+    shades = sample_colorscale(_MANY, np.linspace(0, 1, count).tolist(), colortype="tuple")
     return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 
 

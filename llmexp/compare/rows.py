@@ -15,10 +15,10 @@ import numpy as np
 
 from llmexp.runs.folder import is_row, parse_row
 
-Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
+_Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
 
 
-def read_columns(path: Path) -> tuple[Columns, tuple[str, ...]]:
+def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
     """Return the columns of a metrics file that hold numbers, and what could not be read."""
     problems, lines = [], list[bytes]()
     try:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 RATE = 0.05  # of false discoveries
-SPARE = 4  # contrasts that no knob makes, at least, to tell the noise from
-DRAWS = 20_000  # of noise, for the distribution of a contrast over its error
+_SPARE = 4  # contrasts that no knob makes, at least, to tell the noise from
+_DRAWS = 20_000  # of noise, for the distribution of a contrast over its error
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,11 @@ def _null(count: int, knobs: int) -> tuple[float, np.ndarray, np.ndarray, float]
     contrast over its error: by the other contrasts where none exceeds that, and by all; and the
     rate with which `discoveries` finds anything in 1 of 20 screens.
     """
-    noise = np.random.default_rng(0).standard_normal((DRAWS, count))
+    noise = np.random.default_rng(0).standard_normal((_DRAWS, count))
     over_all = np.abs(noise) / _of_small(noise)[:, None]
     by_all, by_rest, limit = np.sort(over_all.ravel()), np.zeros(0), -1.0
     p = _chances(by_all, over_all[:, :knobs])
-    if count - knobs >= SPARE:
+    if count - knobs >= _SPARE:
         largest = over_all[:, knobs:].max(axis=1)
         limit = float(np.quantile(largest, 0.95))
         quiet = noise[largest <= limit]

@@ -15,7 +15,7 @@ from llmexp.settings.labels import plural
 from llmexp.system.text import with_interval
 
 RESAMPLED = 400
-SPARE = 5  # degrees of freedom that the noise needs
+_SPARE = 5  # degrees of freedom that the noise needs
 
 
 def searched(f: Result) -> Iterator[str]:
@@ -73,7 +73,7 @@ def importances(trials: Sequence[Record], keys: Sequence[str], metric: str) -> l
     blocks = [_columns([r.config.get(key) for r in trials]) for key in keys]
     every = np.arange(len(trials))
     spare = len(trials) - int(np.linalg.matrix_rank(_design(blocks, every)))
-    if spare < SPARE:
+    if spare < _SPARE:
         return []
     shares, left = _shares(blocks, ranks, every)
     random = np.random.default_rng(0)

@@ -187,7 +187,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def rows_of(c: Result) -> list[dict[str, Any]]:
+def _rows_of(c: Result) -> list[dict[str, Any]]:
     """Return what is known of each setting, under the same keys for all, null where it is not."""
     named = [column.key for column in c.columns]
     figures = dict.fromkeys([*named, *(key for e in c.settings for key in e.figures)])
@@ -213,7 +213,7 @@ def to_json(c: Result) -> str:
     It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
     figures, ...}], ...}.
     """
-    runs = [{key: _strict(value) for key, value in row.items()} for row in rows_of(c)]
+    runs = [{key: _strict(value) for key, value in row.items()} for row in _rows_of(c)]
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
     whole |= {name: getattr(c, name) for name in names} | {"metric": c.key}
@@ -238,7 +238,7 @@ def columns_in_full(c: Result) -> dict[str, list[Any]]:
         keys.append(key)
         if any(key in e.intervals for e in c.settings):
             keys += [f"{key} low", f"{key} high"]
-    rows = rows_of(c)
+    rows = _rows_of(c)
     for row in rows:
         for key, (low, high) in row["intervals"].items():
             row |= {f"{key} low": low, f"{key} high": high}

@@ -37,10 +37,10 @@ _ORDER = ("model", "precision", "ranks", "length", "accumulation", "micro-batch"
 SATURATED = 1.1
 LAUNCH = 1.6  # the same, above which the device was waiting for the host
 BUSY = 0.35  # share of the peak from which arithmetic is what limits
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 
-def row_of(record: Record) -> Row:
+def _row_of(record: Record) -> _Row:
     """Return the figures of one run, by title.
 
     Rates are medians over the rows, without the first one, which warms up.
@@ -54,10 +54,10 @@ def row_of(record: Record) -> Row:
         row["TFLOP/s per rank (6ND)"] = 6 * size * per_rank / 1e12
     if len(memory := finite(record.columns, "peak_memory_gib")):
         row["peak memory (GiB)"] = float(memory.max())
-    return known(row)
+    return _known(row)
 
 
-def known(row: Row) -> Row:
+def _known(row: _Row) -> _Row:
     return {title: value for title, value in row.items() if value is not None}
 
 
@@ -67,26 +67,26 @@ def median(record: Record, key: str) -> float | None:
     return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[_Row]:
     """Return a row a run, in the order of the grid, with verdicts."""
     texts, numbers = _ORDER[:2], _ORDER[2:]
     rows = sorted(
-        map(row_of, records),
+        map(_row_of, records),
         key=lambda row: [*(str(row.get(k, "")) for k in texts), *(row.get(k, 0) for k in numbers)],
     )
     for row in rows:
-        told = {"verdict": verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
-        row |= known(told)
+        told = {"verdict": _verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
+        row |= _known(told)
     return rows
 
 
-def _alike(row: Row, rows: Sequence[Row], *keys: str) -> list[Row]:
+def _alike(row: _Row, rows: Sequence[_Row], *keys: str) -> list[_Row]:
     """Return those with a rate that have the same of these titles."""
     measured = [other for other in rows if other.get("tokens/s")]
     return [other for other in measured if all(other.get(k) == row.get(k) for k in keys)]
 
 
-def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
+def efficiency(row: _Row, rows: Sequence[_Row]) -> float | None:
     """Return the rate of each rank as a share of that of one rank with the same work.
 
     There is none where the grid has no such run.
@@ -97,7 +97,7 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     return float(row["tokens/s"] / row["ranks"] / np.median(alone)) if known else None
 
 
-def verdict(row: Row, rows: Sequence[Row]) -> str | None:
+def _verdict(row: _Row, rows: Sequence[_Row]) -> str | None:
     """Tell what limits the run, by its rate beside that at the next smaller micro-batch.
 
     launch-bound: the rate still grows nearly as fast as the micro-batch, so the device waits for
@@ -120,7 +120,7 @@ def verdict(row: Row, rows: Sequence[Row]) -> str | None:
     return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
-def rate_cells(rows: Sequence[Row]) -> list[list[str]]:
+def rate_cells(rows: Sequence[_Row]) -> list[list[str]]:
     """Return the titles of which some row has a figure, and a line of texts for each row."""
     titles = [title for title in TITLES if any(title in row for row in rows)]
     forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}

@@ -86,7 +86,7 @@ def _is_there(package: str) -> bool:
 
 SWITCH: dict[str, Any] = {"action": "store_true"}
 # Our flags beside Hydra's, by command; `llmexp COMMAND --help` says what each does.
-FLAGS: dict[str, dict[str, Any]] = {
+_FLAGS: dict[str, dict[str, Any]] = {
     "train": {"--screen": SWITCH, "--queue": SWITCH, "--json": SWITCH},
     "plan": {"--screen": SWITCH, "--measure": SWITCH, "--json": SWITCH},
     "explain": {"--json": SWITCH},
@@ -106,7 +106,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         raise ConfigError(f"{message}; {way}")
 
     parser.error = unknown  # type: ignore[method-assign]
-    for flag, how in FLAGS.get(command, {}).items():
+    for flag, how in _FLAGS.get(command, {}).items():
         parser.add_argument(flag, **how)
     # flags may stand between overrides
     args = parser.parse_intermixed_args(take_allowed(arguments))

@@ -32,7 +32,7 @@ from llmexp.settings.values import (
 )  # fmt: skip
 from llmexp.system.text import first_of
 
-MOST = 18  # names in a list of what there is
+_MOST = 18  # names in a list of what there is
 BESIDE = "; options of your own have it beside the others: "
 NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
 
@@ -212,7 +212,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     if not near and not siblings:
         near = closest(key, known, cutoff=0.8)
     top = [k for k in known if "." not in k and k != "hydra"]
-    return did_you_mean(near) or f" Known: {first_of(siblings or top, MOST)}"
+    return did_you_mean(near) or f" Known: {first_of(siblings or top, _MOST)}"
 
 
 def known_tree(overrides: Sequence[str]) -> dict[str, Any]:

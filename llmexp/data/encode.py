@@ -38,7 +38,7 @@ BOUNDARY = re.compile(
     r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 R = TypeVar("R")
 
 
@@ -50,15 +50,15 @@ def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
 
 
 def ahead(
-    work: Callable[[T], R], items: Iterator[T], threads: int | None = None
-) -> Generator[tuple[T, R], None, None]:
+    work: Callable[[_T], R], items: Iterator[_T], threads: int | None = None
+) -> Generator[tuple[_T, R], None, None]:
     """Yield each item with what `work` makes of it, in order.
 
     Threads, by default one per core, work a few items ahead.
     """
     threads = min(threads or cpu_count(), MAX_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
-    waiting: deque[tuple[T, Future[R]]] = deque()
+    waiting: deque[tuple[_T, Future[R]]] = deque()
     try:
         for item in items:
             waiting.append((item, pool.submit(work, item)))

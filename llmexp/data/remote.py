@@ -23,13 +23,13 @@ from llmexp.data.cache import cached, entry_path, read_entry, write_entry
 from llmexp.data.files import match_files, patterns_of, sha256_of
 from llmexp.settings.values import ConfigError, refuse
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 ANSWER_S = 10.0  # a web server that is silent for so long is given up
 AHEAD_BYTES = 1 << 21  # asked of a bucket at a time
 WEB = ("http://", "https://")
 BUFFER_BYTES = 1 << 19
 ASKED_AT_ONCE = 16  # files asked about at once
-MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
+_MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
 def need_package(package: str, key: str, what: str, extra: str = "data") -> Any:
@@ -108,7 +108,7 @@ class RemoteCache:
     anew: bool = False  # ask, whatever is remembered
     remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
 
-    def get(self, key: str, question: str, ask: Callable[[], T]) -> T:
+    def get(self, key: str, question: str, ask: Callable[[], _T]) -> _T:
         """Return the remembered answer (plain values) to a question, else that of `ask`.
 
         `key`: the knob that the question is about.
@@ -117,7 +117,7 @@ class RemoteCache:
         found = {} if self.anew else read_entry(entry)
         if {"answer", "day"} <= found.keys():
             self.remembered[key] = str(found["day"])
-            known: T = found["answer"]
+            known: _T = found["answer"]
             return known
         answer = ask()
         day = datetime.date.today().isoformat()
@@ -175,7 +175,7 @@ def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]
         with reading(key, address):
             info = system.info(path)
         size = info.get("size") or 0
-        marks = {name: str(info[name]) for name in MARKS if info.get(name)}
+        marks = {name: str(info[name]) for name in _MARKS if info.get(name)}
         return json.dumps([address, size, marks], sort_keys=True), size
 
     with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(addresses))) as pool:

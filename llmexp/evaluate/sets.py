@@ -89,7 +89,7 @@ class Sums:
         return units, np.stack([np.bincount(index, row, len(units)) for row in sums])
 
 
-BEGINNING_TOKENS = 24  # of a document, to show which one it is
+_BEGINNING_TOKENS = 24  # of a document, to show which one it is
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,6 @@ def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> d
 
 def _beginning(model: PlacedModel, stream: TokenStream, start: int, end: int | None) -> str:
     """Return the first words of a document, on one line."""
-    ids = stream.read(start, min(BEGINNING_TOKENS, len(stream) - start)).tolist()
+    ids = stream.read(start, min(_BEGINNING_TOKENS, len(stream) - start)).tolist()
     ids = ids[: ids.index(end)] if end in ids else ids
     return " ".join(model.opened.tokenizer.decode(ids, errors="replace").split())

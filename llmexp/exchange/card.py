@@ -11,7 +11,7 @@ from llmexp.metrics.keys import EMA, is_of_named_set
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 
-SHOWN = {
+_SHOWN = {
     "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),
     "ema": (f"{EMA}/loss", f"{EMA}/bits_per_byte"),
 }
@@ -34,7 +34,7 @@ def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[s
         ("llmexp commit", run.get("commit")),
     ]
     rows = [row for row in read_rows(path / rundir.METRICS) if row["step"] <= step]
-    keys = list(SHOWN[weights])
+    keys = list(_SHOWN[weights])
     if weights == "model":
         named = dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))
         keys += [key for key in named if not key.startswith(f"{EMA}/")]

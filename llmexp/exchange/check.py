@@ -15,7 +15,7 @@ from llmexp.exchange.tokenizer import doubts
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import first_of, one_line
 
-MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
+_MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
 # Digits, letters with marks of their own, spaces, line ends, code.
 TEXTS = (
     PROBE,
@@ -35,7 +35,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     try:
         library = importlib.import_module("transformers")
     except ImportError:
-        return [MISSING]
+        return [_MISSING]
     model, written = _model(library, folder), dict(_written(folder))
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = {name for name, _ in model.named_parameters()} - written.keys()

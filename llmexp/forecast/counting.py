@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-BLOCK = 512  # bytes that allocators round up to
+_BLOCK = 512  # bytes that allocators round up to
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -64,7 +64,7 @@ class Counting(TorchDispatchMode):
 
     def _add(self, storage: Any) -> None:
         key = storage._cdata
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
         if (known := self.held.get(key)) is not None:
             self._change(known, size)
             return

@@ -30,12 +30,12 @@ from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.remembered import MEMORY, remember, remembered
 from llmexp.train.sizes import cut, is_open
 
-KEY = "batch.micro_batch_size"
+_KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken
 # What a forecast may be wrong by: beyond it nothing is tried.
 UNSURE = 1.2
 Measure = Callable[[Config, str], dict[str, Any]]
-SIZES = "micro_batch_sizes"  # the folder of the cache
+_SIZES = "micro_batch_sizes"  # the folder of the cache
 
 
 def with_size(config: Config, ranks: AllRanks | None = None) -> Config:
@@ -48,10 +48,10 @@ def with_size(config: Config, ranks: AllRanks | None = None) -> Config:
         return config
     parts = assemble(config)
     room, deciding = _deciding(config, parts, ranks.least_memory() if ranks else None)
-    found = remembered(SIZES, *deciding)
+    found = remembered(_SIZES, *deciding)
     if found is None:
         found = _find(parts, room, ranks.measured if ranks else measured)
-        remember(SIZES, found, *deciding)
+        remember(_SIZES, found, *deciding)
     return cut(config, found["micro_batch_size"])
 
 
@@ -60,10 +60,10 @@ def known(config: Config, parts: Parts) -> Config:
 
     Raises ConfigError where none was.
     """
-    found = remembered(SIZES, *_deciding(config, parts)[1])
+    found = remembered(_SIZES, *_deciding(config, parts)[1])
     if found is None:
         text = "the size is found when the run starts; for a forecast add plan.device"
-        raise refuse(KEY, AUTO, text, "auto plan.device=cpu")
+        raise refuse(_KEY, AUTO, text, "auto plan.device=cpu")
     return cut(config, found["micro_batch_size"])
 
 
@@ -96,7 +96,7 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
     room = memory.room_of(parts, device, limit)
     if room is None:
         text = "this host does not say what memory it has; give batch.memory_gib"
-        raise refuse(KEY, AUTO, text, "auto batch.memory_gib=16")
+        raise refuse(_KEY, AUTO, text, "auto batch.memory_gib=16")
     return room
 
 
@@ -118,7 +118,7 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
         except Died as death:
             # the size is not the cause; a host without memory kills with the same words
             if str(death) == why and "SIGKILL" not in why:
-                raise refuse(KEY, AUTO, f"steps fail, whatever the size: {why}") from None
+                raise refuse(_KEY, AUTO, f"steps fail, whatever the size: {why}") from None
             why = str(death)
         else:
             rate = parts.run.sequence_length * sequences / found["step_s"]
@@ -190,7 +190,7 @@ def _cut(parts: Parts, size: int, sequences: int) -> Config:
 
 
 def _say(size: int, text: str) -> None:
-    print(f"{KEY}=auto: {size} {redacted(text)}", file=sys.stderr, flush=True)
+    print(f"{_KEY}=auto: {size} {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

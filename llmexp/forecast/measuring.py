@@ -43,7 +43,7 @@ class Lost(Exception):
     """Ranks of the run do not answer."""
 
 
-def describe(config: Config, path: Path) -> None:
+def _describe(config: Config, path: Path) -> None:
     """Make the folder of a run that tries the steps of a config."""
     path.mkdir(parents=True)
     quiet = with_knobs(
@@ -64,7 +64,7 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
     prefix = "llmexp-steps-"
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
-        describe(config, path)
+        _describe(config, path)
         started = time.time()
         env = {**os.environ, ASKED: what}
         process = start_worker(str(path), log=path / ERRORS, env=env)
@@ -108,7 +108,7 @@ class AllRanks:
         assert what == "steps"
         number, path = self._asked, self._logs / f"trial-{self._asked}"
         self._asked += 1
-        describe(config, path)
+        _describe(config, path)
         try:
             self._store.set(f"question/{number}", json.dumps({"trial": path.name}))
             answers = self._answers(f"ended/{number}", LATE_S, f"failed/{number}")

@@ -10,7 +10,7 @@ from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.system.console import banner
 
-Rows = list[tuple[str, str]]
+_Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
 NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
 
@@ -19,7 +19,7 @@ NO_TIME = "not known; add --measure, which trains a few steps here, or plan.devi
 class Memory:
     """Hold what is known of a run's memory: in words, as plain values, and whether it fits."""
 
-    rows: Rows
+    rows: _Rows
     figures: dict[str, Any]
     peak_bytes: float | None = None
     fits: bool | None = None
@@ -31,7 +31,7 @@ class Planned:
 
     run: Run
     config: Config
-    rows: Rows
+    rows: _Rows
     whole: dict[str, Any]
     memory: Memory
     cost: Cost | None

@@ -82,7 +82,7 @@ class Planner:
         there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
         rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
-        solved = parts.config if own is config else asked_of(config, parts.config)
+        solved = parts.config if own is config else _asked_of(config, parts.config)
         figures = whole | of_memory.figures
         return Planned(parts.run, solved, rows, figures, of_memory, cost, there)
 
@@ -227,7 +227,7 @@ def placeable(config: Config) -> Config:
     return with_knobs(config, train=on_cpu, precision={"kind": kind})
 
 
-def asked_of(config: Config, solved: Config) -> Config:
+def _asked_of(config: Config, solved: Config) -> Config:
     """Return a solved config with what `placeable` took out of `config`, by which runs differ."""
     train = {"device": config.train.device, "compile": config.train.compile}
     return with_knobs(solved, train=train, precision={"kind": config.precision.kind})

@@ -17,7 +17,7 @@ from llmexp.settings.values import ConfigError
 
 GAP = 0.1  # relative; budgets lie further apart
 SAME = 0.01  # relative; sizes lie further apart
-WIDE = 0.4  # log compute: runs of one budget lie closer together
+_WIDE = 0.4  # log compute: runs of one budget lie closer together
 LEAST = 7  # points that a surface is fitted to
 
 
@@ -135,7 +135,7 @@ class Surface(Law):
 def rungs(compute: np.ndarray, sizes: np.ndarray) -> list[Rung]:
     """Return the rungs from small to large: budgets with several sizes each, else sizes."""
     groups = _groups(compute, GAP)
-    several = [g for g in groups if len(set(sizes[g])) > 2 and np.ptp(compute[g]) < WIDE]
+    several = [g for g in groups if len(set(sizes[g])) > 2 and np.ptp(compute[g]) < _WIDE]
     if len(several) > 1 and sum(map(len, several)) > 0.6 * len(compute):
         several = [g for g in groups if len(set(sizes[g])) > 1]
         return [Rung(g, float(compute[g].mean()), "budget") for g in several]

@@ -15,7 +15,7 @@ from llmexp.settings.values import ConfigError
 
 DRAWS = 1000
 LEVEL = 95  # per cent that an interval holds
-WIDE = 4.0  # usual differences from the law: those beyond do not pull it as squares do
+_WIDE = 4.0  # usual differences from the law: those beyond do not pull it as squares do
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Ensemble:
         self.law, self.free = law[None], max(1, len(logs) - len(law))
         rest = np.sort(np.abs(logs - log_losses(self.law, x)[0]))
         usual = float(np.median(rest[-self.free :]))  # the others are about 0 by the fit
-        least, _ = refine(self.law, x, logs[None], max(DELTA, WIDE * usual))
+        least, _ = refine(self.law, x, logs[None], max(DELTA, _WIDE * usual))
         rest = logs - log_losses(least, x)[0]
         self.noise = float(np.sqrt((rest**2).sum() / self.free))
         own = (np.linalg.svd(slopes(least, x)[0].T, full_matrices=False)[0] ** 2).sum(axis=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.polynomial import Polynomial
 
-STEPS = 50  # at most; some 5 suffice
+_STEPS = 50  # at most; some 5 suffice
 NEAR = 1e-12  # a step that ends a search
 REACH = 30.0  # natural logs of compute that are searched
 
@@ -62,7 +62,7 @@ class Frontier:
         """
         _, a, b, alpha, beta = self.laws.T
         x = np.full(len(self.laws), (self.price.low + self.price.high) / 2)
-        for _ in range(STEPS):
+        for _ in range(_STEPS):
             slope = self.price.slope(x)
             cost = b + np.log(beta * slope) - beta * (compute - self.price.at(x))
             step = (a + np.log(alpha) - alpha * x - cost) / (alpha + beta * slope)
@@ -94,7 +94,7 @@ class Frontier:
         above = np.exp(losses) - np.exp(self.laws[:, 0])
         goal = np.log(np.where(above > 0, above, 1.0))
         c = np.full(len(self.laws), near)
-        for _ in range(STEPS):
+        for _ in range(_STEPS):
             size, tokens = self._terms(c)
             slope = self.laws[:, 4] * tokens / (size + tokens)
             step = np.clip((np.log(size + tokens) - goal) / slope, -REACH, REACH)

@@ -20,7 +20,7 @@ AXES = ("tokens", "flops", "parameters")
 LEAST, VALUES = 5, 4  # points, at so many places, that three numbers are fitted to
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """A place on the axis: its runs, the geometric mean of their losses, and the law there."""
 
     x: float
@@ -76,10 +76,10 @@ class Power(Law):
         return f"{found}, and a power law needs {LEAST} at {VALUES} values"
 
     @cached_property
-    def places(self) -> list[Place]:
+    def places(self) -> list[_Place]:
         """Return the places of the runs."""
         at = [(x, np.log(self.losses[self.x == x])) for x in sorted(set(self.x.tolist()))]
-        return [Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at]
+        return [_Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at]
 
 
 def _lowest(ladder: Ladder, count: str) -> list[Point]:

@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 DELTA = 1e-3  # of Huber's function, in log loss
 EXPONENTS = np.geomspace(0.02, 2.0, 17)  # tried before the search
 BOUNDS = (0.005, 4.0)  # of an exponent
-STARTS = 4  # places that the search begins at
+_STARTS = 4  # places that the search begins at
 WITHOUT_E = -40.0  # log E of a law without E
 
 
@@ -65,7 +65,7 @@ def _starts(x: np.ndarray, logs: np.ndarray, with_e: bool) -> np.ndarray:
         terms = [np.full(len(loss), float(with_e)), *np.exp(-np.array(exponents)[:, None] * x)]
         factors, rest = nnls((np.array(terms) / loss).T, np.ones(len(loss)))
         found.append((rest, *factors, *exponents))
-    laws = np.array(sorted(found)[:STARTS])[:, 1:]
+    laws = np.array(sorted(found)[:_STARTS])[:, 1:]
     laws[:, : 1 + k] = np.log(np.maximum(laws[:, : 1 + k], 1e-4 * loss.min()))
     if not with_e:
         laws[:, 0] = WITHOUT_E

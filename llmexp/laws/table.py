@@ -19,8 +19,8 @@ from llmexp.laws.power import Power
 from llmexp.laws.words import big, flops_text, plain, sized
 from llmexp.system.text import loss_text, padded
 
-HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
-MOST = 12  # rungs of a table
+_HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
+_MOST = 12  # rungs of a table
 _DROPPED = (4, 7, 6, 1, 3)  # columns that give way in a narrow terminal, the first one first
 
 
@@ -49,7 +49,7 @@ def _lines(law: Surface | Power, width: int) -> list[str]:
 
 def heads(law: Surface | Power) -> list[str]:
     """Return the titles of the table of a law."""
-    return [law.by, "runs", "val loss", "by the law"] if isinstance(law, Power) else list(HEADS)
+    return [law.by, "runs", "val loss", "by the law"] if isinstance(law, Power) else list(_HEADS)
 
 
 def rows(law: Surface | Power) -> list[list[Cell]]:
@@ -66,7 +66,7 @@ def rows(law: Surface | Power) -> list[list[Cell]]:
             [_cell(x, big), _cell(runs, str), _cell(loss, loss_text), _cell(at, plain)]
             for x, runs, loss, at in places
         ]
-    found, step = [], -(-len(law.optima) // MOST)
+    found, step = [], -(-len(law.optima) // _MOST)
     for o in [*law.optima[::-step][::-1], *([law.predicted] if law.target is not None else [])]:
         best = [Cell("edge"), none, none, none]
         if not law.edge:  # there the best size may be 0, or none

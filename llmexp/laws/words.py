@@ -18,8 +18,8 @@ from llmexp.settings.labels import plural
 from llmexp.system.text import listed, loss_text, number
 
 FAR = 2.05  # decades beyond the runs, past which a prediction is called far
-WIDE = 1e3  # by which the ends of an interval differ that tells nothing of a factor
-UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1.0, ""))
+_WIDE = 1e3  # by which the ends of an interval differ that tells nothing of a factor
+_UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 COUNTED = {
     "all": "all parameters",
     "head": "parameters without embeddings, with the head",
@@ -221,7 +221,7 @@ def factor(e: Estimate) -> str:
 
 
 def _tells(e: Estimate) -> bool:
-    return e.high < WIDE * e.low
+    return e.high < _WIDE * e.low
 
 
 def big(value: float) -> str:
@@ -235,7 +235,7 @@ def big(value: float) -> str:
 
 
 def _unit(value: float) -> tuple[float, str]:
-    return next(((s, u) for s, u in UNITS if value >= 0.9995 * s), UNITS[-1])
+    return next(((s, u) for s, u in _UNITS if value >= 0.9995 * s), _UNITS[-1])
 
 
 def _short(value: float) -> str:

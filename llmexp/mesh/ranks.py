@@ -36,7 +36,7 @@ from llmexp.system.devices import threads_per_rank
 
 STARTED = "LLMEXP_RANK_STARTED"  # tells a rank that our process started it and reports for it
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a hung process never does
-POLL_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def wait(
     Return the exit code of the first one that failed, and what `lost` said of it.
     """
     failed: tuple[int, bool] | None = None
-    for bad in watched(ranks, (DONE, PREEMPTED)):
+    for bad in _watched(ranks, (DONE, PREEMPTED)):
         with contextlib.suppress(OSError):
             print(log.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
         if bad and failed is None:
@@ -149,7 +149,7 @@ def wait(
     return failed or (max(rank.returncode for rank in ranks), False)
 
 
-def watched(ranks: list[subprocess.Popen[bytes]], good: tuple[int, ...]) -> Iterator[list[int]]:
+def _watched(ranks: list[subprocess.Popen[bytes]], good: tuple[int, ...]) -> Iterator[list[int]]:
     """Yield which ranks have failed, again and again, until all have ended.
 
     `good` are the exit codes of ranks that have not failed. Once one has, the others have GRACE_S
@@ -166,7 +166,7 @@ def watched(ranks: list[subprocess.Popen[bytes]], good: tuple[int, ...]) -> Iter
         if time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _failed_at(plan: Plan, local: int) -> float:
@@ -205,7 +205,7 @@ def run_alike(words: list[str], ranks: int) -> int:
                     children.append(start("llmexp", *words, log=log, env=env))
                 for child in children if stopped else ():  # it may have come before they were there
                     pass_on(child, stopped[0])
-                for _ in watched(children, (DONE,)):
+                for _ in _watched(children, (DONE,)):
                     pass
         finally:
             for child in children:

@@ -23,7 +23,7 @@ VAL = ("#DD6B20", "#B83280", "#319795", "#975A16", "#718096")
 SMOOTH_ABOVE_POINTS = 50
 
 Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
-Columns = dict[str, tuple[array, array]]  # the same by key
+_Columns = dict[str, tuple[array, array]]  # the same by key
 
 
 def plot_losses(
@@ -111,12 +111,12 @@ def _clean(axes: Axes) -> None:
     axes.spines["right"].set_visible(False)
 
 
-def _columns(rows: Iterable[dict[str, Any]]) -> Columns:
+def _columns(rows: Iterable[dict[str, Any]]) -> _Columns:
     """Return `tokens_seen` and the values of each key that is drawn.
 
     Rows take part that have both as finite numbers. They are read once, and may be many.
     """
-    found: Columns = {}
+    found: _Columns = {}
     for row in rows:
         tokens = row.get("tokens_seen")
         if not _is_finite(tokens):
@@ -134,14 +134,14 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _series(columns: Columns, key: str) -> Series:
+def _series(columns: _Columns, key: str) -> Series:
     """Return `tokens_seen` and the values of a key, in the order of tokens."""
     tokens, values = (np.asarray(column) for column in columns.get(key, ((), ())))
     order = np.lexsort((values, tokens))
     return tokens[order], values[order]
 
 
-def _validation(columns: Columns) -> dict[str, Series]:
+def _validation(columns: _Columns) -> dict[str, Series]:
     """Return the validation losses by name.
 
     They are of each named set, or of the only one; and of the average of the weights.

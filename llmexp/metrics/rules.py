@@ -9,7 +9,7 @@ from typing import Any
 from llmexp.metrics.norms import Norms
 
 
-class Ladder:
+class _Ladder:
     """Count how many of a step's units a rule clipped, and how many other limits would have.
 
     The limits are the own one times powers of two; `figures` of a step, from the device, are the
@@ -66,7 +66,7 @@ class Measures:
         self, values: Mapping[str, float | None], units: Mapping[str, float], powers: range
     ) -> None:
         self._values = {key: Norms("norm", limit) for key, limit in values.items()}
-        self._units = {key: Ladder(limit, powers) for key, limit in units.items()}
+        self._units = {key: _Ladder(limit, powers) for key, limit in units.items()}
 
     def __bool__(self) -> bool:
         """Return whether anything is counted."""

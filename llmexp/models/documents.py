@@ -17,7 +17,7 @@ from llmexp.models.planned import kind_of
 
 # Masked instead of attended to one by one: documents whose mean tokens, times the tokens of a
 # window, are fewer. (A mask costs a token as much as the window is long; a span costs its call.)
-SHORT = 10_000
+_SHORT = 10_000
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
     positions_bt = index_t - first_bt
     if spans and kind_of(tokens_bt.device) == "cpu" and not torch.compiler.is_compiling():
         found = starts_bt.nonzero().tolist()
-        if len(found) * SHORT <= b * t * t:
+        if len(found) * _SHORT <= b * t * t:
             following = [*found[1:], [b, 0]]
             lying = [
                 (row, start, stop if row == next_row else t)

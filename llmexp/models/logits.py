@@ -17,7 +17,7 @@ from llmexp.models.planned import kind_of
 from llmexp.models.recompute import blocks_of
 from llmexp.settings.values import is_ours
 
-MOST = 2**24  # logits that are held at once
+_MOST = 2**24  # logits that are held at once
 
 
 def attentions_of(model: nn.Module) -> list[Any]:
@@ -59,7 +59,7 @@ def keep_largest(attention: Any, q_bhtk: Tensor, k_bgtk: Tensor, documents: Any)
     dtype = attention.largest_h.dtype
     narrow = q_bhtk.element_size() == 2 and kind_of(q_bhtk.device) == "cuda"
     q_bhtk, k_bgtk = (x.detach() if narrow else x.detach().to(dtype) for x in (q_bhtk, k_bgtk))
-    rows = max(1, min(t, MOST // (b * h * t)))
+    rows = max(1, min(t, _MOST // (b * h * t)))
     for first in range(0, t, rows):
         last = min(first + rows, t)
         q_xrk = q_bhtk[:, :, first:last].reshape(b * g, -1, width)

@@ -9,16 +9,16 @@ from llmexp.run.derived import Derived, derived, resolved_knob
 from llmexp.settings.execution import Parallelism
 from llmexp.settings.values import refuse
 
-RANKS = "parallelism.kind parallelism.nproc_per_node parallelism.nnodes"
+_RANKS = "parallelism.kind parallelism.nproc_per_node parallelism.nnodes"
 DERIVED_SIZES = {
     "dp_size": Derived(
         "replicas that share a real batch",
-        (*RANKS.split(), "parallelism.tensor_parallel_size"),
+        (*_RANKS.split(), "parallelism.tensor_parallel_size"),
         "world_size {world_size} / tensor_parallel_size {tensor_parallel_size}",
     ),
     "world_size": Derived(
         "ranks on all hosts",
-        tuple(RANKS.split()),
+        tuple(_RANKS.split()),
         "nnodes {nnodes} x nproc_per_node {nproc_per_node}",
     ),
 }
@@ -33,11 +33,11 @@ class Layout:
         "parallelism.nproc_per_node", "parallelism.nproc_per_node train.device"
     )
     replicate_size: int = derived(
-        "groups of ranks that each hold the whole model", f"{RANKS} parallelism.replicate_size"
+        "groups of ranks that each hold the whole model", f"{_RANKS} parallelism.replicate_size"
     )
-    shard_size: int = derived("ranks over which parameters and optimizer state are spread", RANKS)
+    shard_size: int = derived("ranks over which parameters and optimizer state are spread", _RANKS)
     tensor_parallel_size: int = derived(
-        "ranks that compute each layer together", f"{RANKS} parallelism.tensor_parallel_size"
+        "ranks that compute each layer together", f"{_RANKS} parallelism.tensor_parallel_size"
     )
 
     @property

@@ -71,7 +71,7 @@ def rules_in_words() -> dict[str, str]:
     return found
 
 
-def chosen(optimizer: dict[str, Any]) -> Chosen | None:
+def _chosen(optimizer: dict[str, Any]) -> Chosen | None:
     """Return the rule of an optimizer section, None without one.
 
     Raises ConfigError where it lacks what it needs, and for what it does not use."""
@@ -128,7 +128,7 @@ def batch_is_open(batch: Batch) -> bool:
 
 def check_batch(config: Config, dp_size: int) -> None:
     """Raise ConfigError for a batch that cannot be cut, before a rule makes one that can."""
-    if not batch_is_open(config.batch) or chosen(config.optimizer) is None:
+    if not batch_is_open(config.batch) or _chosen(config.optimizer) is None:
         solve_batch(config.batch, dp_size)
 
 
@@ -143,7 +143,7 @@ def keys_set(optimizer: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
     A section that is refused later has none."""
     try:
-        found = chosen(optimizer)
+        found = _chosen(optimizer)
     except ConfigError:
         found = None
     if found is None:
@@ -156,7 +156,7 @@ def keys_set(optimizer: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def rate_by_batch(optimizer: dict[str, Any], ratio: float) -> float:
     """Return the factor on a rate of a batch that is `ratio` times as large, by the rule."""
-    found = chosen(optimizer)
+    found = _chosen(optimizer)
     law = None if found is None else found.law("lr")
     return 1.0 if law is None else ratio**law.B
 
@@ -167,7 +167,7 @@ def solve_rule(config: Config, dp_size: int, price: Price) -> tuple[Config, str 
     Values that are given stay, so a config with all that was set is solved into itself. `price`:
     of the model. Raises ConfigError.
     """
-    if (found := chosen(config.optimizer)) is None:
+    if (found := _chosen(config.optimizer)) is None:
         return config, None
     optimizer, words = dict(config.optimizer), []
     _check_optimizer(found, optimizer)

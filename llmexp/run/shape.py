@@ -12,7 +12,7 @@ from llmexp.settings.convert import checked_knob
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS, ShapeRule
 from llmexp.settings.values import refuse
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 MOST_LAYERS = 1024
 
 
@@ -62,7 +62,7 @@ def parameters_in(size: Any) -> int:
     """Return the number that 38M, 1.5B, 50k or 38e6 is. Raises ConfigError."""
     found = re.fullmatch(r"([\d._]+(?:e\d+)?)([kmb]?)", str(size).strip().lower().replace(",", ""))
     try:
-        number = round(float(found[1]) * UNITS[found[2]]) if found else 0
+        number = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     except ValueError:
         number = 0
     if number < 1 or isinstance(size, bool):

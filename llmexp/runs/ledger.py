@@ -31,14 +31,14 @@ from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.text import number, one_line
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 FORMAT = 1
-TWIN = "train.twin="  # begins the override that makes a point a twin
+_TWIN = "train.twin="  # begins the override that makes a point a twin
 LEDGER = "sweep.json"  # in a sweep's folder
-CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
+_CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
-KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")
+_KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")
 NOT_KEPT = ("path", "since", "points", "looks")
 
 
@@ -74,7 +74,7 @@ class LedgerEntry:
     @property
     def is_twin(self) -> bool:
         """Return whether it repeats a setting with another rounding."""
-        return any(o.startswith(TWIN) and o != f"{TWIN}0" for o in self.overrides)
+        return any(o.startswith(_TWIN) and o != f"{_TWIN}0" for o in self.overrides)
 
     def not_started(self, why: str) -> None:
         """Note that the point failed before it had a run, which only this process knows."""
@@ -157,12 +157,12 @@ class Ledger:
         for name in NOT_KEPT:
             del whole[name]
         whole["looks"] = [vars(look) for look in self.looks]
-        whole["points"] = [{name: getattr(e, name) for name in KEPT} for e in self.points]
+        whole["points"] = [{name: getattr(e, name) for name in _KEPT} for e in self.points]
         with self._written(LEDGER):
             fileio.write_json(self.path / LEDGER, whole)
         self.since = now
         with contextlib.suppress(OSError):  # its lines are of the ledger before
-            (self.path / CHANGES).unlink(missing_ok=True)
+            (self.path / _CHANGES).unlink(missing_ok=True)
 
     def update(self, entry: LedgerEntry, **changes: Any) -> None:
         """Change what is kept of a point, and append that to the file if it makes a difference."""
@@ -174,7 +174,7 @@ class Ledger:
             self.save()
             return
         line = json.dumps({"since": self.since, "number": entry.number, **changes}, allow_nan=False)
-        with self._written(CHANGES), open(self.path / CHANGES, "ab", buffering=0) as f:
+        with self._written(_CHANGES), open(self.path / _CHANGES, "ab", buffering=0) as f:
             since, self.since = self.since, None
             data = f"{line}\n".encode()
             if f.write(data) < len(data):
@@ -270,7 +270,7 @@ def _add_changes(tree: dict[str, Any], sweep: Path) -> None:
     A line counts if it is whole and of this very ledger (`since`: when that was written).
     """
     try:
-        lines = (sweep / CHANGES).read_bytes().split(b"\n")[:-1]
+        lines = (sweep / _CHANGES).read_bytes().split(b"\n")[:-1]
     except OSError:
         return
     points = [p for p in tree["points"] if isinstance(p, dict)]
@@ -324,7 +324,7 @@ def _entry(at: str, given: Any) -> LedgerEntry:
     """Return a point of a ledger that may have been edited by hand. Raises ConfigError."""
     if isinstance(given, dict) and given.get("state") == "infeasible":  # of an earlier version
         given = {"refused": given.get("error") or "it cannot run", **given}
-    entry = _checked(LedgerEntry, given, f"{at}.", keys=KEPT)
+    entry = _checked(LedgerEntry, given, f"{at}.", keys=_KEPT)
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in entry.folder:
@@ -333,8 +333,8 @@ def _entry(at: str, given: Any) -> LedgerEntry:
 
 
 def _checked(
-    cls: type[T], given: Any, at: str, keys: Collection[str] | None = None, **own: Any
-) -> T:
+    cls: type[_T], given: Any, at: str, keys: Collection[str] | None = None, **own: Any
+) -> _T:
     """Return the dataclass with the values of a file that are its fields, else their defaults.
 
     `keys`: the fields that a file may give; `own`: those that it may not. Raises ConfigError for a

@@ -57,7 +57,7 @@ class Unknown(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class _Found:
     """The part of provenance.json about repositories, and their diffs by the names of the files."""
 
     about: dict[str, Any]
@@ -69,7 +69,7 @@ class RepositorySearch:
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + LIMIT_S
-        self._found = Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
+        self._found = _Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
         self._thread = threading.Thread(target=self._work, name="provenance", daemon=True)
         self._thread.start()
 
@@ -77,9 +77,9 @@ class RepositorySearch:
         try:
             self._found = gather(self.deadline - 0.2)  # then there is time to keep what is known
         except Exception as error:  # such as of a folder that was removed under the command
-            self._found = Found({"left_out": f"{type(error).__name__}: {error}"}, {})
+            self._found = _Found({"left_out": f"{type(error).__name__}: {error}"}, {})
 
-    def result(self) -> Found:
+    def result(self) -> _Found:
         """Wait until the deadline at most."""
         self._thread.join(max(0.0, self.deadline - time.monotonic()))
         return self._found
@@ -173,7 +173,7 @@ def read_packages(path: Path) -> dict[str, str]:
     return {name: version for name, _, version in (line.partition("==") for line in lines)}
 
 
-def gather(deadline: float) -> Found:
+def gather(deadline: float) -> _Found:
     """Look into the repositories until the deadline (of time.monotonic)."""
     files: dict[str, bytes] = {}
     about: dict[str, Any] = {"repositories": []}
@@ -192,7 +192,7 @@ def gather(deadline: float) -> Found:
             files[one["diff"]] = diff
     if not about["repositories"]:
         about["left_out"] = f"{Path.cwd()} is in no git repository"
-    return Found(about, files)
+    return _Found(about, files)
 
 
 def repositories() -> list[Path]:

@@ -31,7 +31,7 @@ from llmexp.settings.values import (
 )
 from llmexp.settings.variables import VARIABLE, fill
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of an open section; aliases make a short YAML file endless
 
 
@@ -118,7 +118,7 @@ def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def convert_section(cls: type[T], mapping: Any, prefix: str) -> T:
+def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
     """Return a closed section, whose keys begin with `prefix`. Raises ConfigError."""
     if not isinstance(mapping, Mapping):
         text = "a section of keys is needed here, not a plain value"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from llmexp.settings.values import choice, count, knob, optional, time_limit, usual, where
 
-RANKS = where("parallelism.kind", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")  # several
+_RANKS = where("parallelism.kind", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")  # several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +71,24 @@ class Parallelism:
     backend: str | None = choice(
         "what ranks talk through; null: nccl on CUDA, gloo on a CPU",
         "nccl | gloo",
-        acts=RANKS,
+        acts=_RANKS,
         default=None,
     )
     start_timeout_s: float = time_limit(
-        "that the hosts and ranks have to come together", 600.0, affects="nothing", acts=RANKS
+        "that the hosts and ranks have to come together", 600.0, affects="nothing", acts=_RANKS
     )
     timeout_s: float = time_limit(
         "that a rank waits for the others in a step before it gives up",
         600.0,
         affects="nothing",
-        acts=RANKS,
+        acts=_RANKS,
     )
     max_restarts: int = knob(
         "times that a group which lost a rank starts again from its newest checkpoint",
         3,
         at_least=0,
         affects="nothing",
-        acts=RANKS,
+        acts=_RANKS,
         default=0,
     )
 

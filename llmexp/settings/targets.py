@@ -33,7 +33,7 @@ OWN = {
     "hooks": ("llmexp.verify.record",),
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
-EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
+_EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
 # Hydra's words for calling functions
 RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
@@ -214,7 +214,7 @@ def resolve(
     """
     values = fill(values, section)
     if "_target_" not in values:
-        example = EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
+        example = _EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
         text = f"it names the function, for example {section}._target_={example}"
         raise ConfigError(f"{section}._target_: this key is missing; {text}")
     common = COMMON.get(section, ())

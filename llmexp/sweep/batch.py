@@ -44,7 +44,7 @@ def run_batch(current: Current, points: list[Point], refused: list[LedgerEntry])
 
     Raises ConfigError before anything is written.
     """
-    able, refused = checked(current, points, refused)
+    able, refused = _checked(current, points, refused)
     if current.grid:
         placed = placed_grid(current, able, refused)
     else:
@@ -89,7 +89,7 @@ def placed_grid(current: Current, able: list[Point], refused: list[LedgerEntry])
     return placed
 
 
-def checked(
+def _checked(
     current: Current, points: list[Point], refused: list[LedgerEntry]
 ) -> tuple[list[Point], list[LedgerEntry]]:
     """Return the points that can run and those that are left out; a search may ask twice for one.

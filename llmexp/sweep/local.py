@@ -18,7 +18,7 @@ from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
 from llmexp.system.fileio import last_line
 
-LOOK_S = 1.0  # between looks for a sign of life
+_LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log
 STDERR = "stderr.log"
 
@@ -113,7 +113,7 @@ def start_point(point: Point, devices: Sequence[str], slots: int) -> subprocess.
 def end_if_silent(one: Active, silence_s: float | None) -> None:
     """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
     now = time.monotonic()
-    if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
+    if silence_s is None or now - one.sign_at < min(_LOOK_S, silence_s):
         return
     path = one.point.path
     names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"

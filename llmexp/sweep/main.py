@@ -32,7 +32,7 @@ from llmexp.sweep.running import check_launcher
 from llmexp.sweep.section import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
 
-SIZES = (8, 16, 32)  # runs of a screen
+_SIZES = (8, 16, 32)  # runs of a screen
 DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
 
 
@@ -156,17 +156,17 @@ def size_of(keys: int, runs: int | str) -> int:
 
     Three keys have 8 combinations. A number that is given is only checked. Raises ConfigError.
     """
-    if not 3 <= keys < SIZES[-1]:
+    if not 3 <= keys < _SIZES[-1]:
         text = f"a screen takes 3 to 31 keys with two values each, and there are {keys}; "
         text += "all combinations are trained by -m in place of --screen, without sweep.screen"
         example = "llmexp train -m optimizer.lr=1e-3,3e-3 clip.max_norm=0.5,1.0"
         raise refuse("sweep.screen", runs, f"{text}; for example {example}")
     if runs == "auto":
         runs = 8 if keys == 3 else 16 if keys <= 8 else 32
-    if runs not in SIZES:
+    if runs not in _SIZES:
         raise refuse("sweep.screen", runs, "must be 8, 16, 32 or auto", 16)
     if not int(runs).bit_length() - 1 <= keys < int(runs):
-        fits = [n for n in SIZES if n.bit_length() - 1 <= keys < n]
+        fits = [n for n in _SIZES if n.bit_length() - 1 <= keys < n]
         text = f"does not fit {keys} keys, which take {' or '.join(map(str, fits))} runs"
         raise refuse("sweep.screen", runs, text, fits[0])
     return int(runs)

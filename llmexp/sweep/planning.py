@@ -25,7 +25,7 @@ from llmexp.system.text import aligned, duration, gib
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column
 # would repeat.
-COLUMNS = {
+_COLUMNS = {
     "micro": "batch.micro_batch_size",
     "accum": "batch.gradient_accumulation_steps",
     "dp": "",
@@ -161,7 +161,7 @@ def cells(planned: Planned) -> dict[str, str]:
     figures = run.sequence_length, run.max_steps, run.max_tokens
     texts = [f"{run.micro_batch_size:,}", _range(accumulation), f"{run.dp_size:,}", _range(real)]
     texts += [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
-    row = dict(zip(COLUMNS, texts, strict=False))
+    row = dict(zip(_COLUMNS, texts, strict=False))
     if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
     if memory.peak_bytes is not None:
@@ -222,7 +222,7 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
     swept = {key for point in points for key in point.values}
     shown = [
         name
-        for name, key in COLUMNS.items()
+        for name, key in _COLUMNS.items()
         if key not in swept and any(name in f for f in figures)
     ]
     same = [

@@ -37,10 +37,10 @@ from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
 from llmexp.system.text import first_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def counted(doing: str, points: Sequence[T]) -> Iterable[T]:
+def counted(doing: str, points: Sequence[_T]) -> Iterable[_T]:
     """Return the points; a bar on standard error counts them, none in a pipe."""
     if not sys.stderr.isatty():
         return points

@@ -24,7 +24,7 @@ from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 
-ORPHAN_S = 60.0  # that a run has to save and leave
+_ORPHAN_S = 60.0  # that a run has to save and leave
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by
 # name.
 KEPT = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")  # in a task
@@ -119,7 +119,7 @@ class Ray:
         for handle in done:
             point = self._left.pop(handle)
             self._running.discard(point.path)
-            finish(self._ray, handle, point.path, stopped=self._current.stopped)
+            _finish(self._ray, handle, point.path, stopped=self._current.stopped)
             self._current.ended(point.entry)
         for point in self._left.values():
             state = rundir.read_status(point.path).get("state")
@@ -183,7 +183,7 @@ def refuse_impossible(
             raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
 
 
-def finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
+def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
     """Record how a task ended, where its run could not itself."""
     code, cause = FAILED, ""
     try:
@@ -198,6 +198,6 @@ def finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
 
 def wait_until_free(path: Path) -> None:
     """Return when nobody trains there any more, or after a while."""
-    deadline = time.monotonic() + ORPHAN_S
+    deadline = time.monotonic() + _ORPHAN_S
     while rundir.is_locked(path) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -33,7 +33,7 @@ from llmexp.sweep.show import Display
 from llmexp.system.child import REFUSED, say
 from llmexp.system.text import number
 
-ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
+_ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": slurm.Slurm, "ray": ray.Ray}
 KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
@@ -224,7 +224,7 @@ def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]
     # jobs are reported with their ids
     display = show.Display(current.ledger, current.launcher != "slurm")
     launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
-    free, deadline = [], time.monotonic() + ORPHAN_S
+    free, deadline = [], time.monotonic() + _ORPHAN_S
     for point in points:
         if point.path in launcher.busy:
             continue

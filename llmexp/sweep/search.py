@@ -28,7 +28,7 @@ from llmexp.sweep.running import score, stop_of
 from llmexp.system.child import say
 from llmexp.system.text import number
 
-TRIES = 20  # asks for a trial that has not been there before
+_TRIES = 20  # asks for a trial that has not been there before
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def distribution(o: Override) -> Any:
     return distributions.CategoricalDistribution(texts)
 
 
-def written(value: Any, of: Any) -> str:
+def _written(value: Any, of: Any) -> str:
     """Return a value that Optuna chose as the command line has it: a number with four digits."""
     if not isinstance(value, float):
         return str(value)
@@ -187,9 +187,9 @@ def suggest(
             study.tell(asked, known.value, state=known.state)
     tried = {tuple(trial.params.get(key) for key in space) for trial in trials}
     found: list[dict[str, str]] = []
-    for _ in range(count * TRIES):
+    for _ in range(count * _TRIES):
         params = study.ask(dict(space)).params
-        texts = {key: written(params[key], of) for key, of in space.items()}
+        texts = {key: _written(params[key], of) for key, of in space.items()}
         if tuple(texts.values()) not in tried and len(found) < count:
             tried.add(tuple(texts.values()))
             found.append(texts)
@@ -250,7 +250,7 @@ def params_of(entry: LedgerEntry, space: Mapping[str, Any]) -> dict[str, str]:
 
 def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
     """Return all trials so far; one that failed or cannot run counts as the worst one."""
-    values, found = values_of(current), []
+    values, found = _values_of(current), []
     worst = max(values.values(), default=None)
     for e in trials_of(current):
         value, state, step = values.get(e.folder), "COMPLETE", 0
@@ -264,7 +264,7 @@ def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
     return found
 
 
-def values_of(current: Current) -> dict[str, float]:
+def _values_of(current: Current) -> dict[str, float]:
     """Return the final losses of the trials that have one, by their folders."""
     done = [e for e in trials_of(current) if e.state == "finished"]
     found = {e.folder: value_of(current.ledger, e) for e in done}
@@ -302,7 +302,7 @@ def confirm(current: Current) -> None:
     if current.over or current.opened is None or not search.confirm:
         return
     ledger = current.ledger
-    values = values_of(current)
+    values = _values_of(current)
     best = sorted((e for e in ledger.points if e.folder in values), key=lambda e: values[e.folder])
     best = best[: search.confirm]
     copies: list[Point] = []

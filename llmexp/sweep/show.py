@@ -25,8 +25,8 @@ from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, number, one_line
 
 REFRESH_S = 0.5
-UNFINISHED = ("failed", "infeasible", "preempted")
-ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
+_UNFINISHED = ("failed", "infeasible", "preempted")
+_ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
 
 
 class Display:
@@ -89,7 +89,7 @@ class Display:
         """Return the live table, with as many points as there is room for."""
         columns, lines = shutil.get_terminal_size((100, 24))
         points, left = self._ledger.points, dict[str, float]()
-        first = sorted(points, key=lambda e: (ORDER.index(e.state), e.number))[: max(lines - 6, 3)]
+        first = sorted(points, key=lambda e: (_ORDER.index(e.state), e.number))[: max(lines - 6, 3)]
         rows: list[tuple[str, ...]] = [("run", "state", "step", "train loss", "tokens/s", "left")]
         for entry in sorted(first, key=lambda e: e.number):
             path = self._ledger.path / entry.folder
@@ -146,7 +146,7 @@ def waits(entry: LedgerEntry, where: Path) -> bool:
 def line_of(entry: LedgerEntry, ledger: Ledger) -> str:
     """Return a line for a point whose state has changed."""
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
-    if entry.state in UNFINISHED and entry.error:
+    if entry.state in _UNFINISHED and entry.error:
         return f"{name}  {entry.state}: {one_line(entry.error)}"
     if waits(entry, ledger.path):
         row = RunFolder(path).last_row()
@@ -169,7 +169,7 @@ def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
 
 def unfinished(ledger: Ledger) -> list[str]:
     """Return lines that say why points did not finish, each with its whole reason."""
-    left = [e for e in ledger.points if e.state in UNFINISHED and e.error]
+    left = [e for e in ledger.points if e.state in _UNFINISHED and e.error]
     return [fitted(line_of(entry, ledger)) for entry in left]
 
 

@@ -37,7 +37,7 @@ from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
-ARGUMENTS = {
+_ARGUMENTS = {
     "paths+": ("PATH", "run or sweep folders; globs in quotes work too"),
     "--dry-run": "say what would be sent; asks no server",
     "--anew": "upload to new runs: the old ones were deleted, or differ from the records",
@@ -55,7 +55,7 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
         "Upload runs and sweeps to a tracker from their own records. What is there is not sent "
         "again."
     )
-    args = Parser("llmexp sync", text, ARGUMENTS).parse_args(arguments)
+    args = Parser("llmexp sync", text, _ARGUMENTS).parse_args(arguments)
     runs = find_runs(args.paths)
     if args.to != "wandb":
         check_stores([args.to], "--to")
@@ -68,7 +68,7 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
         raise ConfigError(f"--answer {args.paths[0]}: is no sweep; for example {example}")
     sweeps = [s for s in sweeps if args.answer or upload_is_pending(s)]
     if args.dry_run:
-        code = max([take(run, args.anew, dry=True) for run in runs])
+        code = max([_take(run, args.anew, dry=True) for run in runs])
         for sweep in sweeps:
             print(clean(f"{sweep.name}: its answer"))
         return code
@@ -105,7 +105,7 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
     """Stop after two runs in a row that could not be uploaded: the server is what fails then."""
     codes: list[int] = []
     for run in runs:
-        codes.append(take(run, anew, dry=False, to=to))
+        codes.append(_take(run, anew, dry=False, to=to))
         if codes[-2:] == [NOT_UPLOADED] * 2 and len(codes) < len(runs):
             left = len(runs) - len(codes)
             print(f"stopped: two runs in a row were not uploaded; {left} are left")
@@ -142,7 +142,7 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
-class Records:
+class _Records:
     """The records of a run, as the tracker needs them."""
 
     fields: Fields
@@ -169,7 +169,7 @@ class Records:
         return ""
 
 
-def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
+def _take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
     """Upload a run (`dry`: do not), print its line, and return one of the codes above."""
     try:
         rundir.check_plain(run)
@@ -192,7 +192,7 @@ def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
     return code
 
 
-def planned_line(records: Records) -> tuple[str, bool]:
+def planned_line(records: _Records) -> tuple[str, bool]:
     """Return what `send` would do, as far as the folder alone can tell."""
     fields, position = records.fields, records.position
     where = [f"project {fields.project}"]
@@ -207,7 +207,7 @@ def planned_line(records: Records) -> tuple[str, bool]:
     return _with_loss(line, records)
 
 
-def upload_run(run: Path, records: Records, to: str) -> tuple[str, bool]:
+def upload_run(run: Path, records: _Records, to: str) -> tuple[str, bool]:
     """Upload one run, and return its line and whether all of it is there.
 
     Raises TrackerError, OSError.
@@ -224,7 +224,7 @@ def upload_run(run: Path, records: Records, to: str) -> tuple[str, bool]:
     return _with_loss(line, records)
 
 
-def _with_loss(line: str, records: Records) -> tuple[str, bool]:
+def _with_loss(line: str, records: _Records) -> tuple[str, bool]:
     if records.lost:
         return f"{line}; not complete: it {records.lost}", False
     return line, True
@@ -241,7 +241,7 @@ def check_idle(run: Path) -> None:
         raise LeftOut("it is in training; sync it when that has ended")
 
 
-def records_to_upload(run: Path, anew: bool) -> Records:
+def records_to_upload(run: Path, anew: bool) -> _Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     folder = RunFolder(run)
     for _ in walk_rows(run / rundir.LAYERS):
@@ -278,7 +278,7 @@ def records_to_upload(run: Path, anew: bool) -> Records:
         summary = summary_of_rows(rows)
     position = None if anew else read_position(run)
     end = End(summary, code, complete=not lost)
-    return Records(fields, len(parents) + len(rows), steps[-1], end, state, position, lost)
+    return _Records(fields, len(parents) + len(rows), steps[-1], end, state, position, lost)
 
 
 def summary_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

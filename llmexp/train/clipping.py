@@ -29,7 +29,7 @@ def limit_of(clip: Clip) -> Limit:
     return Limit(clip.kind, *knobs)
 
 
-def groups_of(clip: Clip, model: nn.Module) -> list[int | None]:
+def _groups_of(clip: Clip, model: nn.Module) -> list[int | None]:
     """Return to which of the limits by name each trained parameter belongs. Raises ConfigError."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return first_matches(names, [limit.match for limit in clip.limits], "clip.limits")
@@ -41,7 +41,7 @@ def check_clip(clip: Clip, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         if not clip.limits:
             example = [{"match": "*.attention.*", "max_norm": 0.5}, {"match": "*", "max_norm": 1.0}]
             raise refuse("clip.limits", "[]", "clip=per_group needs them", example)
-        groups_of(clip, model)
+        _groups_of(clip, model)
     if clip.kind == "update":
         optim.check_limited(optimizers)
     if clip.qk_limit is not None:
@@ -84,7 +84,7 @@ class Rule:
         self._update: rules.UpdateLimit | None = None
         self._heads: HeadLimit | None = None
         if clip.kind == "per_group":
-            self._groups = groups_of(clip, model)
+            self._groups = _groups_of(clip, model)
         elif clip.kind == "adaptive":  # all but the output head, as its authors do
             head = getattr(model, "head_weight", None)
             self._parameters = [p for p in parameters if p is not head]

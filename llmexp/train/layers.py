@@ -21,10 +21,10 @@ from llmexp.models.recompute import blocks_of
 from llmexp.settings.values import is_ours
 from llmexp.update import precision
 
-TOKENS = 512  # of the window's first sequence, at most, in the forward pass
+_TOKENS = 512  # of the window's first sequence, at most, in the forward pass
 QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at
-DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
-PARTS = ("attention", "mlp")  # of a block
+_DEAD = 0.01  # of the layer's RMS: a unit that no token brings beyond this is dead
+_PARTS = ("attention", "mlp")  # of a block
 BLOCK_FIGURES = (
     "residual_rms", "attention_rms", "mlp_rms", "dead_units", "attention_logit_max",
     "attention_entropy",
@@ -67,7 +67,7 @@ class Layers:
 
     def look(self, tokens_bt: Tensor) -> None:
         """Run the window's first sequence through the model, as it is before its update."""
-        own_1t = tokens_bt[:1, :TOKENS].to(self._mesh.device, non_blocking=True)
+        own_1t = tokens_bt[:1, :_TOKENS].to(self._mesh.device, non_blocking=True)
         # the same on all ranks, however the window is cut
         tokens_1t = mesh.from_first(self._mesh, own_1t)
         found: dict[str, dict[str, Tensor]] = {figure: {} for figure in BLOCK_FIGURES}
@@ -113,7 +113,7 @@ class Layers:
 
         The hooks for it go with the stack.
         """
-        told = [(block, "residual_rms"), *((getattr(block, p, None), f"{p}_rms") for p in PARTS)]
+        told = [(block, "residual_rms"), *((getattr(block, p, None), f"{p}_rms") for p in _PARTS)]
         for module, figure in told:
             if isinstance(module, nn.Module):
                 hook = _keeps(found[figure], name)
@@ -138,7 +138,9 @@ class Layers:
                 units_btf = mesh.local_part(inputs[0])  # those of this rank's rows of weights
                 units_btf = units_btf.to(_exact(units_btf)).abs()
                 whole = mesh.mean_of_split(self._mesh, units_btf.square().mean()).sqrt()
-                dead = (units_btf.flatten(0, -2).amax(0) <= DEAD * whole).to(units_btf.dtype).mean()
+                dead = (
+                    (units_btf.flatten(0, -2).amax(0) <= _DEAD * whole).to(units_btf.dtype).mean()
+                )
                 found["dead_units"][name] = mesh.mean_of_split(self._mesh, dead)
 
             stack.callback(down.register_forward_pre_hook(count_dead).remove)

@@ -42,8 +42,8 @@ from llmexp.train.verdicts import WHAT, finish_step
 from llmexp.train.windows import order_of
 from llmexp.update import precision
 
-OTHERS = 8  # windows near the step whose gradient norms are the usual ones
-BEGINNING_TOKENS = 60  # of a document, to show which one it is
+_OTHERS = 8  # windows near the step whose gradient norms are the usual ones
+_BEGINNING_TOKENS = 60  # of a document, to show which one it is
 
 
 def replay(loop: Loop) -> str:
@@ -60,13 +60,13 @@ def replay(loop: Loop) -> str:
         loop.setup.model.train()
         windows = loop.windows(loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
-            step, ended = take(loop, windows)
+            step, ended = _take(loop, windows)
             if ended:
                 raise TrainingFailed(ended)
             if (seen := step.read()).applied:
                 found["norms"][loop.progress.step] = seen.grad_norm
                 found["losses"][loop.progress.step] = seen.loss
-            compare(found, asked["rows"], loop.progress.step, seen)
+            _compare(found, asked["rows"], loop.progress.step, seen)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
     if loop.out.main:
@@ -74,7 +74,7 @@ def replay(loop: Loop) -> str:
     return "finished"
 
 
-def take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
+def _take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
     """Take a step of the run; return it, and why it ended the run if it did."""
     _, step = take_step(loop, windows, Due())
     try:
@@ -84,7 +84,7 @@ def take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
     return step, ""
 
 
-def compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
+def _compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
     """Compare a step with its row bit by bit, where the run has one."""
     row = rows.get(str(step))
     if row is None:
@@ -118,22 +118,22 @@ def look_into(
             loop.setup = dataclasses.replace(
                 loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
             )
-        step, ended = take(loop, itertools.chain([window], windows))
+        step, ended = _take(loop, itertools.chain([window], windows))
         seen = step.read()
         loop.setup = setup
         if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
             setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
-        compare(found, asked["rows"], loop.progress.step, seen)
+        _compare(found, asked["rows"], loop.progress.step, seen)
         here |= {"lr": step.lr} | figures_of(loop, seen, norm)
         if loop.last_layers:
             here["layers"] = row_of(loop.last_layers[-1][1])
         if ended:
             return {"here": here, "later": [], "ended": ended}
         with measuring(loop):
-            here["loss_after"] = known(loss_and_norm(loop, window)[0])  # None: a rate too high
+            here["loss_after"] = _known(loss_and_norm(loop, window)[0])  # None: a rate too high
     later, ended = [], ""
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
-        step, ended = take(loop, windows)
+        step, ended = _take(loop, windows)
         if (seen := step.read()).applied:
             later.append([loop.progress.step, seen.loss, seen.grad_norm])
         if ended:
@@ -146,7 +146,7 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
 
     `norm`: of its gradient, measured at a loss scale that does not overflow.
     """
-    found = {"loss": known(seen.loss), "grad_norm": known(seen.grad_norm)}
+    found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
     if seen.applied:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
     how = WHAT[seen.code]
@@ -154,11 +154,11 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
         how += " that is not finite"
         if loop.setup.scaler.enabled:
             how += f" at the loss scale {seen.loss_scale:g}"
-            found["grad_norm"] = known(norm)
+            found["grad_norm"] = _known(norm)
     return found | {"skipped": how}
 
 
-def known(value: float) -> float | None:
+def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -168,16 +168,16 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
     Windows are those before the step, or after it where these are too few. What is not finite is
     None.
     """
-    begin, end = step - 1 - OTHERS, step + OTHERS
+    begin, end = step - 1 - _OTHERS, step + _OTHERS
     begin, end = max(loop.run.first_step, begin), min(loop.run.max_steps, end)
-    wanted = [i for i in range(begin, end) if i != step - 1][:OTHERS]
+    wanted = [i for i in range(begin, end) if i != step - 1][:_OTHERS]
     figures = dict[int, list[float]]()
     with measuring(loop):
         for window in itertools.islice(loop.windows(begin), end - begin):
             if window.step in wanted or window.step == step - 1:
                 figures[window.step] = loss_and_norm(loop, window)
     others = [pair for i, pair in figures.items() if i in wanted and math.isfinite(pair[1])]
-    return {"window": [known(figure) for figure in figures[step - 1]], "others": others}
+    return {"window": [_known(figure) for figure in figures[step - 1]], "others": others}
 
 
 @contextlib.contextmanager
@@ -268,16 +268,16 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
                     "sequence": begin + len(found),
                     "first_token": start,
                     "targets": targets,
-                    "loss": known(nll / max(1, targets)),
-                    "grad_norm": known(norm),
-                    "share": known(share),
-                    "documents": documents_of(loop, start, each_t, valid),
+                    "loss": _known(nll / max(1, targets)),
+                    "grad_norm": _known(norm),
+                    "share": _known(share),
+                    "documents": _documents_of(loop, start, each_t, valid),
                 }
             )
     return total, found
 
 
-def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> list[dict[str, Any]]:
+def _documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> list[dict[str, Any]]:
     """Return the documents, or parts of them, of the sequence that begins at a token.
 
     Each has its first token, targets, their mean loss, and the beginning of its text.
@@ -290,10 +290,10 @@ def documents_of(loop: Loop, start: int, each_t: Tensor, valid_t: Tensor) -> lis
     nll, valid, has_meaning = each_t.cpu().numpy(), valid_t.cpu().numpy(), tokenizer.has_meaning()
     found = []
     for a, b in itertools.pairwise(edges):
-        targets, begin = int(valid[a:b].sum()), ids[a : min(b, a + BEGINNING_TOKENS)]
+        targets, begin = int(valid[a:b].sum()), ids[a : min(b, a + _BEGINNING_TOKENS)]
         begin = begin[begin < len(has_meaning)]  # prepared ids may be of another tokenizer
         text = tokenizer.decode(begin[has_meaning[begin]].tolist())
-        loss = known(float(nll[a:b].sum()) / targets) if targets else None
+        loss = _known(float(nll[a:b].sum()) / targets) if targets else None
         found.append(
             {"first_token": start + a, "targets": targets, "loss": loss, "text": clean(text)}
         )

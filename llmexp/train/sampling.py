@@ -16,7 +16,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.train.state import Loop
 from llmexp.update import faces, precision
 
-SMALL = 20_000_000  # parameters
+_SMALL = 20_000_000  # parameters
 
 
 def sample(
@@ -85,7 +85,7 @@ def sample_text(loop: Loop) -> str:
     parts, tokens = loop.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
-    with one_thread(small=loop.run.parameters < SMALL):
+    with one_thread(small=loop.run.parameters < _SMALL):
         # a split model is whole within the loss alone
         model = loop.setup.loss if loop.mesh.sharded else loop.setup.model
         with faces.evaluating(loop.setup.optimizers, loop.setup.module):

@@ -85,7 +85,7 @@ def found_alone(config: Config) -> Config:
     if not is_open(config):
         return config
     with choosing({"config": plain(config)}) as chooser:
-        return cut(config, checked(answer_of(chooser)))
+        return cut(config, _checked(_answer_of(chooser)))
 
 
 def found_together(path: Path, config: Config, parts: Parts) -> Config:
@@ -114,7 +114,7 @@ def found_together(path: Path, config: Config, parts: Parts) -> Config:
         while rank == 0 and read < parts.run.world_size and time.monotonic() < end:
             time.sleep(POLL_S)
             read = store.add("read", 0)
-    return cut(config, checked(asked))
+    return cut(config, _checked(asked))
 
 
 def memory_of_rank(parts: Parts) -> float | None:
@@ -138,7 +138,7 @@ def choosing(request: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
         chooser.wait()
 
 
-def answer_of(chooser: subprocess.Popen[str]) -> dict[str, Any]:
+def _answer_of(chooser: subprocess.Popen[str]) -> dict[str, Any]:
     """Return what the process answers in the end: a size, or why there is none."""
     assert chooser.stdout is not None
     text = chooser.stdout.read()
@@ -150,7 +150,7 @@ def answer_of(chooser: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def checked(answer: dict[str, Any]) -> int:
+def _checked(answer: dict[str, Any]) -> int:
     """Return the size of an answer. Raises ConfigError, and TrainingFailed for a lost rank."""
     if "lost" in answer:
         raise TrainingFailed(answer["lost"])
@@ -169,7 +169,7 @@ def next_question(store: Any, number: int, chooser: subprocess.Popen[str] | None
             return found
         if through:
             assert chooser is not None
-            store.set(key, json.dumps(answer_of(chooser)))
+            store.set(key, json.dumps(_answer_of(chooser)))
         time.sleep(POLL_S)
 
 

@@ -77,7 +77,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
         },
     )
     why = outliers.describe(limits, seen.loss, seen.grad_norm)
-    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {describe(first)}")
+    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {_describe(first)}")
 
 
 def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def describe(first: dict[str, Any] | None) -> str:
+def _describe(first: dict[str, Any] | None) -> str:
     """Return what rose first, for a line."""
     if first is None:
         return f"no module rose to {RISE} times its level before"

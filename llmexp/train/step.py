@@ -32,7 +32,7 @@ class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
 
 
-class Clipping(Protocol):
+class _Clipping(Protocol):
     """Name what a step asks of its rule of clipping, which is `llmexp.train.clipping.Rule`."""
 
     limit: Limit  # of the norm
@@ -56,7 +56,7 @@ class Clipping(Protocol):
         Return (whether the rule clipped anything, what else it has measured).
         """
 
-    def by_norm(self, max_norm: float) -> Clipping:
+    def by_norm(self, max_norm: float) -> _Clipping:
         """Return the same with a limit of the norm as its rule."""
 
 
@@ -71,7 +71,7 @@ class Setup:
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
-    clipping: Clipping
+    clipping: _Clipping
     small: SmallGradient
     outliers: Outliers
     ema: Ema | None

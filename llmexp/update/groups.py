@@ -17,7 +17,7 @@ from llmexp.update.optim import Lion
 from llmexp.update.patterns import first_matches, plain_names
 from llmexp.update.states import traits_of
 
-KEY = "optimizer.groups"
+_KEY = "optimizer.groups"
 
 
 def groups_by_name(
@@ -29,7 +29,7 @@ def groups_by_name(
     """
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     named = {name: id(p) for name, p in model.named_parameters() if id(p) in held}
-    places = first_matches(named, [group.match for group in groups], KEY)
+    places = first_matches(named, [group.match for group in groups], _KEY)
     return dict(zip(named.values(), places, strict=True))
 
 
@@ -57,7 +57,7 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
             if group["weight_decay"]:
                 text = ""
         if text and given.weight_decay != 1:
-            key = f"{KEY}.{number}.weight_decay"
+            key = f"{_KEY}.{number}.weight_decay"
             raise refuse(key, given.weight_decay, f"{text}; leave it out")
 
     def factors(p: nn.Parameter) -> tuple[float, float]:
@@ -65,7 +65,7 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
         return (1.0, 1.0) if place is None else (groups[place].lr, groups[place].weight_decay)
 
     for optimizer in optimizers:
-        scale(optimizer, factors)
+        _scale(optimizer, factors)
 
 
 # of torch, and ours: an update's entries have a size that the gradient's size does not change
@@ -91,7 +91,7 @@ def by_width(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             lr = inside if id(p) in hidden else outside  # noqa: B023 (it is asked at once)
             return lr, 1 / lr
 
-        scale(optimizer, factors)
+        _scale(optimizer, factors)
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -124,7 +124,7 @@ def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
     raise refuse("model.parametrization", "mup", text, "standard")
 
 
-def scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, float]]) -> None:
+def _scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, float]]) -> None:
     """Multiply rate and weight decay of each parameter by its factors.
 
     A group of the optimizer is split into those of equal factors; one whose factors are 1 stays as

@@ -122,7 +122,7 @@ def _is_optimizer(kind: Any, package: str) -> bool:
     return is_one and kind.__module__.startswith(package) and not kind.__name__.startswith("_")
 
 
-def arguments(dotted: str) -> dict[str, inspect.Parameter]:
+def _arguments(dotted: str) -> dict[str, inspect.Parameter]:
     """Return the arguments that a class takes after its parameters, by name."""
     signature = inspect.signature(_kind(dotted).__init__)
     found = {n: p for n, p in signature.parameters.items() if n not in ("self", "params")}
@@ -137,7 +137,7 @@ def knobs_of(name: str) -> dict[str, dict[str, Any]]:
     dotted = dotted_name(name)
     text = inspect.getdoc(_kind(dotted)) or ""
     found = {}
-    for name, parameter in arguments(dotted).items():
+    for name, parameter in _arguments(dotted).items():
         # such as "betas (tuple): coefficients", and lines that stand farther in
         entry = rf"^( *){name} *(?:\([^\n]*\))?:\s*(\S[^\n]*(?:\n\1 +\S[^\n]*)*)"
         words = re.search(entry, text, re.MULTILINE)
@@ -153,7 +153,7 @@ def knobs_of(name: str) -> dict[str, dict[str, Any]]:
 
 def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) -> Optimizer:
     """Build the optimizer of this name with decay on matrices only. Raises ConfigError."""
-    taken = arguments(dotted)
+    taken = _arguments(dotted)
     for name in knobs:
         if name not in taken:
             raise ConfigError(
@@ -199,7 +199,7 @@ def _constructed(
     dotted: str, parameters: list[nn.Parameter], lr: float, knobs: Mapping[str, Any]
 ) -> Optimizer:
     """Return an optimizer of parameters that is ready to train. Raises ConfigError."""
-    decay = arguments(dotted).get("weight_decay")
+    decay = _arguments(dotted).get("weight_decay")
     default = 0.0 if decay is None or decay.default is decay.empty else decay.default
     groups = decay_groups(parameters, knobs.get("weight_decay", default) or 0.0)
     for group in groups:
@@ -243,7 +243,7 @@ def tried(dotted: str, knobs: str) -> Traits:
             raise refuse("optimizer.name", dotted, text)
         draws = not torch.equal(state, torch.get_rng_state())
         # the first steps need not change all, such as Prodigy's estimate d
-        own, pairs = arguments(dotted), zip(whole.plain_groups(), before, strict=True)
+        own, pairs = _arguments(dotted), zip(whole.plain_groups(), before, strict=True)
         counters = {k for new, old in pairs for k in new if k not in own or new[k] != old.get(k)}
         other = _Trial(dotted, [p.detach().clone() for p in whole.parameters], given)
         _hand_over(whole.optimizer, other.optimizer)

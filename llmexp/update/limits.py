@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmexp.settings.clipping import BY_NORM, MOVING
 
-EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
+_EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
 
 
 class Limit:
@@ -54,7 +54,7 @@ class Limit:
             limit = float(np.quantile(self._norms, self._quantile))
             return limit if self._most is None else min(limit, self._most)
         if self._kind == "zscore" and self._mean is not None:
-            far = self._z * (math.sqrt(self._variance) + EPSILON)
+            far = self._z * (math.sqrt(self._variance) + _EPSILON)
             limit_0 = self._by_deviation(norm, self._mean, far)
             return limit_0.item() if norm.device.type == "cpu" else limit_0
         return self._most

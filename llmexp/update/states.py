@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 TENSOR, PACKED = "<tensor>", "<packed>"  # keys of a mapping that stands for one
-KINDS = ("torchao.",)  # packages whose kinds of tensors a checkpoint may name
+_KINDS = ("torchao.",)  # packages whose kinds of tensors a checkpoint may name
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
     """
     if isinstance(value, Mapping) and PACKED in value:
         module, _, name = str(value[PACKED]).rpartition(".")
-        if not module.startswith(KINDS):
+        if not module.startswith(_KINDS):
             raise ValueError(f"{value[PACKED]} is no kind of tensor of an optimizer's state")
         kind: Any = getattr(importlib.import_module(module), name)
         parts = put_together(value["parts"], tensors)

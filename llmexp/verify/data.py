@@ -35,8 +35,8 @@ from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.reference import starts_of
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
-SHOWN = 20  # files with a check of their own; of more, only those that fail have one
-BLOCK_BYTES = 1 << 20  # stays in the core's cache between the hash and the scan
+_SHOWN = 20  # files with a check of their own; of more, only those that fail have one
+_BLOCK_BYTES = 1 << 20  # stays in the core's cache between the hash and the scan
 WINDOWS, RANKS = 10, 4  # so many are sampled
 
 
@@ -90,7 +90,7 @@ def scan(shard: Shard, vocab_size: int) -> Scanned:
     digest = hashlib.sha256(header or b"")
     ends, first_bad = set[int](), None  # the least and the largest id of each block
     stream = TokenStream([replace(shard, ids=shard.array)])
-    for start, ids in stream.blocks(BLOCK_BYTES // shard.array.itemsize):
+    for start, ids in stream.blocks(_BLOCK_BYTES // shard.array.itemsize):
         digest.update(np.ascontiguousarray(ids).data)
         ends |= {low := int(ids.min()), high := int(ids.max())}
         if first_bad is None and (low < 0 or high >= vocab_size):
@@ -152,7 +152,7 @@ def _in_range(name: str, shard: Shard, found: Scanned, vocab_size: int) -> Check
 
 def _few(checks: list[Check], others: str) -> list[Check]:
     """Return the checks, or where they are many those that fail and one for the rest."""
-    if len(checks) <= SHOWN:
+    if len(checks) <= _SHOWN:
         return checks
     failed = [c for c in checks if not c.passed]
     passed = len(checks) - len(failed)

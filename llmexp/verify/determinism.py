@@ -9,7 +9,7 @@ from llmexp.verify import runs
 from llmexp.verify.checks import Check
 from llmexp.verify.pair import RunPair
 
-STEPS = 8
+_STEPS = 8
 NAMED = "train.deterministic=true names an operation that has no deterministic implementation"
 
 
@@ -18,7 +18,7 @@ def verify(
 ) -> list[Check]:
     """Compare two runs in folders under `path`, of the same config. Raises ConfigError."""
     saves = {"every": None, "save_initial": False}
-    plan = runs.watched(config, steps or STEPS, shrink, checkpoint=saves)
+    plan = runs.watched(config, steps or _STEPS, shrink, checkpoint=saves)
     first, second = path / "first", path / "second"
     for run in (first, second):
         print(f"the {run.name} run of {plan.train.max_steps} steps", flush=True)

@@ -41,7 +41,7 @@ from llmexp.verify.reference import (
 from llmexp.verify.runs import ramp_over, rows, shrunk, train_folder, trial, window_sizes
 from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, checks_of_run, derived, off_from
 
-STEPS = 4
+_STEPS = 4
 # of the run that accumulates most: with one sequence each a large batch would take for ever
 MOST_MICRO_BATCHES = 64
 
@@ -67,7 +67,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
 
     Raises ConfigError where they cannot be made.
     """
-    config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
+    config, steps = without_dropout(shrunk(config) if shrink else config), steps or _STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
     if (limit := config.clip.qk_limit) is not None:
@@ -98,9 +98,9 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             batch = {"micro_batch_size": cut.micro_batch_size, "gradient_accumulation_steps": None}
             run = in_precision(planned, kind, own.precision)
             run = with_knobs(run, batch=batch, parallelism=cut.parallelism)
-            train_folder(run_folder(path, kind, cut), run)
+            train_folder(_run_folder(path, kind, cut), run)
 
-    start = read_parameters(parts, run_folder(path, "fp64", cuts[0]), 0)
+    start = read_parameters(parts, _run_folder(path, "fp64", cuts[0]), 0)
 
     def reference(off: Roundoff | None = None) -> Followed:
         return train_plainly(parts, model_at(parts, start), windows, ignore_id, off)
@@ -109,7 +109,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     want = reference()
     trained = [name for name, p in start.named_parameters() if p.requires_grad]
     for kind in kinds:
-        found = [run_beside(parts, run_folder(path, kind, cut), start, want) for cut in cuts]
+        found = [run_beside(parts, _run_folder(path, kind, cut), start, want) for cut in cuts]
         limits = FLOOR
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
             rounding = errors(kind, max(sizes) * length)
@@ -154,7 +154,7 @@ def in_precision(config: Config, kind: str, own: str) -> Config:
     return with_knobs(config, precision={"kind": kind}, train={"compile": compiled})
 
 
-def run_folder(path: Path, kind: str, cut: WindowCut) -> Path:
+def _run_folder(path: Path, kind: str, cut: WindowCut) -> Path:
     return path / f"{kind}-{cut.name.partition(' (')[0].replace(' ', '_')}"
 
 

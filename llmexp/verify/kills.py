@@ -22,7 +22,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.child import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 
-TRIES = 3
+_TRIES = 3
 ALONE_S = 90.0  # for the other ranks to end after one of them was killed
 
 
@@ -64,7 +64,7 @@ def kill_again_and_again(
     `kinds` says what to kill in which order. Return what was hit. Raises Broken when it does not go
     on after a kill, ConfigError when it could not be made at all.
     """
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(1, _TRIES + 1):
         wanted, kills = list(kinds), list[Kill]()
         while wanted:
             missed = sum(not k.hit for k in kills)
@@ -74,9 +74,9 @@ def kill_again_and_again(
                 break
             print(f"killed {kill}", flush=True)
             kills.append(kill)
-            if kill.hit or missed + 1 == TRIES:
+            if kill.hit or missed + 1 == _TRIES:
                 wanted.pop(0)
-        if not wanted or attempt == TRIES:
+        if not wanted or attempt == _TRIES:
             break
         print("the run ended before it could be killed again; once more from the start", flush=True)
         shutil.rmtree(path)

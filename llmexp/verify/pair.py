@@ -11,7 +11,7 @@ from llmexp.metrics.keys import TIMINGS
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ
 
-Found = tuple[list[str], int]  # what differs, of how many
+_Found = tuple[list[str], int]  # what differs, of how many
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RunPair:
         for step, rank in sorted(keys):
             yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
 
-    def differences(self, part: str) -> Found:
+    def differences(self, part: str) -> _Found:
         """Return the recorded entries of a part, such as "parameters", that differ.
 
         The earliest comes first; the number is that of all that were compared.
@@ -52,7 +52,7 @@ class RunPair:
             differing += [f"step {step}, rank {rank}, {name}" for name in names]
         return differing, count
 
-    def columns(self, *keys: str) -> Found:
+    def columns(self, *keys: str) -> _Found:
         """Return the figures that differ between the rows, by step.
 
         They are these `keys`, or all but those that say something about the machine.
@@ -83,5 +83,5 @@ def unequal(a: dict[Any, str], b: dict[Any, str]) -> tuple[list[Any], int]:
     return [key for key in keys if a.get(key) != b.get(key)], len(keys)
 
 
-def joined(*found: Found) -> Found:
+def joined(*found: _Found) -> _Found:
     return [name for names, _ in found for name in names], sum(count for _, count in found)

@@ -27,7 +27,7 @@ from llmexp.system import fileio
 from llmexp.update.states import apart
 
 FOLDER, HOOK = "LLMEXP_RECORD_FOLDER", "llmexp.verify.record.record"
-STARTS = "starts.jsonl"
+_STARTS = "starts.jsonl"
 
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
@@ -58,7 +58,7 @@ def read_records(run: Path) -> Records:
 
 def starts(run: Path) -> list[int]:
     """Return the step at which each process of rank 0 began."""
-    return [row["step"] for row in read_rows(run / "verify" / STARTS)]
+    return [row["step"] for row in read_rows(run / "verify" / _STARTS)]
 
 
 def digest(value: Any) -> str:
@@ -87,7 +87,7 @@ def _open(context: Any) -> None:
     path = Path(os.environ[FOLDER]) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.stem == "rank-0":
-        with open(path.with_name(STARTS), "a", encoding="utf-8") as begun:
+        with open(path.with_name(_STARTS), "a", encoding="utf-8") as begun:
             begun.write(json.dumps({"step": context.step}) + "\n")
     # step 0 is written anew
     kept = [row for row in read_rows(path) if row["step"] < context.step > 1]

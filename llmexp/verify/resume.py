@@ -21,7 +21,7 @@ from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.kills import Broken, Kill, kill_again_and_again
 from llmexp.verify.pair import RunPair, joined, unequal
 
-STEPS = 12
+_STEPS = 12
 POSITION = ("data_digest", "tokens_seen", "epoch")
 
 
@@ -32,7 +32,7 @@ def verify(
 
     Raises ConfigError.
     """
-    plan = plan_to_break(config, steps or STEPS, shrink)
+    plan = plan_to_break(config, steps or _STEPS, shrink)
     unbroken, broken = path / "unbroken", path / "broken"
     print(f"an unbroken run of {plan.train.max_steps} steps", flush=True)
     runs.train_recorded(unbroken, plan)

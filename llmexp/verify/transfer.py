@@ -33,14 +33,16 @@ from llmexp.verify.runs import shrunk, trial
 
 WIDTHS = (64, 128, 256, 512)
 STEPS, SEQUENCES = 10, 8
-TOKENS = 32  # of a sequence, at most
-SEEDS = 8  # of each width: figures of one seed scatter by a third of an octave, at all widths alike
+_TOKENS = 32  # of a sequence, at most
+_SEEDS = (
+    8  # of each width: figures of one seed scatter by a third of an octave, at all widths alike
+)
 # Of a slope: octaves of a figure for each octave of width. What mup leaves out is the width or its
 # root, 1 or 0.5; layers of narrow models have up to 0.12, and 8 seeds scatter by 0.08.
 LIMIT, CONTROL = 0.4, 0.5
 LAYERS = re.compile(r"|token_embedding|blocks\.\d+(\.attention|\.mlp)?")
 STANDARD = {"parametrization": "standard", "base_width": None}
-Figures = dict[str, Any]  # by layer: what |x| is for each width, and what it has moved by
+_Figures = dict[str, Any]  # by layer: what |x| is for each width, and what it has moved by
 
 
 def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[Check]:
@@ -50,14 +52,14 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     kind = short.model["parametrization"]
     print_wrapped(
         f"{kind}, widths {', '.join(map(str, widths))}: {short.model['n_layers']} layers, {steps} "
-        f"steps of {SEQUENCES} sequences of {short.batch.sequence_length} tokens, {SEEDS} seeds of "
-        f"each, constant rate {short.optimizer['lr']:g}"
+        f"steps of {SEQUENCES} sequences of {short.batch.sequence_length} tokens, {_SEEDS} seeds "
+        f"of each, constant rate {short.optimizer['lr']:g}"
     )
-    found = {kind: figures(short, widths, steps)}
+    found = {kind: _figures(short, widths, steps)}
     if kind != "standard":
-        found["standard"] = figures(with_knobs(short, model=STANDARD), widths, steps)
+        found["standard"] = _figures(with_knobs(short, model=STANDARD), widths, steps)
     slope = {k: slopes(of, widths) for k, of in found.items()}
-    print(table(found, slope, widths), flush=True)
+    print(_table(found, slope, widths), flush=True)
     write_json(path / "transfer.json", {"widths": widths, **found})
     worst, _, layer = largest(slope["standard"], 1)
     what = "control: the standard parametrization fails, largest slope of the change"
@@ -92,7 +94,7 @@ def prepared(config: Config) -> Config:
         sizes |= {"n_kv_heads": math.gcd(heads, int(sizes["n_kv_heads"])), "head_dim": None}
     others = ("gradient_accumulation_steps", "real_batch_size", "tokens_per_step", "ramp")
     batch: dict[str, Any] = {"micro_batch_size": SEQUENCES, **dict.fromkeys(others)}
-    batch["sequence_length"] = min(TOKENS, solved.batch.sequence_length)
+    batch["sequence_length"] = min(_TOKENS, solved.batch.sequence_length)
     kind = "fp64" if parts.precision == "fp64" else "fp32"
     small = with_knobs(config, model=sizes, batch=batch, precision={"kind": kind})
     small = with_knobs(small, train={"compile": False}, clip={"kind": "none", "qk_limit": None})
@@ -100,7 +102,7 @@ def prepared(config: Config) -> Config:
     return dataclasses.replace(small, schedule=constant)
 
 
-def figures(config: Config, widths: Sequence[int], steps: int) -> Figures:
+def _figures(config: Config, widths: Sequence[int], steps: int) -> _Figures:
     """Return each layer's mean |activation| after the steps and mean |change|, for each width.
 
     These are means over equally many seeds, of weights and of batches.
@@ -108,7 +110,7 @@ def figures(config: Config, widths: Sequence[int], steps: int) -> Figures:
     inner, found = config.model["d_ff"] / config.model["d_model"], []
     for w in widths:
         sizes = {"d_model": w, "d_ff": max(1, round(inner * w))}
-        seeds = [{"seed": config.train.seed + i} for i in range(SEEDS)]
+        seeds = [{"seed": config.train.seed + i} for i in range(_SEEDS)]
         runs = [moved(trial(config, steps, model=sizes, train=seed), steps) for seed in seeds]
         found.append({layer: np.mean([r[layer] for r in runs], axis=0) for layer in runs[0]})
     return {layer: np.stack([of[layer] for of in found], axis=1).tolist() for layer in found[0]}
@@ -142,14 +144,14 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def slopes(found: Figures, widths: Sequence[int]) -> Figures:
+def slopes(found: _Figures, widths: Sequence[int]) -> _Figures:
     """Return the slopes of lines through log2 figures over log2 width; not finite for a 0."""
     x = np.log2(widths) - np.log2(widths).mean()
     with np.errstate(divide="ignore", invalid="ignore"):
         return {k: (x * np.log2(pair)).sum(axis=1) / (x**2).sum() for k, pair in found.items()}
 
 
-def largest(slope: Figures, which: int) -> tuple[float, float, str]:
+def largest(slope: _Figures, which: int) -> tuple[float, float, str]:
     """Return the slope of sizes (0) or changes (1) furthest from 0, the limit, and the layer.
 
     Not by the size of logits: that of first weights falls with the root of the width by design.
@@ -159,7 +161,7 @@ def largest(slope: Figures, which: int) -> tuple[float, float, str]:
     return found[worst], LIMIT, worst
 
 
-def table(found: dict[str, Figures], slope: dict[str, Figures], widths: Sequence[int]) -> str:
+def _table(found: dict[str, _Figures], slope: dict[str, _Figures], widths: Sequence[int]) -> str:
     """Return the figures at the first and the last width, and the slopes over all of them."""
     ends = [f"at {widths[0]}", f"at {widths[-1]}", "slope"]
     (kind, of_kind), *control = found.items()

@@ -103,7 +103,7 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
     model = model_of(kind)
     found = {}
     for short in (1, 10**6):
-        monkeypatch.setattr(documents, "SHORT", short)
+        monkeypatch.setattr(documents, "_SHORT", short)
         assert (find_documents(tokens, END).spans is None) == (short == 10**6)
         model.zero_grad()
         WindowLoss(model)(tokens, target_of(tokens)).backward()

@@ -43,7 +43,7 @@ def test_one_product_and_repeated_heads_compute_the_same(kind, masked, monkeypat
     model.document_end = 7 if masked else None
     model.double()
     tokens = torch.randint(0, 50, (3, 16))
-    monkeypatch.setattr(documents, "SHORT", 10**6)  # masks
+    monkeypatch.setattr(documents, "_SHORT", 10**6)  # masks
     expected = model(tokens), gradients(model, tokens)
     monkeypatch.setattr(documents, "repeats_heads", lambda *_: True)
     calls = []

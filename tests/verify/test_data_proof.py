@@ -185,7 +185,7 @@ def test_the_scan_agrees_with_a_look_at_each_id(ids: list[int], kind: Any, strid
     stored = np.array(ids).astype(kind)
     array = np.repeat(stored, stride)[::stride]  # a view with holes has the same ids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "BLOCK_BYTES", 32)
+        patch.setattr(proof, "_BLOCK_BYTES", 32)
         found = proof.scan(Shard("an array", array, array), 10)
     values = [int(i) for i in stored]
     bad = [i for i, value in enumerate(values) if not 0 <= value < 10]

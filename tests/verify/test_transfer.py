@@ -68,7 +68,7 @@ def test_activations_are_those_of_the_model_and_change_by_its_steps():
 def test_mup_is_held_against_the_standard_one_and_all_is_recorded(tmp_path, monkeypatch, capsys):
     """On widths of a moment: what is printed fits 100 columns."""
     monkeypatch.setattr(transfer, "WIDTHS", (16, 32, 64))
-    monkeypatch.setattr(transfer, "SEEDS", 2)
+    monkeypatch.setattr(transfer, "_SEEDS", 2)
     monkeypatch.setenv("COLUMNS", "100")
     checks = transfer.verify(config_of(*BASE, *MUP), tmp_path, 3, False)
     assert len(checks) == 3

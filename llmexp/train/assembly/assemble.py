@@ -58,7 +58,7 @@ from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solv
 from llmexp.train.assembly.trial import try_model
 from llmexp.train.clipping import check_clip
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Cache:
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, Any]] = {}
 
-    def __call__(self, make: Callable[..., T], *arguments: Any) -> T:
+    def __call__(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """Return `make(*arguments)`, or what it returned for the same arguments before.
 
         Plain values are the same where they are equal, other arguments only as the same object.
@@ -125,7 +125,7 @@ class Cache:
         key = json.dumps([name, *map(_sorted, arguments)], default=id)
         if key not in self._made:
             self._made[key] = make(*arguments), arguments  # kept: no other object gets their ids
-        found: T = self._made[key][0]
+        found: _T = self._made[key][0]
         return found
 
 

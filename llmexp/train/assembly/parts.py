@@ -214,12 +214,12 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
         optimizers = optim.as_list(built)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
-    groups.by_name(model, optimizers, groups_of(section))
+    groups.by_name(model, optimizers, _groups_of(section))
     groups.by_width(model, optimizers)
     return optimizers
 
 
-def groups_of(section: dict[str, Any]) -> list[Group]:
+def _groups_of(section: dict[str, Any]) -> list[Group]:
     """Return the groups of parameters of an optimizer section. Raises ConfigError."""
     found: list[Group] = checked_knob(
         "optimizer.groups", fill(section, "optimizer").get("groups", [])
@@ -252,7 +252,7 @@ def group_shares(
     section: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[GroupShare, ...]:
     """Return what each of the groups takes, and what is left for none of them."""
-    if not (wanted := groups_of(section)):
+    if not (wanted := _groups_of(section)):
         return ()
     places = groups.groups_by_name(model, optimizers, wanted)
     sizes = {id(p): p.numel() for p in model.parameters()}
