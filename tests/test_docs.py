@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.metrics.keys import KEYS
+from llmexp.metrics.keys import ROW_KEYS
 from tests.codes import codes
 from tests.conftest import ROOT
 from tests.test_structure import MODULES, ROOMS
@@ -75,7 +75,7 @@ def test_the_keys_of_a_row_are_those_of_the_table():
     page = (ROOT / "docs/semantics.md").read_text(encoding="utf-8")
     rows = page.partition("\n## Rows\n")[2].partition("\n## ")[0]
     named = re.findall(r"^\|([^|]*)\|", rows, re.M)
-    assert sorted(re.findall(r"`([^`]+)`", " ".join(named))) == sorted(KEYS)
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(named))) == sorted(ROW_KEYS)
 
 
 def test_the_rooms_are_those_of_the_house():

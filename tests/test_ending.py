@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from llmexp.runs import ending, rundir
-from llmexp.runs.ending import RULES, Left, conclude_run, how_it_left, rule_for, state_now
+from llmexp.runs.ending import ENDING_RULES, Left, conclude_run, how_it_left, rule_for, state_now
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED
 
 STATES = ("", "queued", "running", "finished", "failed", "preempted")
@@ -55,7 +55,7 @@ def test_every_way_to_leave_every_state_is_in_the_table(state, left):
 def test_every_rule_decides_something():
     cases = itertools.product(STATES, Left, (False, True), (False, True))
     used = [rule_for(state, left, stopped=s, held=h) for state, left, s, h in cases]
-    assert set(RULES) == set(used)
+    assert set(ENDING_RULES) == set(used)
 
 
 @pytest.mark.parametrize(

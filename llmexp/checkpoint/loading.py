@@ -47,7 +47,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
     room_for,
 )
-from llmexp.checkpoint.stored import copy_overlap, read_entry, read_header
+from llmexp.checkpoint.stored import copy_overlap, read_header, read_index_entry
 from llmexp.mesh.groups import Mesh, any_rank
 from llmexp.system.fileio import file_state, sha256
 from llmexp.update.faces import finish
@@ -210,7 +210,7 @@ def _pieces(
     else:
         for kind in kinds:
             for name, entries in json.loads(str(index)).get(kind, {}).items():
-                found[kind][name] = [read_entry(path, entry, files) for entry in entries]
+                found[kind][name] = [read_index_entry(path, entry, files) for entry in entries]
     for pieces in found.values():
         for name, parts in pieces.items():
             full = parts[0].shape

@@ -20,7 +20,7 @@ from llmexp.checkpoint.tensor_files import TYPES
 READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
 _SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 Read = Callable[[memoryview, int], None]  # fills bytes from a file, from a byte of it on
 
 
@@ -33,14 +33,14 @@ def entry_of(file: str, at: int, piece: Piece) -> list[Any]:
     return entry
 
 
-def read_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> StoredPiece:
+def read_index_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> StoredPiece:
     """Return the piece that an entry of the index describes. Raises ValueError and the like."""
     file, at, shape, offset, size, dtype, *value = entry
     if file not in files:
         raise ValueError(f"the index names {file!r}, which the manifest does not")
     held = bytes.fromhex(value[0]) if value else None
     boxes = tuple(shape), tuple(offset), tuple(size)
-    return StoredPiece(folder / file, *boxes, DTYPES[dtype], int(at), held)
+    return StoredPiece(folder / file, *boxes, DTYPES_BY_NAME[dtype], int(at), held)
 
 
 def read_header(file: Path, step: int) -> Iterator[tuple[str, StoredPiece]]:
@@ -54,7 +54,7 @@ def read_header(file: Path, step: int) -> Iterator[tuple[str, StoredPiece]]:
     if metadata["step"] != str(step):
         raise ValueError(f"{file.name} is of step {metadata['step']}")
     for name, at in json.loads(metadata["pieces"]).items():
-        size, dtype = tuple(header[name]["shape"]), DTYPES[at["dtype"]]
+        size, dtype = tuple(header[name]["shape"]), DTYPES_BY_NAME[at["dtype"]]
         begin, end = (8 + length + byte for byte in header[name]["data_offsets"])
         if end - begin != math.prod(size) * dtype.itemsize or TYPES[dtype] != header[name]["dtype"]:
             raise ValueError(f"the header of {file.name} does not describe {name}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmexp.compare import table
-from llmexp.compare.comparing import NEGLIGIBLE, compare, no_run
+from llmexp.compare.comparing import NEGLIGIBLE, compare, no_runs_found
 from llmexp.compare.records import Result
 from llmexp.compare.target import UNITS
 from llmexp.settings.values import ConfigError, Parser
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         target=args.target,
     )
     if not comparison.settings:
-        raise ConfigError(no_run(comparison))
+        raise ConfigError(no_runs_found(comparison))
     for problem in comparison.problems:
         warn(problem)
     for path in args.out:

@@ -63,10 +63,10 @@ def main(arguments: list[str]) -> int:
             return json.dumps(found, indent=1, allow_nan=False)
         return redacted(tables_of(found))
 
-    return answered(words, ranks, lambda: evaluated(args), shown)
+    return answer_once(words, ranks, lambda: evaluated(args), shown)
 
 
-def answered(
+def answer_once(
     words: list[str], ranks: int, find: Callable[[], _T], shown: Callable[[_T], str]
 ) -> int:
     """Find an answer and print it as `shown`, once; several ranks run the same command for it."""
@@ -110,13 +110,13 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     from llmexp import mesh
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
     from llmexp.exchange.average import RECORD, facts_of
-    from llmexp.train.assembly.opening import join_ranks, open_run, open_weights
+    from llmexp.train.assembly.opening import join_for_reading, open_run, open_weights
 
     joined = None
     if of_folder:
         opened = open_weights(folder, config)
     else:
-        joined = join_ranks(config) if ranks > 1 else None
+        joined = join_for_reading(config) if ranks > 1 else None
         opened = open_run(path, step, args.weights, joined)
         found["step"] = opened.step
     model = placed_model(opened)

@@ -26,7 +26,7 @@ from llmexp.compose.origin import (
 )
 from llmexp.compose.overrides import key_of, swept_in
 from llmexp.forecast.section import PlanKnobs
-from llmexp.metrics.keys import KEYS, is_of_named_set
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
 from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.derived import Derived
@@ -249,13 +249,13 @@ def arguments_of_library(cfg: DictConfig, config: Config, key: str) -> dict[str,
         return {}
     from llmexp.update import library
 
-    return library.knobs_of(str(name))
+    return library.arguments_of_optimizer(str(name))
 
 
 def row_key(key: str) -> str | None:
     """Return the meaning of a key of the rows, with its unit; None for a key that is none."""
     _, name, what = key.split("/") if is_of_named_set(key) else ("", "", "")
-    if (known := KEYS.get(f"val/{what}" if name else key)) is None:
+    if (known := ROW_KEYS.get(f"val/{what}" if name else key)) is None:
         return None
     unit = f" ({known.unit})" if known.unit else ""
     return f"{known.meaning}{f', of the set {name}' if name else ''}{unit}"

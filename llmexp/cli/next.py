@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.compare.comparing import compare, no_run
+from llmexp.compare.comparing import compare, no_runs_found
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
 from llmexp.laws.answer import positive
@@ -54,7 +54,7 @@ def proposed(
     predict = None if predict is None else positive(predict)
     found = compare(paths, negligible=negligible)
     if not found.settings:
-        raise ConfigError(no_run(found, "next"))
+        raise ConfigError(no_runs_found(found, "next"))
     for problem in found.problems:
         warn(problem)
     step = propose(found)

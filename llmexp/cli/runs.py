@@ -24,7 +24,7 @@ from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.console import banner
 from llmexp.system.redact import clean, warn
-from llmexp.system.text import columns, duration, number, one_line, padded, readable_size
+from llmexp.system.text import columns, duration, number, one_line, padded_cells, readable_size
 
 INCOMPLETE = 1
 _ARGUMENTS = {
@@ -140,7 +140,7 @@ def _show(lines: Sequence[dict[str, Any]]) -> None:
     count = 5 if console.width >= 80 else 3
     table = [(line["state"], *_cells(line)) for line in lines]
     titles = ("state", "step", "loss", "age", "size")
-    head, *rows = padded([row[:count] for row in (titles, *table)], left=(0,))
+    head, *rows = padded_cells([row[:count] for row in (titles, *table)], left=(0,))
     console.print("  ".join([*head, "run"]))
     groups: dict[str, list[tuple[dict[str, Any], list[str]]]] = defaultdict(list)
     for line, cells in zip(lines, rows, strict=True):

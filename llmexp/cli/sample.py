@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from llmexp.cli.evaluate import answered, ranks_of, refuse_sections, with_data
+from llmexp.cli.evaluate import answer_once, ranks_of, refuse_sections, with_data
 from llmexp.compose import command_line
 from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.values import ConfigError
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
     ranks = ranks_of(args.run, args.overrides)
-    return answered(words, ranks, lambda: text_of(**vars(args)), _shown)
+    return answer_once(words, ranks, lambda: text_of(**vars(args)), _shown)
 
 
 def _shown(text: str) -> str:
@@ -62,10 +62,10 @@ def text_of(
             raise ConfigError(f"--{name} {value}: must be at least {low}")
     path, step = named_checkpoint(run)
     from llmexp import mesh
-    from llmexp.train.assembly.opening import join_ranks, open_run
+    from llmexp.train.assembly.opening import join_for_reading, open_run
     from llmexp.train.sampling import sample as sample_text
 
-    joined = join_ranks(with_data(path, overrides, None)) if overrides else None
+    joined = join_for_reading(with_data(path, overrides, None)) if overrides else None
     opened = open_run(path, step, weights, joined)
     config, model = opened.config, opened.loss or opened.model
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at

@@ -23,7 +23,7 @@ from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted, warn
 from llmexp.verify.checks import Check, print_wrapped
 
-WHAT = {
+PROOFS = {
     "geometry": "one big batch, accumulation, ranks, masked targets and a tail compute the same",
     "resume": "a run that is killed again and again ends bit-equal to an unbroken one",
     "determinism": "the same run twice is bit-equal",
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
 
 def parse_proof(what: str, rest: list[str]) -> argparse.Namespace:
     """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
-    if what not in WHAT:
-        text = f"there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}"
+    if what not in PROOFS:
+        text = f"there is no such proof.{nearest(what, PROOFS)} Known: {', '.join(PROOFS)}"
         raise ConfigError(f"verify {what}: {text}")
     args = command_line.parse("verify", rest)
     if hydra_flags.asked(args):
@@ -96,7 +96,7 @@ def prove(proof: Proof) -> int:
     """
     what = proof.what
     its = "its record is" if what in ("data", "transfer") else "its runs are"
-    print_wrapped(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
+    print_wrapped(f"verify {what}: {PROOFS[what]}; {its} in {proof.path}")
     module = importlib.import_module(f"llmexp.verify.{what}")
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
@@ -190,7 +190,7 @@ def usage() -> None:
         "--shrink": "2 layers, at most 64 tokens a sequence, small batches: for what is too large "
         "here",
     }
-    for name, text in (WHAT | flags).items():
+    for name, text in (PROOFS | flags).items():
         print_wrapped(f"  {name:<12}  {text}", " " * 16)
     print()
     print_wrapped(

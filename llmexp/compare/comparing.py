@@ -57,10 +57,10 @@ def compare(
     found, problems = find(paths)
     records = read(found)
     f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
-    return answered(f)
+    return with_words(f)
 
 
-def no_run(found: Result, command: str = "compare") -> str:
+def no_runs_found(found: Result, command: str = "compare") -> str:
     """Return that no run was found, and what was in the way."""
     text = f"there is no run to show; for example llmexp {command} outputs/default"
     return "\n".join((*found.problems, text))
@@ -80,7 +80,7 @@ def _size(given: float | str) -> float:
     return size
 
 
-def answered(f: Result) -> Result:
+def with_words(f: Result) -> Result:
     """Return the comparison with what was found out, in words."""
     notes, why = notes_and_why(f)
     return replace(f, headline=headline(f), notes=notes, why=why)
@@ -114,7 +114,7 @@ def findings(
     taking_part = [r for r in records if not r.out]
     groups = folding.folded(records)
     differing = folding.differing_keys([group[0] for group in groups])
-    mixed = len({tokenizer_of(r) for r in taking_part} - {""}) > 1
+    mixed = len({tokenizer_sha(r) for r in taking_part} - {""}) > 1
     found = [
         folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
@@ -225,14 +225,14 @@ def _batch(records: Sequence[Record]) -> str:
     return "iso-batch" if several else "same"
 
 
-def tokenizer_of(record: Record) -> str:
+def tokenizer_sha(record: Record) -> str:
     """Return what tells tokenizers apart; empty where it is not known."""
     sha256 = as_dict(record.facts.get("data_fingerprint")).get("tokenizer_sha256")
     return sha256 if isinstance(sha256, str) else str(record.facts.get("tokenizer") or "")
 
 
 def _tokenizer_note(record: Record) -> str:
-    if not (print_ := tokenizer_of(record)):
+    if not (print_ := tokenizer_sha(record)):
         return ""
     name = record.facts.get("tokenizer") or "unknown"
     return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})"

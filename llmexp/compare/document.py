@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from llmexp.compare.plotting import Plot, templates
 from llmexp.system.text import number
 
-LIBRARY = "plotly.min.js"
+PLOTLY_FILE = "plotly.min.js"
 
 
 class Cell(NamedTuple):
@@ -61,7 +61,7 @@ def document(package: str, plots: Sequence[Plot], inline: bool = True, **values:
     )
     return environment.get_template("page.html").render(
         **values, style=asset("page.css"), data=data.replace("<", "\\u003c"),
-        policy=_policy(script, library), script=script, library=library, library_file=LIBRARY,
+        policy=_policy(script, library), script=script, library=library, library_file=PLOTLY_FILE,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
-from llmexp.compare.records import APART, LOSSES, Column, Record, Setting, is_loss
+from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record, Setting, is_loss
 from llmexp.compare.rows import elapsed, finite
-from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import as_dict, number, shown, with_interval
 
@@ -30,7 +30,7 @@ MOVE_VALIDATION = (
 
 
 def _column(key: str, when: str = "") -> Column:
-    known = KEYS[key]
+    known = ROW_KEYS[key]
     return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
 
 
@@ -198,7 +198,7 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
 def own_keys(record: Record) -> list[str]:
     """Return the keys of a run's rows that its hooks have added."""
     keys = record.columns if record.config.get("hooks") else ()
-    return [key for key in keys if key not in KEYS and _is_other(key)]
+    return [key for key in keys if key not in ROW_KEYS and _is_other(key)]
 
 
 def _is_other(key: str) -> bool:
@@ -229,7 +229,7 @@ def figures(
         found |= _losses(columns, record.before, rows, evaluated)
     # older runs call the share of clipped steps otherwise
     summary = {"clipped_share": record.summary.get("clip_share"), **record.summary}
-    for key in (column.key for column in _COLUMNS if column.key not in LOSSES):
+    for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
         value = number(summary.get(_IN_SUMMARY.get(key, key)))
         found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
     spikes = as_dict(record.status.get("spikes"))
@@ -249,7 +249,7 @@ def figures(
     return {key: value for key, value in found.items() if value is not None}
 
 
-def rose_first(setting: Setting) -> tuple[str, int] | None:
+def rose_first_most(setting: Setting) -> tuple[str, int] | None:
     """Return the module that rose first most often in most runs, and how many these are."""
     spikes = (as_dict(record.status.get("spikes")) for record in setting.runs)
     modules = (as_dict(found.get("rose_first")).get("module") for found in spikes)
@@ -289,6 +289,6 @@ def columns_of(
         *_COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),
         *(Column(key, key.removeprefix("task/"), "higher", 3) for key in filter(is_score, keys)),
-        *(_column(key) for key in others if key in KEYS),
-        *(Column(key, key, way.get(key, "")) for key in others if key not in KEYS),
+        *(_column(key) for key in others if key in ROW_KEYS),
+        *(Column(key, key, way.get(key, "")) for key in others if key not in ROW_KEYS),
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from llmexp.compare.figures import columns_of, is_score, over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
-from llmexp.run.batch import BATCH_TOTALS, CUT
+from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels
 from llmexp.settings.knobs import SEED, affects
@@ -182,7 +182,7 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
             key
             for key in keys
             if key in swept
-            or not (_BY_RULE.fullmatch(key) or (batches and key in (*CUT, *BATCH_TOTALS)))
+            or not (_BY_RULE.fullmatch(key) or (batches and key in (*CUT_KEYS, *BATCH_TOTALS)))
         ]
         keys = left or keys
 

@@ -114,7 +114,7 @@ class Model:
         return self.contrast(weights, rivals, alpha)
 
 
-def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
+def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     """Fit the model to the figures of each setting by seed; None where no setting has two.
 
     Seeds that several settings share are blocks, where they connect all settings and leave enough

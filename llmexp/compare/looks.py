@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmexp.compare.inference import FEW, Difference, Model, fit, judged
+from llmexp.compare.inference import FEW, Difference, Model, fit_model, judged
 from llmexp.compare.records import Setting
 
 Level = tuple[Collection[str] | None, float]  # the seeds that a look is over (None: all); its level
@@ -98,7 +98,7 @@ def _together(candidates: Sequence[Setting], sign: float, level: float) -> Seen 
     own = [r for r in several if len(r.seeds) >= FEW]
     for members in (several, *sorted((connected(several), own), key=len, reverse=True)):
         if len(members) > 1:
-            model = fit([{s: sign * y for s, y in r.seeds.items()} for r in members])
+            model = fit_model([{s: sign * y for s, y in r.seeds.items()} for r in members])
             if model and (model.blocked or len(own) >= len(members)):
                 return Seen(members, model, level)
     return None

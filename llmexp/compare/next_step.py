@@ -36,7 +36,7 @@ TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_
 def propose(f: Result) -> Step:
     """Return the step that would tell most."""
     known = Known(f)
-    if step := next(filter(None, (rule(known) for rule in RULES)), None):
+    if step := next(filter(None, (rule(known) for rule in NEXT_RULES)), None):
         return step
     if any((needed(r, f) or 0) > MOST_SEEDS for r in f.ranked):
         return Step("nothing", f"more than {MOST_SEEDS} seeds each are not proposed. {f.headline}")
@@ -280,4 +280,4 @@ def compared(k: Known) -> Step | None:
     return Step("nothing", f"{why}. {f.headline}")
 
 
-RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds, finer)
+NEXT_RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds, finer)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.figures import has_a_say, rose_first
+from llmexp.compare.figures import has_a_say, rose_first_most
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
@@ -159,7 +159,7 @@ def _spiked(f: Result) -> Iterator[str]:
         part = f"{e.label} {e.figures['spikes']:.3g}{' a run' * several}"
         if tokens := e.figures.get("spike_tokens"):
             part += f", {tokens:,.0f} tokens until the loss was back"
-        if first := rose_first(e):
+        if first := rose_first_most(e):
             part += f", {first[0]} rose first most often"
             part += f" in {first[1]} of {plural(len(e.runs), 'run')}" * several
         parts.append(part)

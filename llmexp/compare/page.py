@@ -9,7 +9,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from llmexp.compare.clipping import looked_at
-from llmexp.compare.document import LIBRARY, Cell, Row, document
+from llmexp.compare.document import PLOTLY_FILE, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
 from llmexp.compare.plot_search import screen_plots, search_plots
 from llmexp.compare.plot_settings import maps, over_keys
@@ -28,8 +28,8 @@ from llmexp.tracker.wandb import MARKS
 
 def write_beside(comparison: Result, where: Path) -> Path:
     """Write compare.html into the folder, and the library that it names, once."""
-    if not (where / LIBRARY).exists():
-        fileio.write_whole(where / LIBRARY, str(get_plotlyjs()))
+    if not (where / PLOTLY_FILE).exists():
+        fileio.write_whole(where / PLOTLY_FILE, str(get_plotlyjs()))
     fileio.write_whole(where / "compare.html", page(comparison, inline=False))
     return where / "compare.html"
 

@@ -14,7 +14,17 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmexp.compare.figures import half_width
-from llmexp.compare.plotting import ABOVE, FEW, GREY, Look, Plot, looks, plot, points, text
+from llmexp.compare.plotting import (
+    ABOVE,
+    GREY,
+    TEN_COLOURS,
+    Plot,
+    SettingStyle,
+    looks,
+    plot,
+    points,
+    text,
+)
 from llmexp.compare.records import Record, Result, Setting
 from llmexp.compare.screening import Screen, spelled
 from llmexp.runs.rundir import by_number
@@ -59,7 +69,7 @@ def search_plots(c: Result) -> list[Plot]:
     return [plot("search", "The search", traces, layout, caption)]
 
 
-def _fresh(c: Result, e: Setting, look: Look, fresh: Sequence[Record], place: int) -> Any:
+def _fresh(c: Result, e: Setting, look: SettingStyle, fresh: Sequence[Record], place: int) -> Any:
     """Return the fresh seeds of a trial, with their mean and its interval."""
     values = [r.figures[c.key] for r in fresh]
     mean, count = sum(values) / len(values), len(values)
@@ -88,7 +98,7 @@ def _pareto(c: Result, screen: Screen) -> Plot:
     trace = go.Bar(
         y=labels, x=[k.effect for _, k in knobs], orientation="h",
         error_x=dict(array=[k.half for _, k in knobs], color=GREY),
-        marker={"color": [FEW[0] if k.found else GREY for _, k in knobs]},
+        marker={"color": [TEN_COLOURS[0] if k.found else GREY for _, k in knobs]},
         hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",
     )  # fmt: skip
     layout = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
@@ -104,7 +114,7 @@ def _half_normal(c: Result, screen: Screen) -> Plot:
     knobs = [c.names[k.names[0]] if k in screen.knobs.values() else "" for k in every]
     x = ndtri(0.5 + 0.5 * (np.arange(len(every)) + 0.5) / len(every)).tolist()
     marker = {"size": 9, "symbol": ["circle" if knob else "circle-open" for knob in knobs],
-              "color": [FEW[0] if k.found else GREY for k in every]}  # fmt: skip
+              "color": [TEN_COLOURS[0] if k.found else GREY for k in every]}  # fmt: skip
     trace = go.Scatter(
         x=x, y=[abs(k.effect) for k in every], mode="markers+text", marker=marker,
         text=[text(knob, 30) for knob in knobs],

@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.figures import own_keys
-from llmexp.compare.plotting import GREY, Look, Options, Plot, looks, menus, packed, plot
+from llmexp.compare.plotting import GREY, Options, Plot, SettingStyle, looks, menus, packed, plot
 from llmexp.compare.records import Result, Setting
-from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.metrics.plot import running_mean
 
 POINTS = 600  # of a curve at most: about one per pixel
@@ -22,7 +22,7 @@ POINTS_OF_ALL = 40_000
 _MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # settings at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
-USUAL = 3  # of these
+USUAL_FIGURES = 3  # of these
 _OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
 _CAPTION = (
     "Lines are train losses, each the mean over 5 % of the rows around it unless chosen otherwise, "
@@ -47,7 +47,7 @@ class Line:
 
     @property
     def usual(self) -> np.ndarray:
-        return self.y[min(USUAL, len(self.y) - 1)]
+        return self.y[min(USUAL_FIGURES, len(self.y) - 1)]
 
     def along(self, axis: str) -> dict[str, str]:
         return packed(self.x.get(axis, np.zeros(0)))
@@ -86,7 +86,7 @@ def losses(c: Result) -> Plot | None:
     layout = _layout(c, axis, "Loss (nats per token)") | _axis(c, axis, target)
     layout |= {
         "yaxis.range": later,
-        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL), (ranges, 0)),
+        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL_FIGURES), (ranges, 0)),
         "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
     }
     traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
@@ -97,7 +97,7 @@ def _points(c: Result) -> int:
     return min(POINTS, max(200, POINTS_OF_ALL // max(1, len(c.settings))))
 
 
-def _lines(c: Result, setting: Setting, look: Look) -> list[Line]:
+def _lines(c: Result, setting: Setting, look: SettingStyle) -> list[Line]:
     """Return the lines of a setting: those of its parents, its train loss and its validation."""
     few = len(c.settings) <= _MANY
     group = dict(legendgroup=setting.name, showlegend=False, name=look.title)
@@ -152,7 +152,7 @@ def _with_band(
     levels: Sequence[np.ndarray],
     trace: dict[str, Any],
     behind: dict[str, Any],
-    look: Look,
+    look: SettingStyle,
 ) -> list[Line]:
     """Return the mean over the seeds, behind it a band from the lowest to the highest."""
     mean = Line(trace, drawn.x, [level.mean(axis=0) for level in levels])
@@ -209,14 +209,14 @@ def other_quantities(c: Result) -> Plot | None:
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
     named = sorted({key for r in c.runs for key in filter(is_of_named_set, r.columns)})
     own = sorted({key for r in c.runs for key in own_keys(r)})
-    sorted_by = [c.key] if c.key in KEYS else []
+    sorted_by = [c.key] if c.key in ROW_KEYS else []
     for key in dict.fromkeys((*_OTHERS, *named, *own, *sorted_by)):
         found = [curve(e, key) or nothing for e in c.settings]
         if any(each is not nothing for each in found):
             drawn = [each.thinned(_points(c)) for each in found]
             x = [packed(each.x.get(c.align, each.x["steps"])) for each in drawn]
             data = {"x": x, "y": [packed(each.mean) for each in drawn]}
-            title = KEYS[key].plot or KEYS[key].label if key in KEYS else key
+            title = ROW_KEYS[key].plot or ROW_KEYS[key].label if key in ROW_KEYS else key
             title = title_of(key) if is_of_named_set(key) else title
             layout = {"yaxis.title.text": title, "yaxis.range": None}
             options.append((title, [data, layout, list(range(len(drawn)))]))

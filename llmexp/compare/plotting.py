@@ -17,7 +17,7 @@ from llmexp.compare.records import Result, Setting
 
 # All are legible on white and on black: distinct ones for a few settings, the rank from best to
 # worst for many.
-FEW = [
+TEN_COLOURS = [
     "#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0",
     "#9c6b4e", "#2b9cc4",
 ]  # fmt: skip
@@ -75,7 +75,7 @@ def menus(*choices: tuple[Options, int]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Look:
+class SettingStyle:
     """Hold the colour and the name of a setting in every figure.
 
     The leading one is bolder, and a star.
@@ -93,17 +93,17 @@ class Look:
         return {"color": self.colour, "size": bold if self.lead else usual, "symbol": symbol}
 
 
-def looks(c: Result) -> dict[Setting, Look]:
+def looks(c: Result) -> dict[Setting, SettingStyle]:
     found = {}
     for e, colour in zip(c.settings, palette(len(c.settings)), strict=True):
         name = text(e.label, 40)
-        found[e] = Look(colour, e.leads, f"<b>★ {name}</b>" if e.leads else name)
+        found[e] = SettingStyle(colour, e.leads, f"<b>★ {name}</b>" if e.leads else name)
     return found
 
 
 def palette(count: int) -> list[str]:
-    if count <= len(FEW):
-        return FEW[:count]
+    if count <= len(TEN_COLOURS):
+        return TEN_COLOURS[:count]
     shades = sample_colorscale(_MANY, np.linspace(0, 1, count).tolist(), colortype="tuple")
     return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 

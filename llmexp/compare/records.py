@@ -25,7 +25,7 @@ TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
 APART = ("other task", "too short")
 LEADING = ("best", "lowest", "highest")  # marks of the leading one of several
-LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
+LOSS_FIGURES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
 REACHED = "target/reached"  # 1 or 0: the figure that tells whether a run reached its target
 
 
@@ -342,7 +342,7 @@ def is_execution(key: str) -> bool:
 
 
 def is_loss(key: str) -> bool:
-    return key in LOSSES or is_of_named_set(key)
+    return key in LOSS_FIGURES or is_of_named_set(key)
 
 
 def labels(settings: Iterable[Setting]) -> str:

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from llmexp.compare.clipping import CLIP_COLUMNS, clip_columns
-from llmexp.compare.figures import difference, figure_text, rose_first
+from llmexp.compare.figures import difference, figure_text, rose_first_most
 from llmexp.compare.records import REACHED, TWIN, Result, Setting
 from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
-from llmexp.system.text import padded
+from llmexp.system.text import padded_cells
 
 _STYLES = {
     "best": "bold green",
@@ -109,7 +109,7 @@ def _rows(c: Result, columns: Sequence[Shown]) -> Iterator[Text]:
     height = max(map(len, titles))
     heads = zip(*([""] * (height - len(words)) + words for words in titles), strict=True)
     cells = zip(*(k.cells for k in columns), strict=True)
-    rows = padded([*heads, *cells], [i for i, k in enumerate(columns) if not k.is_numbers])
+    rows = padded_cells([*heads, *cells], [i for i, k in enumerate(columns) if not k.is_numbers])
     for row in rows[:height]:
         yield Text("  ".join(row).rstrip(), style="dim")
     for e, row in zip(c.settings, rows[height:], strict=True):
@@ -202,7 +202,7 @@ def _rows_of(c: Result) -> list[dict[str, Any]]:
             "difference": e.size, "half": e.half,
         }  # fmt: skip
         if "spikes" in figures:
-            row["rose_first"] = first[0] if (first := rose_first(e)) else None
+            row["rose_first"] = first[0] if (first := rose_first_most(e)) else None
         rows.append(row | {"basis": e.basis or None})
     return rows
 

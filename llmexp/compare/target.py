@@ -11,7 +11,7 @@ import numpy as np
 from llmexp.compare.position import ROWS, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
-from llmexp.metrics.keys import KEYS, is_of_named_set
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import listed, rounded
@@ -26,7 +26,7 @@ def target_of(given: object, better: Mapping[str, str]) -> Target:
     Raises ConfigError.
     """
     key, _, text = str(given).partition("=")
-    known = KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
+    known = ROW_KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
     way = better.get(key) or (known.better if known else "")
     way = "higher" if key.startswith("task/") and key.endswith(("/acc", "/acc_norm")) else way
     try:

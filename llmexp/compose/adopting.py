@@ -11,7 +11,7 @@ from llmexp.compose.origin import COMMAND_LINE, layers
 from llmexp.compose.overrides import typed_in
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
-from llmexp.run.batch import CUT
+from llmexp.run.batch import CUT_KEYS
 from llmexp.run.rules import BATCH_KEYS, keys_set
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.variables import fill
@@ -58,7 +58,7 @@ def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None
     anew = bool(beside)
     beside = beside or _given(cfg)[-1][1]
     sized = any(key.startswith(BATCH_KEYS) for key in beside)
-    if sized or beside.issuperset(CUT):
+    if sized or beside.issuperset(CUT_KEYS):
         keys["batch"] = ()
     if not (anew or (saved and sized and tree["optimizer"]["rule"] in ("linear", "sqrt"))):
         return

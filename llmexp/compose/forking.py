@@ -17,7 +17,7 @@ import yaml
 from hydra.errors import HydraException
 
 from llmexp.compose.overrides import key_of, parsed, written
-from llmexp.run.batch import BATCH_TOTALS, CUT, cut_anew
+from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import batch_is_open
@@ -63,7 +63,7 @@ def existing_run(given: str) -> tuple[Path, int | None]:
         path, step = named_checkpoint(given)
     rundir.check_plain(path)
     if not rundir.is_run(path):
-        raise ConfigError(f"fork.run={given}: {rundir.no_run(path)}")
+        raise ConfigError(f"fork.run={given}: {rundir.why_no_run(path)}")
     if not rundir.saved_steps(path):
         raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
     return path, step
@@ -178,8 +178,8 @@ def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool
     The cut of the batch is solved anew where a part of it is given. The warm-up keeps its length,
     in updates, where it was a share of another budget."""
     given, batch, schedule = _keys(overrides), tree.get("batch"), tree.get("schedule")
-    if isinstance(batch, dict) and given.intersection(CUT):
-        batch |= {key.partition(".")[2]: None for key in CUT if key not in given}
+    if isinstance(batch, dict) and given.intersection(CUT_KEYS):
+        batch |= {key.partition(".")[2]: None for key in CUT_KEYS if key not in given}
     # one of them is enough
     if isinstance(batch, dict) and (same := given.intersection(BATCH_TOTALS)):
         batch |= {key.partition(".")[2]: None for key in BATCH_TOTALS if key not in same}
@@ -226,7 +226,7 @@ def _keys(overrides: Sequence[str]) -> set[str]:
 def recut(config: Config, overrides: Sequence[str]) -> Config:
     """Return a config over that of a run with its batch cut for its ranks, unless that is given."""
     ranks = config.parallelism.nproc_per_node
-    if _keys(overrides).intersection(CUT) or batch_is_open(config.batch):
+    if _keys(overrides).intersection(CUT_KEYS) or batch_is_open(config.batch):
         return config
     if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the run's
         return with_knobs(config, batch={"gradient_accumulation_steps": None})

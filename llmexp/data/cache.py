@@ -90,7 +90,7 @@ def cached(
 
     before = states()
     entry = entry_path(cache, what, settings, before)
-    if "value" in (known := read_entry(entry)):
+    if "value" in (known := read_cache_entry(entry)):
         return known["value"]
     value = compute()
     # A file that changed just now can change again within one tick of its clock without a new time.
@@ -106,7 +106,7 @@ def entry_path(cache: Path, what: str, *deciding: Any) -> Path:
     return cache / "notes" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def read_entry(entry: Path) -> dict[str, Any]:
+def read_cache_entry(entry: Path) -> dict[str, Any]:
     """Return what an entry of the cache holds; {} where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(entry.read_text())

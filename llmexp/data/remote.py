@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.data.cache import cached, entry_path, read_entry, write_entry
+from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
 from llmexp.data.files import match_files, patterns_of, sha256_of
 from llmexp.settings.values import ConfigError, refuse
 
@@ -114,7 +114,7 @@ class RemoteCache:
         `key`: the knob that the question is about.
         """
         entry = entry_path(self.cache, "remote", question)
-        found = {} if self.anew else read_entry(entry)
+        found = {} if self.anew else read_cache_entry(entry)
         if {"answer", "day"} <= found.keys():
             self.remembered[key] = str(found["day"])
             known: _T = found["answer"]

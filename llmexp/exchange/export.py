@@ -30,7 +30,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import new_folder, write_json, write_whole
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 VOCABULARY = {("token_embedding.weight",), ("head.weight",)}  # a row an id

@@ -23,7 +23,7 @@ from llmexp.checkpoint.loading import Loaded, read_tensor
 from llmexp.checkpoint.pieces import Box, named_tensors, piece_of
 from llmexp.exchange.families import USUAL, NameRule, from_config
 from llmexp.exchange.multipliers import multipliers
-from llmexp.exchange.sizes import FREE, knobs_of
+from llmexp.exchange.sizes import FREE, deciding_knobs
 from llmexp.models.common import all_finite
 from llmexp.models.hf import weight_files
 from llmexp.runs import rundir
@@ -132,7 +132,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:
         str(loaded.path),
         loaded.path.parent.parent,
         str(section["_target_"]),
-        knobs_of(section),
+        deciding_knobs(section),
         rules,
         shapes,
         lambda name, box: read_tensor(loaded, name, box),

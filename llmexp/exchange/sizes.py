@@ -28,11 +28,11 @@ def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
             family, knobs = from_config(config, given)
             return family.target, knobs
         section = rundir.built_config(named_checkpoint(str(folder))[0]).model
-        return str(section["_target_"]), knobs_of(section)
+        return str(section["_target_"]), deciding_knobs(section)
     except (OSError, ValueError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def knobs_of(section: Mapping[str, Any]) -> dict[str, Any]:
+def deciding_knobs(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a model section that decide its weights or what it computes."""
     return {key: value for key, value in section.items() if key not in FREE + CONVERTED}

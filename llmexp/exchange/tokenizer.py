@@ -82,7 +82,7 @@ def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
     return []
 
 
-def tokenizer_of(folder: Path) -> Tokenizer | None:
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
     """Return the tokenizer beside weights; None where there is none. Raises ValueError."""
     names = ("tokenizer.json", "tokenizer.model")
     if not any((folder / name).is_file() for name in names):

@@ -11,7 +11,7 @@ from llmexp.laws.fitting import LEAST, Surface
 from llmexp.laws.gain import Gain, gain
 from llmexp.laws.isoflop import Parabolas, parabolas
 from llmexp.laws.ladders import ladders
-from llmexp.laws.points import COUNTS, GIVEN, Ladder, Point, counts_of
+from llmexp.laws.points import COUNTS, GIVEN, Ladder, LawPoint, counts_of
 from llmexp.laws.power import AXES, Power
 from llmexp.laws.power import LEAST as LEAST_OF_POWER
 from llmexp.settings.values import ConfigError, nearest
@@ -124,7 +124,7 @@ def positive(given: float | str, what: str = "FLOPs") -> float:
     return value
 
 
-def _count(points: Sequence[Point], count: str | None) -> str:
+def _count(points: Sequence[LawPoint], count: str | None) -> str:
     """Return how N counts parameters: as asked for, else the first way that all runs know."""
     known = counts_of(points)
     if not known:
@@ -141,7 +141,7 @@ def _count(points: Sequence[Point], count: str | None) -> str:
     raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
 
 
-def _check_axis(by: str, points: Sequence[Point]) -> None:
+def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
     """Raise ConfigError for a key of which no run has a number above 0."""
     if any((number(p.values.get(by)) or 0) > 0 for p in points):
         return

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from llmexp.laws.law import Estimate, Law
-from llmexp.laws.optimum import Frontier, Price
+from llmexp.laws.optimum import FlopsBySize, Frontier
 from llmexp.laws.points import Ladder, counts_of
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -61,8 +61,8 @@ class Surface(Law):
             )
             raise ConfigError(". ".join([text, *ladder.notes]))
         super().__init__(ladder, x, losses, seed)
-        self.rungs = rungs(compute, self.sizes)
-        self.frontier = Frontier(self.ensemble.laws, Price.of(x[0], compute - x[1]))
+        self.rungs = rungs_of_sizes(compute, self.sizes)
+        self.frontier = Frontier(self.ensemble.laws, FlopsBySize.of(x[0], compute - x[1]))
         self.last, found = self.rungs[-1].runs, [r.compute for r in self.rungs]
         self.span = min(found), max(found)  # log compute
         largest = math.exp(self.span[1]), f"largest {self.rungs[-1].what}"
@@ -132,7 +132,7 @@ class Surface(Law):
         return ""
 
 
-def rungs(compute: np.ndarray, sizes: np.ndarray) -> list[Rung]:
+def rungs_of_sizes(compute: np.ndarray, sizes: np.ndarray) -> list[Rung]:
     """Return the rungs from small to large: budgets with several sizes each, else sizes."""
     groups = _groups(compute, GAP)
     several = [g for g in groups if len(set(sizes[g])) > 2 and np.ptp(compute[g]) < _WIDE]

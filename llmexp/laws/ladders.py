@@ -12,7 +12,7 @@ from typing import Any
 from llmexp.compare.folding import folded
 from llmexp.compare.reading import read
 from llmexp.compare.records import Record, is_execution
-from llmexp.laws.points import CELL, Ladder, Point, decayed, points_of, read_csv
+from llmexp.laws.points import CELL, Ladder, LawPoint, decayed, law_points, read_csv
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.find import SweepFolder, find, looks_like_run
 from llmexp.settings.knobs import SEED
@@ -54,7 +54,7 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
                 places.setdefault(run[0], Path("runs") if looks_like_run(path) else path)
     records = read(list(runs.values()))
     problems += [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
-    points, out = points_of(records)
+    points, out = law_points(records)
     settings = _settings(list(points), axis)
     groups = _apart(settings, places)
     origins = [places[group[0].path] for group in groups]
@@ -142,18 +142,18 @@ def _tell_apart(found: Sequence[Ladder]) -> None:
 
 
 def _ladder(
-    ladder: Ladder, runs: Sequence[Record], points: Mapping[Record, Point], axis: str | None
+    ladder: Ladder, runs: Sequence[Record], points: Mapping[Record, LawPoint], axis: str | None
 ) -> Ladder:
     """Fill a ladder with the points of runs: of each size and length the best setting.
 
     That has the lowest mean loss. With an axis, of each of its values.
     """
 
-    def size(group: Sequence[Point]) -> tuple[float, object]:
+    def size(group: Sequence[LawPoint]) -> tuple[float, object]:
         return max(group[0].sizes.values()), group[0].values.get(axis or "")
 
     groups = [[points[r] for r in group] for group in folded(runs)]
-    cells: list[list[list[Point]]] = []
+    cells: list[list[list[LawPoint]]] = []
     for group in sorted(groups, key=lambda g: (str(size(g)), g[0].tokens)):
         first = cells[-1][0] if cells else None
         if first and size(first) == size(group) and group[0].tokens < CELL * first[0].tokens:

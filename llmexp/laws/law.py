@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import fdtri
 
 from llmexp.laws.points import Ladder
-from llmexp.laws.surface import DELTA, fit, log_losses, refine, slopes
+from llmexp.laws.surface import DELTA, fit_surface, log_losses, refine, slopes
 from llmexp.settings.values import ConfigError
 
 DRAWS = 1000
@@ -48,7 +48,7 @@ class Ensemble:
 
     def __init__(self, x: np.ndarray, logs: np.ndarray, seed: int = 0) -> None:
         self.x, self.logs = x, logs
-        law, self.sum = fit(x, logs)
+        law, self.sum = fit_surface(x, logs)
         self.law, self.free = law[None], max(1, len(logs) - len(law))
         rest = np.sort(np.abs(logs - log_losses(self.law, x)[0]))
         usual = float(np.median(rest[-self.free :]))  # the others are about 0 by the fit
@@ -113,7 +113,7 @@ class Law:
         Worse is a sum higher by what F with one degree of freedom has in 5 of 100.
         """
         e = self.ensemble
-        more = fit(e.x, e.logs, with_e=False)[1] / max(e.sum, 1e-300) - 1
+        more = fit_surface(e.x, e.logs, with_e=False)[1] / max(e.sum, 1e-300) - 1
         worse = more * e.free > fdtri(1, e.free, LEVEL / 100)
         return bool(worse) and self.numbers["E"].low > 0.02 * float(self.losses.min())
 

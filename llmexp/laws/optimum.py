@@ -17,7 +17,7 @@ REACH = 30.0  # natural logs of compute that are searched
 
 
 @dataclass(frozen=True)
-class Price:
+class FlopsBySize:
     """Log FLOPs a token over log size: a parabola, and beyond the runs its tangents."""
 
     curve: Polynomial
@@ -25,7 +25,7 @@ class Price:
     high: float
 
     @classmethod
-    def of(cls, x: np.ndarray, y: np.ndarray) -> Price:
+    def of(cls, x: np.ndarray, y: np.ndarray) -> FlopsBySize:
         """Return the curve through log FLOPs a token of runs by their log sizes, three or more.
 
         It is a line, or in proportion, where a larger model would cost less than a smaller one.
@@ -52,7 +52,7 @@ class Frontier:
     """The best that laws allow at each compute: a figure for each law, all natural logs."""
 
     laws: np.ndarray
-    price: Price
+    price: FlopsBySize
 
     def sizes(self, compute: np.ndarray | float) -> np.ndarray:
         """Return the size with the lowest loss at some compute: a number, or one for each law.

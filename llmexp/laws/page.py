@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmexp.compare.document import Row, document
-from llmexp.compare.plotting import ABOVE, FEW, GREY, Plot, packed, palette, plot, text
+from llmexp.compare.plotting import ABOVE, GREY, TEN_COLOURS, Plot, packed, palette, plot, text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
@@ -18,8 +18,8 @@ from llmexp.laws.gain import Gain
 from llmexp.laws.isoflop import Parabolas
 from llmexp.laws.law import Estimate, Law
 from llmexp.laws.power import Power
-from llmexp.laws.table import heads, rows
-from llmexp.laws.words import big, flops_text, plain
+from llmexp.laws.table import heads, table_rows
+from llmexp.laws.words import big, bracketed, flops_text
 from llmexp.settings.labels import plural
 
 CURVE = 60  # places of a curve
@@ -40,7 +40,7 @@ def page(a: Answer) -> str:
     ]
     tables = []
     for law in a.laws:
-        lines = rows(law)
+        lines = table_rows(law)
         colours = ["transparent"] * len(lines)
         if isinstance(law, Surface) and len(law.rungs) <= len(lines):
             colours[: len(law.rungs)] = palette(len(law.rungs))
@@ -90,7 +90,7 @@ def _frontiers(surfaces: Sequence[Surface]) -> Plot:
     """Return the loss of the best size over compute, with the runs and the prediction."""
     traces: list[Any] = []
     caption = "Line and band: the loss of the best size, with the 95 % interval. Dots: runs."
-    for s, colour in zip(surfaces, FEW * len(surfaces), strict=False):
+    for s, colour in zip(surfaces, TEN_COLOURS * len(surfaces), strict=False):
         of, at, runs = {"legendgroup": s.ladder.name}, s.predicted, s.ladder.points
         pale = {"color": colour, "size": 5, "opacity": 0.45}
         traces.append(_dots(s.flops, s.losses, [p.name for p in runs], marker=pale, **of))
@@ -130,7 +130,7 @@ def _contours(s: Surface) -> Plot:
     if not s.edge:
         d, n = ([f(c)[0] for c in np.linspace(*s.span, FRONT)]
                 for f in (s.frontier.tokens, s.frontier.sizes))  # fmt: skip
-        traces.append(_line(np.exp(d), np.exp(n), FEW[0]))
+        traces.append(_line(np.exp(d), np.exp(n), TEN_COLOURS[0]))
         caption += " Line: the best sizes."
     axes = _log(np.exp(x), "tokens"), _log(np.exp(y), "parameters")
     return _plot("contours", "loss over size and tokens", traces, caption, *axes, s)
@@ -142,7 +142,7 @@ def _residuals(law: Surface | Power) -> Plot:
         over, x, names = law.by, law.x, list(map(big, law.x))
     else:
         over, x, names = "FLOPs", law.flops, [p.name for p in law.ladder.points]
-    traces = [_dots(x, 100 * law.rest, names, FEW[0])]
+    traces = [_dots(x, 100 * law.rest, names, TEN_COLOURS[0])]
     caption = f"They lie {law.ensemble.noise:.2%} from the law (standard deviation)."
     axes = _log(x, text(over)), _axis("above the law, %", zeroline=True)
     return _plot("residuals", "runs about the law", traces, caption, *axes, law)
@@ -151,7 +151,7 @@ def _residuals(law: Surface | Power) -> Plot:
 def _gains(found: Sequence[Gain]) -> Plot:
     """Return the compute that each change needs over that of the baseline."""
     traces: list[Any] = []
-    for g, colour in zip(found, FEW[1:] * len(found), strict=False):
+    for g, colour in zip(found, TEN_COLOURS[1:] * len(found), strict=False):
         traces += _band([n.flops for n in g.curve], [n.ratio for n in g.curve], colour, g.change)
     baseline = text(found[0].baseline, 40)
     x = _log([n.flops for g in found for n in g.curve], f"FLOPs of {baseline}")
@@ -168,8 +168,8 @@ def _gains(found: Sequence[Gain]) -> Plot:
 def _power(p: Power) -> Plot:
     """Return loss over the axis: runs, and the law with its interval, up to the prediction."""
     x = np.geomspace(p.x[0], max(p.x[-1], p.target or 0), FRONT)
-    traces = _band(x, [p.loss_at(v) for v in x], FEW[0], p.ladder.name)
-    traces.append(_dots(p.x, p.losses, map(big, p.x), FEW[0]))
+    traces = _band(x, [p.loss_at(v) for v in x], TEN_COLOURS[0], p.ladder.name)
+    traces.append(_dots(p.x, p.losses, map(big, p.x), TEN_COLOURS[0]))
     caption = "Dots: runs. Line and band: the law, with the 95 % interval."
     return _plot("power", "the law", traces, caption, _log(x, text(p.by)), _axis("val loss"), p)
 
@@ -238,6 +238,6 @@ def _band(x: Any, found: Sequence[Estimate], colour: str, name: str) -> list[Any
         go.Scatter(
             x=places, y=np.array([e.value for e in shown]), mode="lines", name=text(name, 40),
             legendgroup=name, line={"color": colour, "width": 2.2},
-            text=list(map(plain, shown)), hovertemplate="%{x:.3g}: %{text}<extra></extra>",
+            text=list(map(bracketed, shown)), hovertemplate="%{x:.3g}: %{text}<extra></extra>",
         ),
     ]  # fmt: skip

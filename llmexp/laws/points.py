@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.comparing import tokenizer_of
+from llmexp.compare.comparing import tokenizer_sha
 from llmexp.compare.evidence import decays_at_last
 from llmexp.compare.figures import figures, has_a_say, task
 from llmexp.compare.records import TWIN, Record
@@ -27,7 +27,7 @@ _COLUMNS = ("N", "D", "C", "loss")
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class LawPoint:
     """A run as a law sees it: sizes by how they are counted, tokens, FLOPs and loss."""
 
     name: str
@@ -49,7 +49,7 @@ class Ladder:
     """Runs that one law is to fit, and what was left out of it: names by reason."""
 
     name: str
-    points: list[Point]
+    points: list[LawPoint]
     out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     origin: Path = Path()  # where its runs lie
@@ -62,12 +62,12 @@ class Ladder:
         return sizes, tokens, flops, losses
 
 
-def counts_of(points: Sequence[Point]) -> list[str]:
+def counts_of(points: Sequence[LawPoint]) -> list[str]:
     """Return the ways to count parameters that all points know, the usual one first."""
     return [c for c in (*COUNTS, GIVEN) if points and all(p.sizes.get(c) for p in points)]
 
 
-def points_of(records: Sequence[Record]) -> tuple[dict[Record, Point], dict[str, list[str]]]:
+def law_points(records: Sequence[Record]) -> tuple[dict[Record, LawPoint], dict[str, list[str]]]:
     """Return the runs that are points, and the names of the others by reason."""
     out: dict[str, list[str]] = defaultdict(list)
     found = {}
@@ -76,7 +76,7 @@ def points_of(records: Sequence[Record]) -> tuple[dict[Record, Point], dict[str,
             out[reason or "without size, tokens or val loss"].append(r.name)
         else:
             found[r] = point
-    for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_of)):
+    for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_sha)):
         usual = Counter(map(of, found)).most_common(1)
         for r in [r for r in found if of(r) != usual[0][0]]:
             out[reason].append(found.pop(r).name)
@@ -94,7 +94,7 @@ def _unfit(r: Record) -> str:
     return "" if has_a_say(r) else "rows lost"
 
 
-def _point(r: Record) -> Point | None:
+def _point(r: Record) -> LawPoint | None:
     losses = figures(r, "tokens", None)
     loss = losses.get("val/loss")
     tokens = number(r.facts.get("max_tokens")) or losses.get("tokens_seen")
@@ -103,7 +103,7 @@ def _point(r: Record) -> Point | None:
         return None
     per_token = number(r.facts.get("flops_per_token")) or 6 * sizes.get("head", max(sizes.values()))
     values = {**{k: v for k, v in r.facts.items() if number(v) is not None}, **r.config}
-    return Point(r.name, sizes, tokens, per_token * tokens, loss, values, r)
+    return LawPoint(r.name, sizes, tokens, per_token * tokens, loss, values, r)
 
 
 def decayed(r: Record) -> bool:
@@ -155,7 +155,7 @@ def read_csv(path: Path) -> Ladder:
         n = given.get("N") or given["C"] / 6 / given["D"]
         d = given.get("D") or given["C"] / 6 / n
         flops = given.get("C") or 6 * n * d
-        ladder.points.append(Point(label, {GIVEN: n}, d, flops, given["loss"], values))
+        ladder.points.append(LawPoint(label, {GIVEN: n}, d, flops, given["loss"], values))
     if not ladder.points:
         raise ConfigError(f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1")
     return ladder

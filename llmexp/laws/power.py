@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmexp.laws.fitting import rungs
+from llmexp.laws.fitting import rungs_of_sizes
 from llmexp.laws.law import Estimate, Law
-from llmexp.laws.points import CELL, Ladder, Point
+from llmexp.laws.points import CELL, Ladder, LawPoint
 from llmexp.laws.surface import log_losses
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -82,10 +82,10 @@ class Power(Law):
         return [_Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at]
 
 
-def _lowest(ladder: Ladder, count: str) -> list[Point]:
+def _lowest(ladder: Ladder, count: str) -> list[LawPoint]:
     """Return the run of each budget with the lowest loss: those along the optimum."""
     sizes, _, flops, losses = ladder.figures(count)
-    found = rungs(np.log(flops), sizes)
+    found = rungs_of_sizes(np.log(flops), sizes)
     if found[0].what != "budget":
         return ladder.points
     return [ladder.points[min(r.runs, key=losses.__getitem__)] for r in found]

@@ -47,7 +47,7 @@ def huber(residuals: np.ndarray, delta: float = DELTA) -> np.ndarray:
     return np.asarray((inside * (size - inside / 2)).sum(axis=-1))
 
 
-def fit(x: np.ndarray, logs: np.ndarray, with_e: bool = True) -> tuple[np.ndarray, float]:
+def fit_surface(x: np.ndarray, logs: np.ndarray, with_e: bool = True) -> tuple[np.ndarray, float]:
     """Return the law that fits log losses best, and its Huber sum."""
     middle = x.mean(axis=1, keepdims=True)
     starts = _moved(_starts(x - middle, logs, with_e), middle)

@@ -16,8 +16,8 @@ from llmexp.laws.answer import Answer
 from llmexp.laws.fitting import Surface
 from llmexp.laws.law import Estimate
 from llmexp.laws.power import Power
-from llmexp.laws.words import big, flops_text, plain, sized
-from llmexp.system.text import loss_text, padded
+from llmexp.laws.words import big, bracketed, flops_text, sized
+from llmexp.system.text import loss_text, padded_cells
 
 _HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
 _MOST = 12  # rungs of a table
@@ -38,10 +38,10 @@ def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
 
 
 def _lines(law: Surface | Power, width: int) -> list[str]:
-    table = [heads(law), *([cell.text for cell in row] for row in rows(law))]
+    table = [heads(law), *([cell.text for cell in row] for row in table_rows(law))]
     for dropped in range(len(_DROPPED) + 1):
         kept = [[c for i, c in enumerate(r) if i not in _DROPPED[:dropped]] for r in table]
-        lines = ["  ".join(row).rstrip() for row in padded(kept, ())]
+        lines = ["  ".join(row).rstrip() for row in padded_cells(kept, ())]
         if max(map(len, lines)) <= width:
             break
     return lines
@@ -52,7 +52,7 @@ def heads(law: Surface | Power) -> list[str]:
     return [law.by, "runs", "val loss", "by the law"] if isinstance(law, Power) else list(_HEADS)
 
 
-def rows(law: Surface | Power) -> list[list[Cell]]:
+def table_rows(law: Surface | Power) -> list[list[Cell]]:
     """Return the rows of the table of a law, the prediction last.
 
     Of many rungs there are some, the last one with them.
@@ -63,7 +63,7 @@ def rows(law: Surface | Power) -> list[list[Cell]]:
         if law.target is not None:
             places.append((law.target, None, None, law.loss_at(law.target)))
         return [
-            [_cell(x, big), _cell(runs, str), _cell(loss, loss_text), _cell(at, plain)]
+            [_cell(x, big), _cell(runs, str), _cell(loss, loss_text), _cell(at, bracketed)]
             for x, runs, loss, at in places
         ]
     found, step = [], -(-len(law.optima) // _MOST)
@@ -72,7 +72,7 @@ def rows(law: Surface | Power) -> list[list[Cell]]:
         if not law.edge:  # there the best size may be 0, or none
             ratio = o.tokens.value / o.parameters.value
             best = [_cell(o.parameters, sized), _cell(o.tokens, sized),
-                    _cell(ratio, "{:.3g}".format), _cell(o.loss, plain)]  # fmt: skip
+                    _cell(ratio, "{:.3g}".format), _cell(o.loss, bracketed)]  # fmt: skip
         lowest = [_cell(o.lowest_loss, loss_text), _cell(o.lowest_parameters, big)]
         found.append([_cell(o.flops, flops_text), _cell(o.runs or None, str), *best, *lowest])
     return found

@@ -59,11 +59,11 @@ def _law(law: Surface | Power, a: Answer) -> str:
     """Return the answer of a ladder in a line."""
     if isinstance(law, Power):
         n, at = law.numbers, law.target
-        text = f"val loss = {plain(n['E'])} + {factor(n['A'])} x {law.by}^-{plain(n['p'])}"
+        text = f"val loss = {bracketed(n['E'])} + {factor(n['A'])} x {law.by}^-{bracketed(n['p'])}"
         if at is None:
             return f"{text}."
         place = f"{flops_text(at)} FLOPs" if law.by == "flops" else f"{big(at)} {law.by}"
-        return f"At {place}: val loss {plain(law.loss_at(at))}; {text}."
+        return f"At {place}: val loss {bracketed(law.loss_at(at))}; {text}."
     if law.edge:
         return (
             f"No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, beyond "
@@ -72,14 +72,14 @@ def _law(law: Surface | Power, a: Answer) -> str:
     best, found = law.predicted, a.parabolas[law] if a.form == "isoflop" else None
     place = f"At {flops_text(best.flops)} FLOPs"
     place += "" if law.target is not None else f", the {law.ends[1][1]}"
-    size, exponent = sized(best.parameters, "parameters"), f"C^{plain(law.exponent)}"
+    size, exponent = sized(best.parameters, "parameters"), f"C^{bracketed(law.exponent)}"
     if found:
         return (
             f"{place}, by parabolas: {sized(found.parameters, 'parameters')}. "
-            f"N* ~ C^{plain(found.exponent)}. Biased: {_bias(found)}; the surface, as in the "
+            f"N* ~ C^{bracketed(found.exponent)}. Biased: {_bias(found)}; the surface, as in the "
             f"table, has {size} and {exponent}."
         )
-    tokens, loss = big(best.tokens.value), plain(best.loss)
+    tokens, loss = big(best.tokens.value), bracketed(best.loss)
     return f"{place}: {size}, {tokens} tokens, val loss {loss}. N* ~ {exponent}."
 
 
@@ -102,7 +102,7 @@ def _notes(law: Surface | Power) -> Iterator[str]:
     if held := law.held_out:
         yield (
             f"Held out: the {held.what} ({plural(held.runs, 'run')}), predicted "
-            f"{plain(held.predicted)}, measured {loss_text(held.measured)}: "
+            f"{bracketed(held.predicted)}, measured {loss_text(held.measured)}: "
             f"{held.miss:+.2%}{'' if held.inside else ', outside the interval'}."
         )
     else:
@@ -121,14 +121,14 @@ def _notes(law: Surface | Power) -> Iterator[str]:
 
 
 def _surface_why(s: Surface, a: Answer) -> Iterator[str]:
-    law = [f"{k} {factor(e) if k in 'AB' else plain(e)}" for k, e in s.numbers.items()]
+    law = [f"{k} {factor(e) if k in 'AB' else bracketed(e)}" for k, e in s.numbers.items()]
     yield f"L(N, D) = E + A N^-alpha + B D^-beta: {', '.join(law)}. N: {COUNTED[s.count]}."
     yield f"{plural(len(s.rungs), s.rungs[0].what)}, {_noise(s)}"
     rules = {str(p.values.get("optimizer.rule") or "none") for p in s.ladder.points} - {"none"}
     if rules:
         yield f"optimizer.rule has set what it decides: {listed(sorted(rules))}."
     for count, exponent in s.other_counts.items():
-        yield f"With N as {COUNTED[count]}: N* ~ C^{plain(exponent)}."
+        yield f"With N as {COUNTED[count]}: N* ~ C^{bracketed(exponent)}."
     curve = s.frontier.price.at(np.log(s.sizes))
     if (miss := np.abs(np.expm1(curve - np.log(s.flops / s.tokens))).max()) > 1e-3:
         yield (
@@ -140,7 +140,7 @@ def _surface_why(s: Surface, a: Answer) -> Iterator[str]:
     found = a.parabolas[s]
     if found and a.form != "isoflop":
         yield (
-            f"By parabolas, one a budget: N* ~ C^{plain(found.exponent)}. They are biased: "
+            f"By parabolas, one a budget: N* ~ C^{bracketed(found.exponent)}. They are biased: "
             f"{_bias(found)}."
         )
     if not found and a.form == "isoflop":
@@ -186,7 +186,7 @@ def _gain(g: Gain) -> str:
 
 
 def _times(need: Need) -> str:
-    return plain(need.ratio).replace(" [", "x [", 1)
+    return bracketed(need.ratio).replace(" [", "x [", 1)
 
 
 def flops_text(flops: float) -> str:
@@ -195,7 +195,7 @@ def flops_text(flops: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def plain(e: Estimate, size: float = 1.0, unit: str = "") -> str:
+def bracketed(e: Estimate, size: float = 1.0, unit: str = "") -> str:
     """Return `0.49 [0.45, 0.54]`, in units of a size; `any` for an end that there is not."""
     half = (e.high - e.low) / size / 2
     if not math.isfinite(e.value + half):
@@ -210,7 +210,7 @@ def sized(e: Estimate, what: str = "") -> str:
     """Return `8.2 M parameters [6.9, 9.8]`: ends in the unit of the value, if near enough."""
     (size, unit), what = _unit(e.value), f" {what}" if what else ""
     if e.value / 100 <= e.low and e.high < 100 * e.value:
-        return plain(e, size, unit + what)
+        return bracketed(e, size, unit + what)
     return f"{big(e.value)}{what} [{big(e.low)}, {big(e.high)}]"
 
 

@@ -95,7 +95,7 @@ _ALL = (
     Key("amp", "1 where the step ran under autocast"),
     Key("eta", "seconds of training to go at this rate", unit="s", timing=True),
 )  # fmt: skip
-KEYS = {key.name: key for key in _ALL}
+ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
@@ -126,5 +126,5 @@ def title_of(key: str) -> str:
     """Return the short name of a key, or of that of a named set: val code loss."""
     if is_of_named_set(key):
         val, name, what = key.split("/")
-        return KEYS[f"{val}/{what}"].label.replace(val, f"{val} {name}")
-    return KEYS[key].label
+        return ROW_KEYS[f"{val}/{what}"].label.replace(val, f"{val} {name}")
+    return ROW_KEYS[key].label

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from llmexp.metrics.keys import KEYS, is_accuracy, is_of_named_set, title_of
+from llmexp.metrics.keys import ROW_KEYS, is_accuracy, is_of_named_set, title_of
 from llmexp.system.console import fitted_line
 from llmexp.system.text import duration, loss_text
 
@@ -75,7 +75,7 @@ def format_row(
 
 def _cell(key: str, value: Any) -> str:
     width, show = CELLS[key]
-    known = KEYS[key]
+    known = ROW_KEYS[key]
     if show is not None:
         return f"{known.label} {show(value):>{width}}"
     return f"{known.label} {_significant(value, known.digits):>{width}} {known.unit}".rstrip()

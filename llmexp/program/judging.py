@@ -88,7 +88,7 @@ def compare(*paths: Any, align: str = "tokens",
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
     if not comparison.settings:
-        raise ConfigError(comparing.no_run(comparison))
+        raise ConfigError(comparing.no_runs_found(comparison))
     return Answer(comparison)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmexp.run.batch import solve_batch, too_large
-from llmexp.run.budget import BUDGETS, Price, solve_budget, spent_of
+from llmexp.run.budget import BUDGETS, TokenPrice, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
 from llmexp.run.rules import rate_by_batch
@@ -145,9 +145,9 @@ class Facts:
         return Begin(parent.step, parent.sequences, parent.tokens, parent.tokens_seen)
 
     @property
-    def price(self) -> Price:
+    def price(self) -> TokenPrice:
         """Return what budgets need to know of the model."""
-        return Price(self.flops_per_token, self.parameters_with_head or self.parameters)
+        return TokenPrice(self.flops_per_token, self.parameters_with_head or self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

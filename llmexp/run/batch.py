@@ -9,7 +9,7 @@ from llmexp.settings.config import Batch
 from llmexp.settings.convert import ramp_sizes
 from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
 
-CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
+CUT_KEYS = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 BATCH_TOTALS = ("batch.real_batch_size", "batch.tokens_per_step")
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 

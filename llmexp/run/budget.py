@@ -22,7 +22,7 @@ DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 
 @dataclass(frozen=True)
-class Price:
+class TokenPrice:
     """Hold what budgets in FLOPs and in tokens per parameter need to know of a model."""
 
     flops_per_token: int | None = None
@@ -70,7 +70,7 @@ def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
     return True
 
 
-def tokens_of(train: Train, price: Price) -> int | None:
+def tokens_of(train: Train, price: TokenPrice) -> int | None:
     """Return the tokens of a budget in tokens, FLOPs or tokens per parameter; None for others.
 
     Raises ConfigError for FLOPs of a model that does not count them.
@@ -85,7 +85,7 @@ def tokens_of(train: Train, price: Price) -> int | None:
     return int(_exact(train.max_flops) / price.flops_per_token)
 
 
-def spent_of(train: Train, price: Price, tokens: int) -> str | None:
+def spent_of(train: Train, price: TokenPrice, tokens: int) -> str | None:
     """Return a budget in FLOPs or tokens per parameter, and what so many tokens leave of it.
 
     They are those of a fork's parents too. None for other budgets.
@@ -116,7 +116,7 @@ def solve_budget(
     sequence_length: int,
     train_sequences: int,
     begin: Begin,
-    price: Price,
+    price: TokenPrice,
 ) -> Budget:
     """Return the one budget that is given, in sequences and optimizer steps.
 
@@ -174,7 +174,7 @@ def _longer(
     stages: Sequence[BatchStage],
     sequence_length: int,
     train_sequences: int,
-    price: Price,
+    price: TokenPrice,
 ) -> float:
     """Return a budget of which a fork gets a fifth, or one window where that is more."""
     if key == "train.max_steps":

@@ -11,11 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.run.batch import BATCH_TOTALS, CUT, solve_batch
-from llmexp.run.budget import DEFAULT_MAX_STEPS, Price, tokens_of
+from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, solve_batch
+from llmexp.run.budget import DEFAULT_MAX_STEPS, TokenPrice, tokens_of
 from llmexp.settings.config import Batch, Config
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import LIBRARY, RULES, SET, Exponents, Powers, Reference, ScalingRule
+from llmexp.settings.rules import (
+    LIBRARY_TARGET,
+    SCALING_RULES,
+    SET,
+    Exponents,
+    Powers,
+    Reference,
+    ScalingRule,
+)
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.settings.variables import fill
 
@@ -62,7 +70,7 @@ class Chosen:
 def rules_in_words() -> dict[str, str]:
     """Return the power laws and the source of each rule."""
     found = {}
-    for name, rule in RULES.items():
+    for name, rule in SCALING_RULES.items():
         one = Chosen(name, rule, rule.at or Reference(), rule.powers)
         laws = [one.formula(target) for target in SET if one.law(target) is not None]
         if rule.beta2 is not None:
@@ -83,10 +91,10 @@ def _chosen(optimizer: dict[str, Any]) -> Chosen | None:
     if powers != Exponents() and name != "reference":
         text = f"does nothing with optimizer.rule={name}; choose optimizer.rule=reference"
         raise refuse("optimizer.exponents", _given(optimizer["exponents"]), text)
-    if name == "none" or (rule := RULES[name]).at is not None:
+    if name == "none" or (rule := SCALING_RULES[name]).at is not None:
         if at != Reference():
             text = f"does nothing with optimizer.rule={name}; leave it out, or choose one of "
-            text += ", ".join(key for key, one in RULES.items() if one.at is None)
+            text += ", ".join(key for key, one in SCALING_RULES.items() if one.at is None)
             raise refuse("optimizer.reference", _given(optimizer["reference"]), text)
         return None if name == "none" else Chosen(name, rule, rule.at or at, rule.powers)
     found = Chosen(name, rule, at, powers if name == "reference" else rule.powers)
@@ -123,7 +131,7 @@ def _check(found: Chosen) -> None:
 def batch_is_open(batch: Batch) -> bool:
     """Return whether no size of the batch is given, so that a rule may set it."""
     size = any(getattr(batch, key.partition(".")[2]) is not None for key in BATCH_KEYS)
-    return not size and len(_parts(batch)) < len(CUT)
+    return not size and len(_parts(batch)) < len(CUT_KEYS)
 
 
 def check_batch(config: Config, dp_size: int) -> None:
@@ -134,7 +142,7 @@ def check_batch(config: Config, dp_size: int) -> None:
 
 def _parts(batch: Batch) -> list[int]:
     """Return the sizes that are given of a batch's cut."""
-    given = (getattr(batch, key.partition(".")[2]) for key in CUT)
+    given = (getattr(batch, key.partition(".")[2]) for key in CUT_KEYS)
     return [size for size in given if isinstance(size, int)]
 
 
@@ -150,7 +158,7 @@ def keys_set(optimizer: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         return {}
     keys = [SET[target] for target in ("lr", "weight_decay") if found.law(target) is not None]
     keys += ["optimizer.beta2"] if found.rule.beta2 else []
-    sizes = (*BATCH_KEYS, *CUT) if found.law("B") is not None else ()
+    sizes = (*BATCH_KEYS, *CUT_KEYS) if found.law("B") is not None else ()
     return {"optimizer": tuple(keys), "batch": sizes}
 
 
@@ -161,7 +169,7 @@ def rate_by_batch(optimizer: dict[str, Any], ratio: float) -> float:
     return 1.0 if law is None else ratio**law.B
 
 
-def solve_rule(config: Config, dp_size: int, price: Price) -> tuple[Config, str | None]:
+def solve_rule(config: Config, dp_size: int, price: TokenPrice) -> tuple[Config, str | None]:
     """Return the config with what optimizer.rule sets, and that in words; None without a rule.
 
     Values that are given stay, so a config with all that was set is solved into itself. `price`:
@@ -209,12 +217,14 @@ def _check_optimizer(found: Chosen, optimizer: dict[str, Any]) -> None:
 
 def _is_adam(optimizer: dict[str, Any]) -> bool:
     """Return whether a rate of AdamW's suits an optimizer; a library's is known by its name."""
-    of_library = optimizer.get("_target_") == LIBRARY
+    of_library = optimizer.get("_target_") == LIBRARY_TARGET
     named = not of_library or "adam" in str(optimizer.get("name")).lower()
     return named and optimizer.get("_target_") not in NOT_OF_ADAM
 
 
-def _sizes(config: Config, price: Price, tokens_per_step: float | None = None) -> dict[str, float]:
+def _sizes(
+    config: Config, price: TokenPrice, tokens_per_step: float | None = None
+) -> dict[str, float]:
     """Return parameters N, tokens D and FLOPs C of the whole run, as far as they are known."""
     known: dict[str, float] = {"N": price.parameters}
     train = config.train

@@ -25,7 +25,7 @@ from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
 RANKS_S = 60.0  # for the ranks of a process that was killed, which save before they end
-CUT = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
+CUT_OFF = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
 
 
 class Left(Enum):
@@ -74,7 +74,7 @@ class EndingRule:
 SPOKE = (Left.WELL, Left.REFUSED, Left.BAD, Left.STOPPED)  # it could write its status
 EARLY = "the process ended with exit code {code} before its last step"
 # The first rule that holds decides.
-RULES = (
+ENDING_RULES = (
     EndingRule(on_disk=("finished",)),
     # another command's process trains there
     EndingRule(left=(Left.REFUSED,), held=True),
@@ -84,7 +84,7 @@ RULES = (
     EndingRule(("preempted",), (Left.WELL, Left.STOPPED, Left.GONE)),
     EndingRule(("failed",), (*SPOKE, Left.GONE)),
     EndingRule(("running",), (Left.GONE,), held=True),
-    EndingRule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT),
+    EndingRule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT_OFF),
     EndingRule(left=(Left.UNKNOWN,)),
     EndingRule(left=(Left.WELL,), state="failed", cause=EARLY),
     EndingRule(left=(Left.REFUSED,), state="failed", cause="{death}", exit_code=REFUSED),
@@ -94,7 +94,7 @@ RULES = (
 
 def rule_for(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> EndingRule:
     """Return the rule for a run: how it ended, why, and with which exit code."""
-    return next(rule for rule in RULES if rule.holds(on_disk or "", left, stopped, held))
+    return next(rule for rule in ENDING_RULES if rule.holds(on_disk or "", left, stopped, held))
 
 
 @dataclass(frozen=True)

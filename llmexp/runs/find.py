@@ -44,7 +44,7 @@ class SweepFolder:
         return sum(p.state in TO_TRAIN and p.rung is None for p in self.points.values())
 
 
-def setting_of(point: LedgerEntry) -> frozenset[str]:
+def overrides_but_seed(point: LedgerEntry) -> frozenset[str]:
     """Return the overrides of a point without its seed."""
     return frozenset(o for o in point.overrides if not is_seed(o))
 

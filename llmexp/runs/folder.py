@@ -111,7 +111,7 @@ class RunFolder:
     def error(self) -> str:
         """Return why the run failed; empty where it did not."""
         if self.state == "cut":
-            return ending.CUT
+            return ending.CUT_OFF
         error = self.status.get("error") if self.state == "failed" else None
         return clean(error or "")
 

@@ -84,7 +84,7 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def no_run(path: Path) -> str:
+def why_no_run(path: Path) -> str:
     """Return why a folder is no run, with the runs that it holds, as that of a sweep does."""
     text = f"is no run folder (it has no {CONFIG})"
     inner = [p for p in path.iterdir() if is_run(p)] if path.is_dir() else []
@@ -103,7 +103,7 @@ def by_number(path: Path) -> list[tuple[str, int]]:
 def read_config(path: Path) -> dict[str, Any]:
     """Return config.yaml as plain values. Raises ConfigError when there is none."""
     if not is_run(path):
-        raise ConfigError(f"{path}: {no_run(path)}")
+        raise ConfigError(f"{path}: {why_no_run(path)}")
     try:
         config = yaml.load((path / CONFIG).read_bytes().decode(), LOADER)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from llmexp.settings.values import Where, choice, count, knob, optional, usual
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
-LIBRARY = "llmexp.update.library.library"  # target of optimizer=library, which has a name
+LIBRARY_TARGET = "llmexp.update.library.library"  # target of optimizer=library, which has a name
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 SHAPE_KEYS = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 
@@ -129,7 +129,7 @@ class ScalingRule:
     beta2: tuple[int, float, float] | None = None
 
 
-RULES = {
+SCALING_RULES = {
     "linear": ScalingRule("arXiv 1706.02677", Exponents(lr=Powers(B=1.0))),
     "sqrt": ScalingRule("arXiv 2205.10287", Exponents(lr=Powers(B=0.5))),
     "porian": ScalingRule(
@@ -167,7 +167,9 @@ def rule_sets_batch(flat: Mapping[str, Any]) -> bool:
     """Return whether the rule of a flat config sets the batch."""
     name = flat.get("optimizer.rule")
     own = any(key.startswith("optimizer.exponents.B.") for key in flat)
-    return own if name == "reference" else name in RULES and RULES[name].powers.B is not None
+    if name == "reference":
+        return own
+    return name in SCALING_RULES and SCALING_RULES[name].powers.B is not None
 
 
 rule = Annotated[
@@ -175,7 +177,7 @@ rule = Annotated[
     choice(
         "how rate, batch, weight decay and beta2 follow from parameters N, tokens D, FLOPs C and "
         "tokens per step B",
-        f"none | {' | '.join(RULES)}",
+        f"none | {' | '.join(SCALING_RULES)}",
         default="none",
     ),
 ]

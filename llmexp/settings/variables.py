@@ -22,7 +22,7 @@ SHORTEST_TOKEN = 16  # characters
 # A variable of the environment in a composed or saved config, which never holds its value.
 VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
-NAMED: set[str] = set()  # variables that the runs of this process use: no message has their values
+NAMED_VARIABLES: set[str] = set()  # that runs of this process use: no message has their values
 
 
 def is_secret(name: str) -> bool:
@@ -40,7 +40,7 @@ def is_secret(name: str) -> bool:
 def remember_names(node: Any) -> None:
     """Remember the variables that a run of this process names: no message has their values."""
     if isinstance(node, str):
-        NAMED.update(VARIABLE.findall(node))
+        NAMED_VARIABLES.update(VARIABLE.findall(node))
     for _, child in nested(node):
         remember_names(child)
 
@@ -64,7 +64,7 @@ def fill(value: Any, key: str) -> Any:
             raise refuse(
                 key, value, f"{text}; set it where the run starts, such as with export {name}=..."
             )
-    NAMED.update(names)
+    NAMED_VARIABLES.update(names)
     text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
     if not VARIABLE.fullmatch(value) or is_secret(names[0]):
         return text

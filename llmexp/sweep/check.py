@@ -36,7 +36,7 @@ def answer(
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
     checked, parts = waiting.pop(request["folder"], ("", None))
     if parts is None or checked != key:
-        config = sizes.recorded(build(request["config"]), path)
+        config = sizes.with_recorded_size(build(request["config"]), path)
         if config.parallelism.nnodes == 1:  # else its ranks find it, once they are there
             config = with_size(config)
         parts = sizes.kept_open(memory_checked(assemble(config, shared, **known)), config)

@@ -98,7 +98,7 @@ def drive(launcher: Launcher, waiting: list[Point], current: Current, display: D
         time.sleep(launcher.pause_s if left else 0)
 
 
-def rungs(knobs: Sweep) -> list[float | None]:
+def halving_rungs(knobs: Sweep) -> list[float | None]:
     """Return the shares of a run's steps at which halving compares the points; None is all of them.
 
     Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
@@ -116,7 +116,7 @@ def run_rungs(current: Current, racing: list[Point]) -> None:
     for point in racing:
         # who goes on follows from the losses at the rungs, whatever was interrupted
         current.ledger.update(point.entry, rung=None)
-    for share in rungs(current.knobs):
+    for share in halving_rungs(current.knobs):
         if share is None:
             run_points(current, racing)
             return

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.variables import NAMED, is_secret
+from llmexp.settings.variables import NAMED_VARIABLES, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8
@@ -53,7 +53,7 @@ def _replacements() -> list[tuple[str, str]]:
     A value may be a part of another.
     """
     known = {value: f"<{name}>" for name, value in secrets().items()}
-    for name in NAMED:
+    for name in NAMED_VARIABLES:
         if len(value := os.environ.get(name, "")) >= SHORTEST:
             known.setdefault(value, f"${{oc.env:{name}}}")
     forms = {

@@ -144,10 +144,10 @@ def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) 
         others = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][1:]
         most = max(12, width - sum(w + 2 for w in others))
         rows = [(_without_middle(name, most), *rest) for name, *rest in rows]
-    return "\n".join("  ".join(cells).rstrip() for cells in padded(rows, range(left)))
+    return "\n".join("  ".join(cells).rstrip() for cells in padded_cells(rows, range(left)))
 
 
-def padded(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[list[str]]:
+def padded_cells(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[list[str]]:
     """Return the rows with equally wide cells in each column: `left` ones filled up behind."""
     from rich.cells import cell_len
 

@@ -15,7 +15,7 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.solving import rate_factor
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
-KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
+EXTENDING_KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
 
 def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:

@@ -46,7 +46,7 @@ def is_finished(path: Path, max_steps: int | None = None) -> bool:
     return True
 
 
-def parent_of(path: Path) -> Parent | None:
+def recorded_parent(path: Path) -> Parent | None:
     """Return the recorded parent of the fork in the folder, None where there is none.
 
     Raises ConfigError."""
@@ -66,7 +66,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     if not request["fixed"]:
         return {}
     tried = rundir.saved_step(path) is not None or rundir.REPLAY_ASKED in os.environ
-    return {"tried": tried, "parent": parent_of(path)}
+    return {"tried": tried, "parent": recorded_parent(path)}
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
@@ -123,7 +123,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     known, here = there.get("config"), fixed_facts(parts)
     old = renamed(known) if isinstance(known, dict) else fixed_part(rundir.read_config(path))
     keys = differing(old, here["config"])
-    if fixed := [key for key in keys if key not in extending.KEYS]:
+    if fixed := [key for key in keys if key not in extending.EXTENDING_KEYS]:
         # of a section with another function that alone, as its knobs differ for that
         other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
         named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]

@@ -38,7 +38,7 @@ from llmexp.train.step import (
     loss_factor,
     on_host,
 )
-from llmexp.train.verdicts import WHAT, finish_step
+from llmexp.train.verdicts import FINDINGS, finish_step
 from llmexp.train.windows import order_of
 from llmexp.update import precision
 
@@ -149,7 +149,7 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
     found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
     if seen.applied:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
-    how = WHAT[seen.code]
+    how = FINDINGS[seen.code]
     if seen.code in (BAD_LOSS, BAD_NORM):
         how += " that is not finite"
         if loop.setup.scaler.enabled:

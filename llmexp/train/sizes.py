@@ -68,7 +68,7 @@ def kept_open(parts: Parts, config: Config) -> Parts:
     return dataclasses.replace(parts, config=with_knobs(parts.config, batch=batch))
 
 
-def recorded(config: Config, path: Path) -> Config:
+def with_recorded_size(config: Config, path: Path) -> Config:
     """Return the config with the size that the run in the folder has, if it has one."""
     if is_open(config):
         with contextlib.suppress(ConfigError, KeyError):

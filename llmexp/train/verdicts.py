@@ -24,7 +24,7 @@ from llmexp.train.step import (
     TrainingFailed,
 )
 
-WHAT = {
+FINDINGS = {
     EMPTY: "no valid target",
     SKIPPED_OUTLIER: "an outlier",
     BAD_LOSS: "a loss",
@@ -56,7 +56,7 @@ def finish_step(loop: Loop) -> int:
             raise TrainingFailed(words)
         if seen.code != SKIPPED_OUTLIER:  # of which `count_outcome` prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
-            text = f"step {progress.step:,} has {WHAT[seen.code]}{how}; its update was skipped"
+            text = f"step {progress.step:,} has {FINDINGS[seen.code]}{how}; its update was skipped"
             loop.out.console.line(text)
     return progress.updates
 
@@ -73,8 +73,8 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
         ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
         where = f" on {mesh.numbered(ranks)}" if ranks else ""
         return (
-            f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
-            f"applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"
+            f"step {progress.step} has {FINDINGS[code]} that is not finite{where}; the update was "
+            f"not applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"
         )
     if overflowed and scaler.state_dict()["scale"] < 1:
         finish_last_save(loop)
@@ -86,8 +86,8 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
         finish_last_save(loop)
         return (
             f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
-            f"{progress.step} ({WHAT[code]}); train.max_consecutive_skips={limit}: resumed with a "
-            f"larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
+            f"{progress.step} ({FINDINGS[code]}); train.max_consecutive_skips={limit}: resumed "
+            f"with a larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
         )
     return ""
 

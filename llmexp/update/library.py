@@ -129,7 +129,7 @@ def _arguments(dotted: str) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
-def knobs_of(name: str) -> dict[str, dict[str, Any]]:
+def arguments_of_optimizer(name: str) -> dict[str, dict[str, Any]]:
     """Return value, source and meaning of each argument of an optimizer, by its key.
 
     The meaning is that of its docstring. Raises ConfigError.

@@ -10,7 +10,7 @@ from llmexp.verify.checks import Check
 from llmexp.verify.pair import RunPair
 
 _STEPS = 8
-NAMED = "train.deterministic=true names an operation that has no deterministic implementation"
+NO_TWIN = "train.deterministic=true names an operation that has no deterministic implementation"
 
 
 def verify(
@@ -25,7 +25,7 @@ def verify(
         runs.train_recorded(run, plan)
     checks = compare_steps(RunPair.of(first, second))
     if any(check.passed is False for check in checks) and not config.train.deterministic:
-        print(NAMED, flush=True)
+        print(NO_TWIN, flush=True)
     return checks
 
 

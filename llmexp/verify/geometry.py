@@ -38,8 +38,16 @@ from llmexp.verify.reference import (
     train_plainly,
     windows_in_order,
 )
-from llmexp.verify.runs import ramp_over, rows, shrunk, train_folder, trial, window_sizes
-from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, checks_of_run, derived, off_from
+from llmexp.verify.runs import ramp_over, read_run_rows, shrunk, train_folder, trial, window_sizes
+from llmexp.verify.tolerance import (
+    FLOOR,
+    MARGIN,
+    NO_FLOOR,
+    Off,
+    checks_of_run,
+    off_from,
+    tolerance_of,
+)
 
 _STEPS = 4
 # of the run that accumulates most: with one sequence each a large batch would take for ever
@@ -116,7 +124,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             print_wrapped(
                 f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference"
             )
-            limits = derived(
+            limits = tolerance_of(
                 reference, want, start, rounding, FLOOR if kind == "fp64" else NO_FLOOR
             )
         for cut, off in zip(cuts, found, strict=True):
@@ -282,7 +290,7 @@ def model_at(parts: Parts, start: nn.Module) -> nn.Module:
 
 def run_beside(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
     """Return one run beside the reference."""
-    steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in rows(path)}
+    steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in read_run_rows(path)}
 
     def column(key: str) -> list[Any]:
         return [found.get(step, {}).get(key) for step in steps]

@@ -141,7 +141,7 @@ def _moment(unbroken: Path, kind: str) -> float:
         newest = checkpoint_folders(unbroken / rundir.CHECKPOINTS)[-1]
         times = [file.stat().st_mtime for file in newest.iterdir()]
         return (max(times) - min(times)) / 2
-    return statistics.median(row["step_time"] for row in runs.rows(unbroken))
+    return statistics.median(row["step_time"] for row in runs.read_run_rows(unbroken))
 
 
 def _wait(
@@ -165,7 +165,7 @@ def _written(path: Path) -> int:
 
 def _last(path: Path) -> int:
     """Return the step of the run's last row, 0 where there is none."""
-    rows = runs.rows(path)
+    rows = runs.read_run_rows(path)
     return int(rows[-1]["step"]) if rows else 0
 
 

@@ -25,7 +25,7 @@ class RunPair:
     def of(cls, first: Path, second: Path) -> RunPair:
         return cls(
             (record.read_records(first), record.read_records(second)),
-            (runs.rows(first), runs.rows(second)),
+            (runs.read_run_rows(first), runs.read_run_rows(second)),
         )
 
     def steps(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:

@@ -32,7 +32,7 @@ _STARTS = "starts.jsonl"
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 
-def recorded(config: Config) -> Config:
+def with_recorder(config: Config) -> Config:
     """Return the config with the recorder before the user's own hooks, which may draw numbers."""
     return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
 

@@ -62,7 +62,7 @@ def quiet(config: Config) -> Config:
     return with_knobs(config, **knobs)
 
 
-def refuse_hosts(config: Config, what: str) -> None:
+def refuse_several_hosts(config: Config, what: str) -> None:
     """Raise ConfigError for several hosts, which `what` cannot start."""
     if (hosts := config.parallelism.nnodes) > 1:
         raise refuse("parallelism.nnodes", hosts, f"{what} runs on this host alone", 1)
@@ -95,12 +95,12 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
 
     Raises ConfigError for several hosts.
     """
-    refuse_hosts(config, "a verification")
+    refuse_several_hosts(config, "a verification")
     if shrink:
         config = shrunk(config)
     most = EVAL_SEQUENCES * config.batch.sequence_length
     short = {"train": {"eval_tokens": min(config.train.eval_tokens or most, most)}}
-    return record.recorded(trial(config, steps, **short, **sections))
+    return record.with_recorder(trial(config, steps, **short, **sections))
 
 
 def shrunk(config: Config) -> Config:
@@ -182,6 +182,6 @@ def last_words(path: Path) -> str:
     return last_line(path.parent / OUTPUT) or "it printed nothing"
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def read_run_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, oldest first."""
     return read_rows(path / rundir.METRICS)

@@ -46,7 +46,7 @@ class Off:
 FLOOR, NO_FLOOR = Off(1e-12, 1e-12, 1e-11), Off(0.0, 0.0, 0.0)
 
 
-def derived(
+def tolerance_of(
     again: Callable[[Roundoff], Followed],
     want: Followed,
     start: nn.Module,

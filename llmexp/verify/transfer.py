@@ -58,7 +58,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     found = {kind: _figures(short, widths, steps)}
     if kind != "standard":
         found["standard"] = _figures(with_knobs(short, model=STANDARD), widths, steps)
-    slope = {k: slopes(of, widths) for k, of in found.items()}
+    slope = {k: slopes_over_width(of, widths) for k, of in found.items()}
     print(_table(found, slope, widths), flush=True)
     write_json(path / "transfer.json", {"widths": widths, **found})
     worst, _, layer = largest(slope["standard"], 1)
@@ -144,7 +144,7 @@ def activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def slopes(found: _Figures, widths: Sequence[int]) -> _Figures:
+def slopes_over_width(found: _Figures, widths: Sequence[int]) -> _Figures:
     """Return the slopes of lines through log2 figures over log2 width; not finite for a 0."""
     x = np.log2(widths) - np.log2(widths).mean()
     with np.errstate(divide="ignore", invalid="ignore"):

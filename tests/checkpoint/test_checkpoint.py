@@ -30,7 +30,7 @@ from llmexp import mesh
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
 from llmexp.checkpoint.pieces import named_tensors
-from llmexp.checkpoint.stored import DTYPES
+from llmexp.checkpoint.stored import DTYPES_BY_NAME
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
 from llmexp.runs.rundir import CHECKPOINTS
@@ -81,7 +81,7 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
 
 def test_a_file_of_tensors_is_as_its_library_writes_it(tmp_path):
     """To the byte, but for the order of the metadata, which is random there; and with its hash."""
-    made = {f"b {name}": torch.ones(3, 5).to(dtype) for name, dtype in DTYPES.items()}
+    made = {f"b {name}": torch.ones(3, 5).to(dtype) for name, dtype in DTYPES_BY_NAME.items()}
     made |= {
         "a": torch.randn(4, 6).T,
         "none": torch.zeros(0, 3),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.compare.comparing import answered, compare, findings
+from llmexp.compare.comparing import compare, findings, with_words
 from llmexp.compare.plot_training import other_quantities
 from llmexp.compare.records import Record, Result
 from llmexp.compare.table import columns_in_full, show, to_json
@@ -589,7 +589,7 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty(draws):
         noise = rng.standard_normal(3 * count)[seeds] + scatter * rng.standard_normal((count, 3))
         places = np.ndindex(count, 3)
         records = [trained(i, int(seeds[i, k]), 3 + 0.01 * noise[i, k]) for i, k in places]
-        alarms += any(e.mark == "worse" for e in answered(findings(records)).settings)
+        alarms += any(e.mark == "worse" for e in with_words(findings(records)).settings)
     assert 0 < alarms <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)  # nor is it blind
 
 

@@ -24,7 +24,7 @@ def table(y_kn: np.ndarray) -> list[dict[str, float]]:
 
 
 def judged(seeds) -> tuple[int, set[int], dict[int, inference.Difference]]:
-    model = inference.fit(seeds)
+    model = inference.fit_model(seeds)
     assert model is not None
     best, found = inference.judged(model)
     return best, {i for i, (_, out) in found.items() if out}, {i: d for i, (d, _) in found.items()}
@@ -32,7 +32,7 @@ def judged(seeds) -> tuple[int, set[int], dict[int, inference.Difference]]:
 
 def test_two_settings_over_shared_seeds_are_students_paired_t():
     y = np.random.default_rng(0).normal([[0.0], [1.0]], 1.0, (2, 5))
-    found = inference.fit(table(y)).pair(0, 1)
+    found = inference.fit_model(table(y)).pair(0, 1)
     reference = stats.ttest_rel(y[1], y[0])
     assert (found.mean / found.error, found.df) == pytest.approx((reference.statistic, 4))
 
@@ -41,7 +41,7 @@ def test_two_settings_over_other_seeds_are_welchs_t():
     rng = np.random.default_rng(1)
     a, b = rng.normal(size=4), rng.normal(size=7) * 5
     seeds = [{f"a{i}": v for i, v in enumerate(a)}, {f"b{i}": v for i, v in enumerate(b)}]
-    found = inference.fit(seeds).pair(0, 1)
+    found = inference.fit_model(seeds).pair(0, 1)
     reference = stats.ttest_ind(b, a, equal_var=False)
     assert found.mean / found.error == pytest.approx(reference.statistic)
     assert found.df == pytest.approx(reference.df)
@@ -51,7 +51,7 @@ def test_spreads_that_are_alike_give_the_two_way_analysis_of_variance():
     effects, blocks = np.array([0.0, 0.1, 0.5]), np.array([0.0, 1.0, -2.0, 0.3])
     # Noise whose rows have equal squares, and no mean over rows or columns.
     noise = np.array([[1, -1, 0, 0], [-1, 0, 1, 0], [0, 1, -1, 0]]) * 0.01
-    model = inference.fit(table(effects[:, None] + blocks + noise))
+    model = inference.fit_model(table(effects[:, None] + blocks + noise))
     residual = (noise**2).sum() / (2 * 3)
     assert model.variances == pytest.approx([residual] * 3)
     assert model.df.tolist() == pytest.approx([6] * 3)
@@ -72,7 +72,7 @@ def test_variances_are_drawn_to_the_common_one_as_in_limma():
     wanted = spread * (1 + math.sqrt(2 / 7 + excess / 8)) - trigamma
     d0 = brentq(lambda x: polygamma(1, x / 2) - wanted, 1e-3, 1e5)
     common = math.exp(logs.mean() + polygamma(0, d0 / 2) - math.log(d0 / 2))
-    model = inference.fit(table(y))
+    model = inference.fit_model(table(y))
     assert model.variances == pytest.approx((d0 * common + d * own) / (d0 + d))
     assert model.df == pytest.approx([d0 + d] * 8)
 
@@ -119,8 +119,8 @@ def test_what_seeds_share_changes_nothing_nor_does_the_order(rows, shared, missi
         y[i, j] = np.nan
     order = list(range(len(rows)))
     random.shuffle(order)
-    model = inference.fit(table(y))
-    other = inference.fit(table((y + shared)[order]))
+    model = inference.fit_model(table(y))
+    other = inference.fit_model(table((y + shared)[order]))
     for i, j in itertools.combinations(range(len(rows)), 2):
         a, b = model.pair(order[i], order[j]), other.pair(i, j)
         assert b.mean == pytest.approx(a.mean, abs=1e-9)
@@ -146,7 +146,7 @@ def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> lis
     alarms = found = together = alone = single = 0.0
     for _ in range(sweeps):
         for means in (np.zeros(count), np.array([0.0] + [3.0] * (count - 1))):
-            model = inference.fit(sweep(rng, means, seeds, unlike, **more))
+            model = inference.fit_model(sweep(rng, means, seeds, unlike, **more))
             best, standing = inference.judged(model)
             worse = [i for i, (_, out) in standing.items() if out]
             if means.any():

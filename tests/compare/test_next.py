@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.known import Step
-from llmexp.compare.next_step import RULES, compared, propose
+from llmexp.compare.next_step import NEXT_RULES, compared, propose
 from llmexp.compare.screening import design
 from llmexp.runs.ending import COMES_AGAIN
 from tests.compare.synthetic import make_run, make_sweep
@@ -268,7 +268,7 @@ def test_the_command_prints_what_python_returns(tmp_path, capsys, monkeypatch):
     assert "for example llmexp next" in capsys.readouterr().err
     schema = json.loads((ROOT / "llmexp/schema-1.json").read_text())["$defs"]["next"]
     own = {"confirm_search": "confirm", "confirm_screen": "screen"}
-    rules = (rule.__name__ for rule in RULES if rule is not compared)
+    rules = (rule.__name__ for rule in NEXT_RULES if rule is not compared)
     names = {own.get(name, name) for name in rules} | {"nothing", "wait", "rung"}
     assert set(schema["properties"]["rule"]["enum"]) == names
     page = (ROOT / "docs/compare.md").read_text()
@@ -310,7 +310,7 @@ def test_numbers_that_are_written_in_two_ways_and_seeds_that_are_lost_are_no_err
     for name, lr in (("a", "1e-2"), ("b", "0.01"), ("c", "1e-3")):
         facts = {"overrides": [f"optimizer.lr={lr}"]}
         make_run(tmp_path / name, optimizer__lr=float(lr), facts=facts, wobble=0.1 * ord(name[0]))
-    assert step_of(tmp_path).rule in {rule.__name__ for rule in RULES} | {"nothing"}
+    assert step_of(tmp_path).rule in {rule.__name__ for rule in NEXT_RULES} | {"nothing"}
     config = tmp_path / "a/config.yaml"
     config.write_text(config.read_text().replace("seed: 1\n", ""))
     assert step_of(tmp_path)

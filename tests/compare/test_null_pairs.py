@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmexp.compare.comparing import answered, findings
+from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.reading import read
 from llmexp.runs.find import find
 from tests.conftest import llmexp
@@ -47,7 +47,7 @@ def test_pairs_of_one_seed_are_never_called_different_though_they_are(pairs):
     apart = []
     for seed in range(1, SEEDS + 1):
         pair = [r for r in records if r.config["train.seed"] == seed]
-        c = answered(findings(pair))
+        c = with_words(findings(pair))
         assert c.headline.startswith("Undecided, one seed each"), c.headline
         apart.append(abs(c.settings[1].size))
     # The premise: a floor of 0.0001 that is assumed would call most of these different.
@@ -78,6 +78,6 @@ def test_few_null_pairs_of_several_seeds_are_called_different(pairs):
         drawn = rng.permutation(np.arange(1, SEEDS + 1))
         ours, theirs = drawn[:seeds], drawn[:seeds] if same else drawn[seeds : 2 * seeds]
         pair = [by[first, int(s)] for s in ours] + [by[second, int(s)] for s in theirs]
-        c = answered(findings(pair))
+        c = with_words(findings(pair))
         called += any(e.mark == "worse" for e in c.settings)
     assert called <= 0.05 * 2500

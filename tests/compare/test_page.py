@@ -17,9 +17,9 @@ import pytest
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import AXES, scale
 from llmexp.compare.inference import Difference
-from llmexp.compare.page import LIBRARY, page, write_beside
+from llmexp.compare.page import PLOTLY_FILE, page, write_beside
 from llmexp.compare.plot_search import search_plots
-from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
+from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL_FIGURES
 from llmexp.compare.records import Column, Result
 from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import short_label
@@ -87,8 +87,8 @@ def test_the_assets_are_in_the_package():
 def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
     made = comparison(grid(n=30, **FOUR_BY_THREE))
     written = write_beside(made, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"compare.html", LIBRARY}
-    for html, allowed in ((page(made), ()), (written.read_text(encoding="utf-8"), (LIBRARY,))):
+    assert {path.name for path in tmp_path.iterdir()} == {"compare.html", PLOTLY_FILE}
+    for html, allowed in ((page(made), ()), (written.read_text(encoding="utf-8"), (PLOTLY_FILE,))):
         outline = Outline(html)
         loads = [
             v
@@ -223,7 +223,7 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
     # Each level of the slider is the plain mean around the row; the page begins with the usual one.
     levels = menu(drawn, 1)
-    assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))
+    assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL_FIGURES][0]["y"][0]))
     at = int(np.flatnonzero(columns["step"] == steps[300])[0])
     for share, level in zip(SMOOTHING, levels, strict=True):
         reach = min(int(share * 10_000) // 2, at, 9_999 - at)  # the same on both sides
@@ -687,5 +687,5 @@ def without_its_library_the_page_says_what_it_needs(tab, folder):
     tab = tab.context.browser.new_page()
     tab.goto((alone / "compare.html").as_uri())
     tab.wait_for_selector("html[data-ready]")
-    assert LIBRARY in tab.locator(PLOT).inner_text()
+    assert PLOTLY_FILE in tab.locator(PLOT).inner_text()
     assert column(tab, 0)[0].startswith("clip=0.5")

@@ -41,7 +41,7 @@ def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
 
 
 def test_a_difference_and_its_interval_against_the_formula():
-    model = inference.fit([{"1": 0.0, "2": 0.0, "3": 0.0}, {"1": 0.1, "2": 0.2, "3": 0.3}])
+    model = inference.fit_model([{"1": 0.0, "2": 0.0, "3": 0.0}, {"1": 0.1, "2": 0.2, "3": 0.3}])
     d = model.contrast(np.array([-1.0, 1.0]))
     half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
     assert (d.mean, d.half) == (pytest.approx(0.2), pytest.approx(half, rel=1e-5))

@@ -10,7 +10,7 @@ import pytest
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
-from llmexp.compare.inference import fit, judged
+from llmexp.compare.inference import fit_model, judged
 from llmexp.compare.plot_settings import over_keys
 from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
@@ -234,7 +234,7 @@ def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
         own = np.exp(spread * random.standard_normal((k, 1)))
         x = random.standard_normal((k, n)) * own + random.standard_normal(n)
         x = np.minimum(x, np.quantile(x, 1 - share))
-        model = fit([{str(j): float(row[j]) for j in range(n)} for row in x])
+        model = fit_model([{str(j): float(row[j]) for j in range(n)} for row in x])
         found += model is not None and any(worse for _, worse in judged(model)[1].values())
     return found / sweeps
 

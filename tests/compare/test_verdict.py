@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmexp.compare.comparing import answered, findings
+from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import look_rows, page
 from llmexp.compare.plot_verdict import verdict_plot
 from llmexp.compare.records import Record, Result
@@ -39,7 +39,7 @@ def decided() -> Result:
     ]
     found = [record(i, j + 1, float(x), looks) for (i, j), x in np.ndenumerate(LOSSES)]
     found += [record(i + 1, 3, float(x), looks) for (i, _), x in np.ndenumerate(MORE)]
-    return answered(findings(found))
+    return with_words(findings(found))
 
 
 def test_the_picture_has_each_setting_its_seeds_and_its_interval():
@@ -70,7 +70,7 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
 
 
 def test_one_seed_each_has_no_verdict_to_draw():
-    single = answered(findings([record(i, 1, 2.0 + i, []) for i in range(3)]))
+    single = with_words(findings([record(i, 1, 2.0 + i, []) for i in range(3)]))
     assert verdict_plot(single) is None
     assert look_rows(single) == []
 
@@ -89,7 +89,7 @@ def test_the_table_of_looks_shows_where_seeds_went():
 def test_the_answer_says_what_was_spent_and_what_all_seeds_would_cost():
     c = decided()
     broken = replace(c.runs[-1], state="failed", columns={"step": np.zeros(0)}, status={})
-    less = answered(findings([*c.runs[:-1], broken]))
+    less = with_words(findings([*c.runs[:-1], broken]))
     (spent,) = [note for note in less.notes if note.startswith("2 looks")]
     assert "8 runs, 448 tokens, 7m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
     (spent,) = [note for note in c.notes if note.startswith("2 looks")]

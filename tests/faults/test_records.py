@@ -147,11 +147,11 @@ def test_a_power_cut_is_seen_and_gone_on_from_under_a_clock_that_jumps(whole, tm
     run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
     before = run.json("status.json")
     assert read(find([run.folder])[0])[0].state == "cut"
-    assert shown(run.folder, capsys)["error"] == ending.CUT
+    assert shown(run.folder, capsys)["error"] == ending.CUT_OFF
     assert state_shown(run.folder, capsys) == "cut"
     assert run.json("status.json") == before  # a look changes nothing
     # An earlier version recorded it at a look.
-    recorded = {**before, "state": "failed", "error": ending.CUT}
+    recorded = {**before, "state": "failed", "error": ending.CUT_OFF}
     (run.folder / "status.json").write_text(json.dumps(recorded))
     assert state_shown(run.folder, capsys) == "cut"
 

@@ -22,7 +22,7 @@ from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
 from llmexp.train.assembly import remembered
 from llmexp.train.assembly.assemble import Cache
-from llmexp.train.sizes import recorded
+from llmexp.train.sizes import with_recorded_size
 from tests.conftest import TINY, llmexp
 from tests.forecast.test_memory import composed
 
@@ -145,7 +145,7 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     there = plain(with_size(build(config)))
     there["batch"]["micro_batch_size"] = 2
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
-    assert recorded(build(config), tmp_path / "1").batch.micro_batch_size == 2
+    assert with_recorded_size(build(config), tmp_path / "1").batch.micro_batch_size == 2
 
 
 def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmexp.laws.fitting import Surface
-from llmexp.laws.points import Ladder, Point
+from llmexp.laws.points import Ladder, LawPoint
 
 K = 6  # FLOPs a token and parameter
 
@@ -62,11 +62,11 @@ def ladder(
         for n in middle * np.geomspace(wide**-0.5, wide**0.5, sizes):
             z = rng.standard_t(4) / math.sqrt(2) if tails else rng.standard_normal()
             loss = law.loss(n, c / K / n) * math.exp(noise * z)
-            points.append(Point(f"{len(points)}", {"given": n}, c / K / n, c, loss))
+            points.append(LawPoint(f"{len(points)}", {"given": n}, c / K / n, c, loss))
     return Ladder(name, points)
 
 
-def csv_of(path: Path, points: list[Point]) -> Path:
+def csv_of(path: Path, points: list[LawPoint]) -> Path:
     """A CSV file with the points."""
     lines = [f"{p.sizes['given']},{p.tokens},{p.loss}" for p in points]
     path.write_text("\n".join(["N,D,loss", *lines]) + "\n")

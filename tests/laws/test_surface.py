@@ -14,9 +14,9 @@ from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import gain
 from llmexp.laws.isoflop import parabolas
 from llmexp.laws.law import Ensemble, Estimate
-from llmexp.laws.optimum import Frontier, Price
-from llmexp.laws.points import Ladder, Point
-from llmexp.laws.surface import DELTA, fit, log_losses
+from llmexp.laws.optimum import FlopsBySize, Frontier
+from llmexp.laws.points import Ladder, LawPoint
+from llmexp.laws.surface import DELTA, fit_surface, log_losses
 from tests.laws.planted import LAST, LAWS, Law, coverage, ladder
 
 
@@ -52,7 +52,7 @@ def test_no_other_law_has_a_lower_sum(shape, noise):
     law = LAWS["besiroglu"]
     points = ladder(law, *shape, noise, 5)
     n, d, _, loss = points.figures("given")
-    ours, total = fit(np.log([n, d]), np.log(loss))
+    ours, total = fit_surface(np.log([n, d]), np.log(loss))
     args = (n, d, np.log(loss))
     assert objective(ours, *args) == pytest.approx(total, rel=1e-9, abs=1e-15)
     truth = np.array([math.log(law.e), math.log(law.a), math.log(law.b), law.alpha, law.beta])
@@ -67,7 +67,7 @@ def test_the_best_size_is_that_of_a_search_over_sizes():
     """With FLOPs a token that are not 6 N: the head of a small model costs as well."""
     law = LAWS["hoffmann"]
     n = np.geomspace(1e5, 1e8, 7)
-    price = Price.of(np.log(n), np.log(6 * n + 3e5 * n**0.25))
+    price = FlopsBySize.of(np.log(n), np.log(6 * n + 3e5 * n**0.25))
     frontier = Frontier(np.array([[*np.log([law.e, law.a, law.b]), law.alpha, law.beta]]), price)
     for c in (1e15, 1e17, 1e20):
 
@@ -92,7 +92,7 @@ def test_draws_are_fitted_as_well_as_each_alone(monkeypatch):
     again._rng = np.random.default_rng([0, len(loss)])  # its generator, from its start
     drawn = log_losses(again.law, x) + again.noises(20, len(loss))
     for law, logs in zip(found.laws[1:], drawn, strict=True):
-        alone, total = fit(x, logs)
+        alone, total = fit_surface(x, logs)
         assert objective(law, n, d, logs) <= total * (1 + 1e-3), (law, alone)
 
 
@@ -201,7 +201,7 @@ def test_intervals_are_percentiles():
 
 def test_a_count_in_which_sizes_do_not_differ_has_no_exponent():
     points = [
-        Point(p.name, {"head": p.sizes["given"], "blocks": 1e6 * (1 + i % 2)}, *rest)
+        LawPoint(p.name, {"head": p.sizes["given"], "blocks": 1e6 * (1 + i % 2)}, *rest)
         for i, p in enumerate(ladder(LAWS["hoffmann"], 3, 4, 0.003, 1).points)
         if (rest := (p.tokens, p.flops, p.loss))
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llmexp.metrics.keys import KEYS, LOSSES, TIMINGS
+from llmexp.metrics.keys import LOSSES, ROW_KEYS, TIMINGS
 from tests.conftest import ROOT
 
 
@@ -12,6 +12,6 @@ def test_recorded_rows_have_keys_of_the_table_only():
     for file in (ROOT / "tests/golden/recorded").glob("*.json"):
         for run in json.loads(file.read_text())["runs"].values():
             for row in run["rows"]:
-                assert row.keys() <= KEYS.keys()
-    assert {*LOSSES, *TIMINGS} <= KEYS.keys()
-    assert {key.better for key in KEYS.values()} == {"", "lower", "higher"}
+                assert row.keys() <= ROW_KEYS.keys()
+    assert {*LOSSES, *TIMINGS} <= ROW_KEYS.keys()
+    assert {key.better for key in ROW_KEYS.values()} == {"", "lower", "higher"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llmexp.runs import ledger as ledgers
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import running
-from llmexp.sweep.running import rungs
+from llmexp.sweep.running import halving_rungs
 from llmexp.system import child
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.sweep.running import current_sweep, new_point, run_locally, stand_in
@@ -348,7 +348,7 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])],
 )
 def test_rungs(tmp_path, first, keep, shares):
-    assert rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).knobs) == shares
+    assert halving_rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).knobs) == shares
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):

@@ -20,12 +20,12 @@ from llmexp.compare.records import Record, Setting
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.compose.command_line import opened
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import Price
+from llmexp.run.budget import TokenPrice
 from llmexp.run.rules import solve_rule
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build, renamed, with_knobs
 from llmexp.settings.knobs import deciding_result
-from llmexp.settings.rules import RULE_KEYS, RULES, Reference
+from llmexp.settings.rules import RULE_KEYS, SCALING_RULES, Reference
 from llmexp.settings.values import ConfigError, flatten
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import TINY, llmexp, train
@@ -36,7 +36,7 @@ SHORT = [
 ]  # fmt: skip
 LENGTH = 8
 AT = Reference(lr=2e-3, weight_decay=0.1, N=3e6, D=7e7, C=1e15, B=6000)
-OF_ONES_OWN = [name for name, rule in RULES.items() if rule.at is None]
+OF_ONES_OWN = [name for name, rule in SCALING_RULES.items() if rule.at is None]
 
 
 def composed(*given_values: str) -> Config:
@@ -95,17 +95,17 @@ sizes = st.tuples(
 )  # fmt: skip
 
 
-@given(st.sampled_from([r for r in RULES if r != "reference"]), sizes)
+@given(st.sampled_from([r for r in SCALING_RULES if r != "reference"]), sizes)
 def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
     """The batch is the nearest multiple of what the ranks and their micro-batches can hold."""
     n, d, micro, dp = size
     flops = 6 * n + 1000
     kept = {"lr": AT.lr} if rule == "power_lines" else {}
     config = ruled(usual, rule, {"micro_batch_size": micro}, {"max_tokens": d}, **kept)
-    given_batch = RULES[rule].powers.B is None
+    given_batch = SCALING_RULES[rule].powers.B is None
     if given_batch:
         config = with_knobs(config, batch={"real_batch_size": 3 * micro * dp})
-    solved, words = solve_rule(config, dp, Price(flops, n))
+    solved, words = solve_rule(config, dp, TokenPrice(flops, n))
     real = solved.batch.real_batch_size
     assert real % (micro * dp) == 0
     b = real * LENGTH
@@ -122,10 +122,10 @@ def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
             assert found == kept.get(name)  # the rule does not speak of it
         else:
             assert found == pytest.approx(expected, rel=1e-12)
-    assert words.startswith(f"{rule} ({RULES[rule].source}), ")
-    assert solve_rule(solved, dp, Price(flops, n)) == (solved, words)  # solved into itself
+    assert words.startswith(f"{rule} ({SCALING_RULES[rule].source}), ")
+    assert solve_rule(solved, dp, TokenPrice(flops, n)) == (solved, words)  # solved into itself
     cut = dataclasses.replace(solved, batch=solve_batch(solved.batch, dp))
-    assert solve_rule(cut, dp, Price(flops, n)) == (cut, words)
+    assert solve_rule(cut, dp, TokenPrice(flops, n)) == (cut, words)
 
 
 powers = st.dictionaries(st.sampled_from("NDC"), st.floats(-2, 2).map(lambda x: round(x, 3)))
@@ -142,11 +142,11 @@ def test_a_reference_gives_itself_at_its_own_size(usual, of_batch, of_rate, of_d
     n, d, flops = 1000, 64_000, 7000
     at = {"lr": 1e-3, "weight_decay": 0.2, "N": n, "D": d, "C": flops * d, "B": 32 * LENGTH}
     config = ruled(usual, "reference", train={"max_tokens": d}, reference=at, exponents=exponents)
-    solved, _ = solve_rule(config, 1, Price(flops, n))
+    solved, _ = solve_rule(config, 1, TokenPrice(flops, n))
     assert solved.batch.real_batch_size == 32
     assert (solved.optimizer["lr"], solved.optimizer["weight_decay"]) == (1e-3, 0.2)
     given_batch = with_knobs(config, batch={"real_batch_size": 64}, train={"max_tokens": 2 * d})
-    larger, _ = solve_rule(given_batch, 1, Price(2 * flops, 2 * n))
+    larger, _ = solve_rule(given_batch, 1, TokenPrice(2 * flops, 2 * n))
 
     def grown(law: dict[str, float]) -> float:  # N and D twice as large, C four times
         return 2 ** (law.get("N", 0) + law.get("D", 0) + 2 * law.get("C", 0))
@@ -157,21 +157,21 @@ def test_a_reference_gives_itself_at_its_own_size(usual, of_batch, of_rate, of_d
 
 
 @given(
-    st.sampled_from(sorted(RULES)),
+    st.sampled_from(sorted(SCALING_RULES)),
     st.sets(st.sampled_from(["lr", "weight_decay", "beta2", "B"])),
 )
 def test_what_is_given_stays_and_is_said(usual, rule, names):
     assume(rule != "reference")
     values = {"lr": 0.0123, "weight_decay": 0.456, "beta2": 0.9}
     optimizer = {k: v for k, v in values.items() if k in names or not papers(rule, 1, 1, 1, 1, k)}
-    batch = {"real_batch_size": 40} if "B" in names or RULES[rule].powers.B is None else {}
+    batch = {"real_batch_size": 40} if "B" in names or SCALING_RULES[rule].powers.B is None else {}
     config = ruled(usual, rule, batch, {"max_tokens": 10**9}, **optimizer)
-    solved, words = solve_rule(config, 1, Price(10**7, 10**6))
+    solved, words = solve_rule(config, 1, TokenPrice(10**7, 10**6))
     for name, value in optimizer.items():
         assert solved.optimizer[name] == value
         if papers(rule, 1, 1, 1, 1, name):
             assert f"{name} {value} is given (by the rule " in words
-    if "B" in names and RULES[rule].powers.B is not None:
+    if "B" in names and SCALING_RULES[rule].powers.B is not None:
         assert solved.batch.real_batch_size == 40
         assert "B 320 is given (by the rule B = " in words
     every = [f"{name} = " for name in ("lr", "weight_decay", "beta2", "B") if name not in names]
@@ -180,7 +180,7 @@ def test_what_is_given_stays_and_is_said(usual, rule, names):
 
 def test_the_order_knows_no_circle(usual):
     """Tokens come before the batch, but where a budget in steps counts them by it."""
-    price = Price(10**7, 10**6)
+    price = TokenPrice(10**7, 10**6)
     steps = ruled(usual, "step_law", {"real_batch_size": 40}, {"max_steps": 100})
     solved, words = solve_rule(steps, 1, price)
     assert solved.optimizer["lr"] == pytest.approx(1.79 * 1e6**-0.713 * 32_000**0.307)
@@ -222,7 +222,7 @@ SAYS = [
 def test_what_a_rule_cannot_use_is_refused(usual, section, says):
     config = with_knobs(usual, optimizer=section)
     with pytest.raises(ConfigError) as refused:
-        solve_rule(config, 1, Price(10**7, 10**6))
+        solve_rule(config, 1, TokenPrice(10**7, 10**6))
     assert says in str(refused.value)
 
 
@@ -387,7 +387,7 @@ def test_what_a_rule_sets_is_no_setting_of_its_own(usual, swept):
         batch = {} if "optimizer.rule" in swept else {"real_batch_size": 8 * depth}
         config = ruled(usual, rule, batch, {"max_tokens": 10**6}, beta2=0.95)
         config = with_knobs(config, model={"depth": depth, "n_layers": depth})
-        solved, _ = solve_rule(config, 1, Price(1000, 1000 * depth))
+        solved, _ = solve_rule(config, 1, TokenPrice(1000, 1000 * depth))
         flat = flatten(plain(solved))
         record = Record(Path("run"), "run", None, "finished", flat, {}, {}, {}, swept=tuple(swept))
         entries.append(Setting("run", (record,), flat, {}, {}, "finished"))

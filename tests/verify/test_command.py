@@ -62,7 +62,7 @@ def test_usage_fits_a_narrow_terminal(monkeypatch, capsys, arguments):
     monkeypatch.setenv("COLUMNS", "60")
     assert run(["verify", *arguments]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in verify.WHAT)
+    assert all(name in out for name in verify.PROOFS)
     assert max(map(len, out.splitlines())) <= 60
 
 
@@ -78,7 +78,7 @@ def proof(tmp_path, monkeypatch):
         return found
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(verify.WHAT, "made_up", "something")
+    monkeypatch.setitem(verify.PROOFS, "made_up", "something")
     monkeypatch.setitem(sys.modules, "llmexp.verify.made_up", types.SimpleNamespace(verify=made_up))
     return found
 

@@ -80,7 +80,7 @@ def test_the_same_run_twice_is_the_same(proof):
     assert (
         "0 of 12 differ" in found["RNG after each step, each rank"]["found"]
     )  # torch, Python, NumPy in 4 steps
-    assert determinism.NAMED not in proof.out
+    assert determinism.NO_TWIN not in proof.out
 
 
 PARAMETERS = "parameters after each step, each rank"
@@ -131,7 +131,7 @@ WEIGHT = "blocks.0.mlp.up_proj.weight"
 def test_each_difference_is_named_with_its_step(proof, change, what, first):
     records = [record.read_records(proof.folder / run) for run in ("first", "second")]
     change(records[1][0])
-    rows = runs.rows(proof.folder / "first")
+    rows = runs.read_run_rows(proof.folder / "first")
     assert failed(determinism.compare_steps(RunPair((records[0], records[1]), (rows, rows)))) == {
         what: f"first: {first}"
     }
@@ -141,7 +141,7 @@ def test_each_difference_is_named_with_its_step(proof, change, what, first):
 def test_noise_fails_the_command_which_says_what_names_the_operation(tmp_path):
     result = prove(tmp_path, "--allow", "plant", "hooks=[plant.noise]")
     assert result.code == 1, result.out + result.err
-    assert determinism.NAMED in result.out
+    assert determinism.NO_TWIN in result.out
     again = prove(
         tmp_path,
         "--allow",

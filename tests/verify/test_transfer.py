@@ -35,13 +35,13 @@ def test_the_largest_slope_of_either_sign_counts():
     """Planted: sizes of a with slope 0.05, changes -0.45; b does not move at one width."""
     widths = np.array(transfer.WIDTHS)
     found = {"a": [widths**0.05, widths**-0.45], "logits": [widths**-0.7, widths**0.3]}
-    of = transfer.slopes(found, transfer.WIDTHS)
+    of = transfer.slopes_over_width(found, transfer.WIDTHS)
     for which, slope, passed in ((0, 0.05, True), (1, 0.45, False)):
         size, limit, layer = transfer.largest(of, which)
         assert (size, layer) == (pytest.approx(slope, rel=1e-9), "a")
         assert transfer.at_most("", size, limit).passed is passed
     found["b"] = [widths**0.0, np.array([1.0, 1.0, 0.0, 1.0])]
-    size, limit, layer = transfer.largest(transfer.slopes(found, transfer.WIDTHS), 1)
+    size, limit, layer = transfer.largest(transfer.slopes_over_width(found, transfer.WIDTHS), 1)
     assert layer == "b"
     assert transfer.at_most("", size, limit).passed is False
 
@@ -84,7 +84,7 @@ def test_mup_is_held_against_the_standard_one_and_all_is_recorded(tmp_path, monk
     assert first[0] == pytest.approx(first[1], rel=0.05)  # at the base width; attention differs
     last = [recorded[kind]["blocks.1"][1][-1] for kind in ("mup", "standard")]
     assert last[1] > 2 * last[0]
-    slopes = transfer.slopes(recorded["standard"], (16, 32, 64))
+    slopes = transfer.slopes_over_width(recorded["standard"], (16, 32, 64))
     assert checks[2].found == pytest.approx(transfer.largest(slopes, 1)[0])
 
 

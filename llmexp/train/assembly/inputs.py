@@ -39,7 +39,7 @@ def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
 def with_vocabulary(model: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the model section with the tokenizer's vocabulary, where it has null for its own."""
     follows = fill(model.get("vocab_size", 0), "model.vocab_size") is None
-    return model | {"vocab_size": padded(tokenizer)} if follows else dict(model)
+    return model | {"vocab_size": padded_vocabulary(tokenizer)} if follows else dict(model)
 
 
 def inputs_of(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
@@ -48,7 +48,7 @@ def inputs_of(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, with_vocabulary(config.model, tokenizer)
 
 
-def padded(tokenizer: Tokenizer) -> int:
+def padded_vocabulary(tokenizer: Tokenizer) -> int:
     """Return the rows of a vocabulary that is not given: a multiple of 64 suits the kernels."""
     return -(-tokenizer.n_vocab // 64) * 64
 

@@ -12,7 +12,7 @@ from torch import nn
 from llmexp import mesh
 from llmexp.checkpoint import loading
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.export import DTYPES, Exported, Stored, export_model
+from llmexp.exchange.export import EXPORT_DTYPES, Exported, Stored, export_model
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.exchange.sizes import sizes_of
@@ -23,7 +23,7 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
-from llmexp.train.assembly.inputs import document_end, inputs_of, padded, uses_tokenizer
+from llmexp.train.assembly.inputs import document_end, inputs_of, padded_vocabulary, uses_tokenizer
 from llmexp.train.assembly.parts import (
     build_model,
     build_on_meta,
@@ -76,7 +76,7 @@ def _shared(model: nn.Module, joined: mesh.Mesh) -> WindowLoss:
     return loss
 
 
-def join_ranks(config: Config) -> mesh.Mesh:
+def join_for_reading(config: Config) -> mesh.Mesh:
     """Return this process's place among the ranks that share a model. Raises ConfigError."""
     p = config.parallelism
     layout = solve_layout(p, p.nproc_per_node or 1)
@@ -133,7 +133,7 @@ def export_run(
         section = fill(section, "model")
         loaded = open_checkpoint(path, step, weights)
         vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
-        form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
+        form = Stored(None if dtype is None else EXPORT_DTYPES[dtype], vocabulary)
         return export_model(
             loaded, section, tokenizer, folder, form, path, weights=weights, check=check
         )
@@ -151,7 +151,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
     size = section.get("vocab_size")
     if section["_target_"] == TRANSFORMERS or not isinstance(size, int):
         return None
-    known = size == padded(tokenizer) or uses_tokenizer(config.data)
+    known = size == padded_vocabulary(tokenizer) or uses_tokenizer(config.data)
     return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 

@@ -16,14 +16,14 @@ from llmexp.checkpoint.pieces import piece_of
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import WeightSource, begin_with, check_weights, open_source
-from llmexp.exchange.tokenizer import same_ids, tokenizer_of
+from llmexp.exchange.tokenizer import same_ids, tokenizer_beside
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.run.layout import Layout
 from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import LIBRARY, Group
+from llmexp.settings.rules import LIBRARY_TARGET, Group
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
@@ -93,7 +93,7 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
             tokenizer_section = rundir.built_config(folder).tokenizer
             other: Tokenizer | None = build_tokenizer(tokenizer_section)
         else:
-            other = tokenizer_of(folder)
+            other = tokenizer_beside(folder)
     except ValueError as error:
         return [f"the tokenizer of {folder} cannot be compared with the run's: {error}"]
     if other is not None and not same_ids(other, tokenizer):
@@ -198,7 +198,7 @@ def shaped(
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
-    if section.get("_target_") != LIBRARY:
+    if section.get("_target_") != LIBRARY_TARGET:
         return section
     name = fill(section, "optimizer").get("name")
     if not isinstance(name, str) or not name:

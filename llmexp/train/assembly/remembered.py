@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.cache import cache_folder, entry_path, read_entry, write_entry
+from llmexp.data.cache import cache_folder, entry_path, read_cache_entry, write_entry
 from llmexp.runs import provenance
 from llmexp.settings.config import Config
 from llmexp.settings.knobs import deciding_work
@@ -49,7 +49,7 @@ def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | 
     """Return what was found for these values; None where nothing was, or it cannot be read."""
     with contextlib.suppress(*FAULTS):
         note = _note(what, kind, *more)
-        return read_entry(note) or None if _is_ours(kind) else _own.get(note)
+        return read_cache_entry(note) or None if _is_ours(kind) else _own.get(note)
     return None
 
 

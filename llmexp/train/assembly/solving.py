@@ -16,7 +16,7 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.models.common import parameter_counts
 from llmexp.models.loss import WindowLoss
 from llmexp.run import Facts, Run, solve
-from llmexp.run.budget import Price
+from llmexp.run.budget import TokenPrice
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
 from llmexp.runs import provenance
@@ -78,11 +78,11 @@ def run_facts(
     )
 
 
-def price_of(model: nn.Module, length: int) -> Price:
+def price_of(model: nn.Module, length: int) -> TokenPrice:
     """Return what budgets and rules need to know of a model with sequences of a length."""
     flops = getattr(model, "flops_per_token", None)
     parameters = parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
-    return Price(flops(length) if flops else None, parameters)
+    return TokenPrice(flops(length) if flops else None, parameters)
 
 
 def kernel_of(
