@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,13 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_640,
     "compare": 51_100,
-    "train": 39_676,
+    "train": 39_678,
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_415,
     "compose": 11_110,
     "sweep": 27_760,
-    "verify": 18_650,
+    "verify": 18_652,
     "cli": 18_296,
     "program": 3_250,
     "__main__.py": 900,
@@ -148,6 +149,20 @@ def test_parts_do_not_import_each_others_private_names():
             module, _, last = found.rpartition(".")
             private = last.startswith("_") and not last.startswith("__")
             assert not (module.startswith("llmexp.") and private), f"{name} imports {found}"
+
+
+def test_a_name_means_one_thing():
+    """At most 25 public names are defined in several files: `main`, `show`, layers of models."""
+    files = defaultdict[str, set[str]](set)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node]
+            for target in targets:
+                name = getattr(target, "name", None) or getattr(target, "id", "_")
+                if not name.startswith("_"):
+                    files[name].add(module)
+    several = sorted(name for name, modules in files.items() if len(modules) > 1)
+    assert len(several) <= 25, several
 
 
 def test_a_step_is_read_in_an_evening():

@@ -110,13 +110,13 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     from llmexp import mesh
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
     from llmexp.exchange.average import RECORD, facts_of
-    from llmexp.train.assembly.opening import join_for_reading, open_run, open_weights
+    from llmexp.train.assembly.opening import join_ranks, open_run, open_weights
 
     joined = None
     if of_folder:
         opened = open_weights(folder, config)
     else:
-        joined = join_for_reading(config) if ranks > 1 else None
+        joined = join_ranks(config) if ranks > 1 else None
         opened = open_run(path, step, args.weights, joined)
         found["step"] = opened.step
     model = placed_model(opened)

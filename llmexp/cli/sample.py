@@ -62,10 +62,10 @@ def text_of(
             raise ConfigError(f"--{name} {value}: must be at least {low}")
     path, step = named_checkpoint(run)
     from llmexp import mesh
-    from llmexp.train.assembly.opening import join_for_reading, open_run
+    from llmexp.train.assembly.opening import join_ranks, open_run
     from llmexp.train.sampling import sample as sample_text
 
-    joined = join_for_reading(with_data(path, overrides, None)) if overrides else None
+    joined = join_ranks(with_data(path, overrides, None)) if overrides else None
     opened = open_run(path, step, weights, joined)
     config, model = opened.config, opened.loss or opened.model
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at

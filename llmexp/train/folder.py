@@ -46,7 +46,7 @@ def is_finished(path: Path, max_steps: int | None = None) -> bool:
     return True
 
 
-def recorded_parent(path: Path) -> Parent | None:
+def parent_of(path: Path) -> Parent | None:
     """Return the recorded parent of the fork in the folder, None where there is none.
 
     Raises ConfigError."""
@@ -66,7 +66,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     if not request["fixed"]:
         return {}
     tried = rundir.saved_step(path) is not None or rundir.REPLAY_ASKED in os.environ
-    return {"tried": tried, "parent": recorded_parent(path)}
+    return {"tried": tried, "parent": parent_of(path)}
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:

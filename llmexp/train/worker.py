@@ -79,7 +79,7 @@ def go_on(path: Path) -> int:
         rundir.check_plain(path)
     if folder.is_finished(path):
         return DONE
-    parent, config, once = folder.recorded_parent(path), rundir.built_config(path), Cache()
+    parent, config, once = folder.parent_of(path), rundir.built_config(path), Cache()
     if "RANK" not in os.environ and config.parallelism.nnodes == 1:
         config = sizes.found_alone(config)
     parts = assemble(config, once, tried=True, parent=parent)

@@ -199,7 +199,7 @@ def skipped(step: int, found: dict[str, Any], usual: float) -> str:
 def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
     """Do it in a folder beside the run's, on the run's ranks. Raises ConfigError."""
     config = rundir.built_config(wanted.run)
-    runs.refuse_several_hosts(config, "a replay")
+    runs.refuse_hosts(config, "a replay")
     layers = {"noise_scale_every": None, "spikes": False, "layers_every": wanted.step}
     config = with_knobs(
         runs.quiet(config), metrics=layers, checkpoint={"save_initial": False, "last": False}

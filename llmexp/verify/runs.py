@@ -62,7 +62,7 @@ def quiet(config: Config) -> Config:
     return with_knobs(config, **knobs)
 
 
-def refuse_several_hosts(config: Config, what: str) -> None:
+def refuse_hosts(config: Config, what: str) -> None:
     """Raise ConfigError for several hosts, which `what` cannot start."""
     if (hosts := config.parallelism.nnodes) > 1:
         raise refuse("parallelism.nnodes", hosts, f"{what} runs on this host alone", 1)
@@ -95,7 +95,7 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
 
     Raises ConfigError for several hosts.
     """
-    refuse_several_hosts(config, "a verification")
+    refuse_hosts(config, "a verification")
     if shrink:
         config = shrunk(config)
     most = EVAL_SEQUENCES * config.batch.sequence_length

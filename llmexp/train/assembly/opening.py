@@ -76,7 +76,7 @@ def _shared(model: nn.Module, joined: mesh.Mesh) -> WindowLoss:
     return loss
 
 
-def join_for_reading(config: Config) -> mesh.Mesh:
+def join_ranks(config: Config) -> mesh.Mesh:
     """Return this process's place among the ranks that share a model. Raises ConfigError."""
     p = config.parallelism
     layout = solve_layout(p, p.nproc_per_node or 1)
