@@ -13,12 +13,12 @@ from llmexp.data.stream import Shard
 
 DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
 # ends: in ids from the start of the shard; bytes: of the text of each document
-BESIDE = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
+_BESIDE = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
 
 
 def beside(shard: Shard, kind: str) -> np.ndarray:
-    """Return the values of one of BESIDE, one for each document of a shard. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(f".{kind}"), BESIDE[kind])
+    """Return the values of one of the files beside it, one for each document of a shard. Raises OSError."""
+    return np.fromfile(Path(shard.name).with_suffix(f".{kind}"), _BESIDE[kind])
 
 
 def digests_of(shards: Iterable[Shard]) -> np.ndarray:
