@@ -17,7 +17,7 @@ _BESIDE = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
 
 
 def beside(shard: Shard, kind: str) -> np.ndarray:
-    """Return the values of one of the files beside it, one for each document of a shard. Raises OSError."""
+    """Return the values of a file beside a shard, one for each document. Raises OSError."""
     return np.fromfile(Path(shard.name).with_suffix(f".{kind}"), _BESIDE[kind])
 
 
