@@ -42,8 +42,10 @@ class Seen:
         """Return a setting's figure minus the leading one's, as this look saw both."""
         best, found = self.standing
         first = self.number[lead if lead in self.number else best]
-        rivals = found[identity][0].rivals
-        return self.model.pair(first, self.number[identity], rivals, self.level, sign)
+        judged_at = found[identity][0]
+        return self.model.pair(
+            first, self.number[identity], judged_at.rivals, judged_at.alpha, sign
+        )
 
 
 @dataclass(frozen=True)
