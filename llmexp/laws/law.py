@@ -101,10 +101,9 @@ class Law:
     @property
     def numbers(self) -> dict[str, Estimate]:
         """Return E, the factors and the exponents."""
-        k = len(self.exponents)
-        names = ["E", *"AB"[:k], *self.exponents]
-        columns = enumerate(self.ensemble.laws.T)
-        return {names[i]: Estimate.of(column, log=i <= k) for i, column in columns}
+        names = ["E", *"AB"[: len(self.exponents)], *self.exponents]
+        columns = zip(names, self.ensemble.laws.T, strict=True)
+        return {k: Estimate.of(column, log=k in "EAB") for k, column in columns}
 
     @cached_property
     def knows_e(self) -> bool:

@@ -17,7 +17,7 @@ from llmexp.laws.fitting import Surface
 from llmexp.laws.law import Estimate
 from llmexp.laws.power import Power
 from llmexp.laws.words import big, bracketed, flops_text, sized
-from llmexp.system.text import loss_text, padded_cells
+from llmexp.system.text import aligned, loss_text
 
 _HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
 _MOST = 12  # rungs of a table
@@ -41,7 +41,7 @@ def _lines(law: Surface | Power, width: int) -> list[str]:
     table = [heads(law), *([cell.text for cell in row] for row in table_rows(law))]
     for dropped in range(len(_DROPPED) + 1):
         kept = [[c for i, c in enumerate(r) if i not in _DROPPED[:dropped]] for r in table]
-        lines = ["  ".join(row).rstrip() for row in padded_cells(kept, ())]
+        lines = aligned(kept, 0).splitlines()
         if max(map(len, lines)) <= width:
             break
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from llmexp.laws import law as law_room
 from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import gain
 from tests.laws.planted import LAST, LAWS, coverage, ladder
@@ -33,7 +34,9 @@ def test_intervals_hold_the_truth_in_95_of_100(law, shape, noise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "noise"), [((3, 4), 0.005), ((4, 5), 0.005), ((6, 8), 0.01)])
-def test_equal_ladders_are_called_unequal_in_5_of_100(shape, noise):
+def test_equal_ladders_are_called_unequal_in_5_of_100(shape, noise, monkeypatch):
+    """With 400 draws, not 1,000, whose outermost fortieths are rougher: by 0.3 points of 5."""
+    monkeypatch.setattr(law_room, "DRAWS", 400)
     called = further = moved = 0
     for seed in range(DRAWS):
         pair = [
