@@ -32,7 +32,10 @@ def main(address: str) -> None:
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars
-        app.compose(hydra, [*TINY, "train.max_steps=1", "hydra.run.dir=a/b", "hooks=[]"])
+        for data in ("synthetic", "tokens", "text", "corpus", "stdlib"):  # what most commands have
+            for more in ([], ["precision=fp64"]):
+                words = [*TINY, f"data={data}", "train.max_steps=1", "hydra.run.dir=a/b"]
+                app.compose(hydra, [*words, "hooks=[]", *more])
     gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
     gc.set_threshold(20_000, 10, 10)  # there are few in the second that it lives
