@@ -89,6 +89,8 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
             f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or "
             f"go on with other numbers: {rundir.how_to_resume(path)} parallelism.nproc_per_node=2"
         ) from None
+    if not joined.distributed:
+        return joined
     for what, value in (
         ("config", plain(parts.config)),
         ("llmexp source", provenance.source_digest()),
