@@ -17,15 +17,25 @@ RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100", "
 CACHE = {f"torchinductor_{getpass.getuser()}"}
 
 
+ALONE = ["parallelism=single", "parallelism.nproc_per_node=1"]
+
+
 @pytest.mark.parametrize(
-    "how", [None, pytest.param(signal.SIGKILL, marks=pytest.mark.fresh), signal.SIGINT]
+    ("how", "more"),
+    [
+        (None, []),
+        (signal.SIGINT, []),
+        (signal.SIGKILL, []),
+        pytest.param(signal.SIGKILL, ALONE, marks=pytest.mark.fresh),
+    ],
 )
-def test_no_folder_is_left(how, tmp_path):
-    """The one that is killed imports wandb itself, which makes folders then."""
+def test_no_folder_is_left(how, more, tmp_path):
+    """The fresh one imports wandb itself, which makes folders then."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     steps = 3 if how is None else 100_000
-    process = start("train", *RUN, f"train.max_steps={steps}", cwd=tmp_path, TMPDIR=str(temporary))
+    given = [*RUN, *more, f"train.max_steps={steps}"]
+    process = start("train", *given, cwd=tmp_path, TMPDIR=str(temporary))
     if how is not None:
         deadline = time.monotonic() + 200
         while not list(tmp_path.glob("run/wandb/offline-run-*")):

@@ -96,14 +96,14 @@ def test_draws_are_fitted_as_well_as_each_alone(monkeypatch):
         assert objective(law, n, d, logs) <= total * (1 + 1e-3), (law, alone)
 
 
-def test_a_thousand_runs_take_seconds():
-    points = ladder(LAWS["hoffmann"], 20, 50, 0.005, 1)
+def test_hundreds_of_runs_take_seconds():
+    points = ladder(LAWS["hoffmann"], 10, 40, 0.005, 1)
     began = time.process_time()
     found = Surface(points, "given", 1e22)
     assert found.held_out is not None
     assert found.predicted.loss.low < found.predicted.loss.high
     assert len(found.ensemble.laws) == 1001
-    assert time.process_time() - began < 20  # some 3
+    assert time.process_time() - began < 20  # some 1
 
 
 @pytest.mark.usefixtures("few_draws")

@@ -58,16 +58,13 @@ RULES = {  # but for the norm's, which test_invariance.py has
     "update": (["clip.threshold=0.7"], {"threshold": 0.7}),
 }
 SPLIT = "fsdp_tp 2x2, selective recomputation"
-FIRST = ("1x16", SPLIT)  # of which the others are parts
-
-
-def is_slow(rule: str, cut: str) -> bool:
-    """An entry's limit knows no other: tests/mesh/test_parallel.py has it on a split model."""
-    return cut not in FIRST or (rule, cut) == ("value", SPLIT)
-
+# Each rule on one kind of ranks beside the finest cut. The one that asks most of them, for norms of
+# rows that both kinds split, is on all four; an entry's limit knows no other entry:
+# tests/mesh/test_parallel.py has it on a split model.
+FIRST = {"per_group": "fsdp 2", "adaptive": SPLIT, "update": "tp 2"}
 
 CASES = [
-    pytest.param(rule, cut, marks=pytest.mark.slow if is_slow(rule, cut) else [])
+    pytest.param(rule, cut, marks=[] if cut in ("1x16", FIRST.get(rule)) else pytest.mark.slow)
     for rule in RULES
     for cut in (*CUTS, *RANKS)
 ]

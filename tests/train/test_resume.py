@@ -91,9 +91,16 @@ def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path):
     assert "for example optimizer._target_=llmexp.update.optim.adamw" in gone.err
 
 
-# in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
+# in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go. The slow ones: the tests of
+# a damaged checkpoint and of one whose functions had other names go on from 10 and 15.
 @pytest.mark.parametrize(
-    ("kind", "step"), [("whole", 5), ("whole", 10), ("whole", 15), ("scaled", 5), ("scaled", 15)]
+    ("kind", "step"),
+    [
+        ("whole", 5),
+        ("scaled", 15),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("whole", 10), ("whole", 15))),
+        pytest.param("scaled", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_from_a_checkpoint_is_bit_equal(request, tmp_path, kind, step):
     result = request.getfixturevalue(kind)
