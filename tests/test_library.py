@@ -232,9 +232,13 @@ def test_a_fork_keeps_the_counters_and_takes_its_own_settings(tmp_path, joined):
         assert torch.equal(there.state[p]["z"], here.state[q]["z"])
 
 
-def test_a_fork_may_give_an_argument_that_its_parent_left_out():
-    betas = "optimizer.betas=[0.8,0.9]"
-    assert opened(betas, ["fork.run=parent", betas]) == f"++{betas}"
+def test_a_fork_may_give_an_argument_that_its_parent_left_out(tmp_path):
+    betas, parent = "optimizer.betas=[0.8,0.9]", tmp_path / "parent"
+    (parent / "checkpoints" / "step_00000004").mkdir(parents=True)
+    (parent / "checkpoints" / "step_00000004" / "manifest.json").write_text("{}")
+    for target, added in (("library.library", "++"), ("optim.adamw", "")):
+        (parent / "config.yaml").write_text(f"optimizer: {{_target_: llmexp.update.{target}}}")
+        assert opened(betas, [f"fork.run={parent}", betas]) == f"{added}{betas}"
     assert opened(betas, [betas]) == betas
 
 
@@ -266,7 +270,7 @@ DDP = ["parallelism=ddp", *SHARDED[1:]]
         ("SOAP", SHARDED, "pytorch_optimizer.SOAP: each rank would hold parts of tensors"),
         ("AdamW8bit", SHARDED, "torchao.optim.AdamW8bit: each rank would hold parts of tensors"),
         ("Gravity", DDP, "optimizer.name=pytorch_optimizer.Gravity: draws random numbers"),
-        ("SGDW", ["clip=update"], "clip.kind=update: is the limit of StableAdamW, for AdamW's"),
+        ("SGDW", ["clip=update"], "clip=update: is the limit of StableAdamW, for AdamW's"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_a_run_begins(name, more, text):

@@ -12,6 +12,7 @@ from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.runs import ledger, rundir
+from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
@@ -43,7 +44,10 @@ def main(arguments: list[str]) -> int:
         return train.main(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
-    return resume_run(path, args.overrides)  # it says what is missing
+    _, step = named_checkpoint(str(path))  # it says what is missing
+    words = shlex.join([typed("fork.run", path), *args.overrides])
+    way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
+    raise ConfigError(f"{path}: {way}: llmexp train {words}")
 
 
 def resume_run(path: Path, overrides: Sequence[str]) -> int:

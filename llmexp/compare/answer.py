@@ -18,7 +18,7 @@ from llmexp.compare.judging import RESOLUTION, SMALL
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labels
 from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
-from llmexp.compare.target import UNITS_IN_WORDS, cap_of
+from llmexp.compare.target import UNITS_IN_WORDS, cap_of, nobody
 from llmexp.settings.knobs import SEED, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
@@ -60,7 +60,7 @@ def _to_target(f: Result) -> str:
     """Say who reaches the target first, and how surely."""
     best, others = f.ranked[0], f.ranked[1:]
     if not f.reached:
-        return f"No run reaches {f.target}."
+        return nobody(f)
     key, unit = f.key, UNITS_IN_WORDS[f.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)

@@ -92,9 +92,25 @@ def cap_of(runs: Sequence[Record], align: str) -> float:
     return min((float(where[-1]) for where in never if len(where)), default=math.inf)
 
 
+def nobody(f: Result) -> str:
+    """Say that no run reaches the target, and how close the best one came."""
+    assert f.target is not None
+    sign, found = f.target.sign, list[tuple[float, str]]()
+    for r in f.taking_part:
+        values = np.concatenate([_column(c, f.target.key) for c in (r.before, r.columns)])
+        if len(seen := values[np.isfinite(values)]):
+            found.append((float(np.min(sign * seen)), f.label_of(r)))
+    text = f"No run reaches {f.target}"
+    if not found:
+        return f"{text}."
+    size, label = min(found)
+    extreme = "lowest" if sign > 0 else "highest"
+    return f"{text}; the {extreme} was {sign * size:.5g}, of {label}."
+
+
 def reached(f: Result) -> Iterator[str]:
     """Say how exactly it is known where runs reached the target, and how the others count."""
-    if f.target is None or not f.ranked:
+    if f.target is None or not f.ranked or not f.reached:
         return
     unit, runs = UNITS[f.align], f.taking_part
     widths = [r.figures["target/by"] - r.figures["target/after"] for r in runs

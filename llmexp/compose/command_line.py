@@ -15,8 +15,11 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 
+from llmexp.compose.forking import parents_in
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import key_of, parsed
+from llmexp.runs.rundir import read_config
+from llmexp.settings.rules import LIBRARY
 from llmexp.settings.values import ConfigError, Parser, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
@@ -134,12 +137,15 @@ def opened(override: str, beside: Sequence[str]) -> str:
     """Return an override that Hydra takes: that of a section that may be empty may add it.
 
     So may one of an argument of a library's optimizer, which the overrides `beside` it choose, or
-    the parent of a fork.
+    the parent of a fork has. Raises ConfigError for a fork of what is no run.
     """
     starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
-    if "optimizer=library" in beside or any(one.startswith("fork.run=") for one in beside):
-        starts += ("optimizer.",)
-    return f"++{override}" if override.startswith(starts) else override
+    if override.startswith("optimizer.") and "optimizer=library" not in beside:
+        there = [read_config(run).get("optimizer", {}) for run in parents_in(beside)]
+        named = any(part.get("_target_") == LIBRARY for part in there)
+    else:
+        named = override.startswith("optimizer.")
+    return f"++{override}" if named or override.startswith(starts) else override
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

@@ -135,12 +135,14 @@ def clip_lines(
 ) -> str:
     """Return a summary as lines for a reader; `own` is the run's own limit, of `what` it clips.
 
-    Where they are wider than `width`, they are without coefficients, and their names are short.
+    Where they are wider than `width`, they are without coefficients, and their names are short,
+    with the quantiles in a column.
     """
-    lines = _clip_table(summary, own, f"{what} clipped", (9, 14), ("this run", "quantile"))
+    lines = _clip_table(summary, own, f"{what} clipped", (9, 14), ("this run", "% quantile"))
     if width is not None and max(map(len, lines)) > width:
         table = [{"limit": row["limit"], "share": row["share"]} for row in summary["table"]]
-        lines = _clip_table(summary | {"table": table}, own, "clipped", (7, 8), ("own", ""))
+        title = f" clipped{'  quantile' * bool(summary['quantiles'])}"
+        lines = _clip_table(summary | {"table": table}, own, title, (7, 8), ("own", "%"))
     steps = f"from {summary['steps']:,} norms, " if "steps" in summary else ""
     return "\n".join([*lines, f"{steps}to the first order: another limit leads elsewhere"])
 
@@ -160,8 +162,9 @@ def _clip_table(
         rows = [*rows, {"limit": None, **summary["own"]}]
     lines = [f"{'limit':>{first}} {title:>{second}}{' mean coefficient' * means:>18}".rstrip()]
     for row in rows:
-        limit, norms = row["limit"], summary["quantiles"]
-        names = [f"{q} % {quantile}".rstrip() for q, norm in norms.items() if norm == limit]
+        limit = row["limit"]
+        percent = ", ".join(q for q, norm in summary["quantiles"].items() if norm == limit)
+        names = [f"{percent} {quantile}"] * bool(percent)
         names += [this_run] * (limit is None or limit == own)
         shown = "moving" if limit is None else f"{limit:.4g}"
         factor = f"{row['coefficient']:>17.3f}" if means else ""

@@ -267,7 +267,7 @@ def check_limited(optimizers: Sequence[Optimizer]) -> None:
         why = known[0] if known else f"{type(optimizer).__name__} is not torch's AdamW"
         if why:
             text = f"is the limit of StableAdamW, for AdamW's update; {why}"
-            raise refuse("clip.kind", "update", text, "norm")
+            raise refuse("clip", "update", text, "norm")
 
 
 def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:

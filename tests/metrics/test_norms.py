@@ -101,6 +101,7 @@ def test_the_table_of_limits_fits_a_narrow_terminal():
         *narrow, below = clip_lines(summary, own, width=29).splitlines()
         assert max(map(len, narrow)) <= 29
         assert below == wide[-1]
+        assert narrow[0].endswith(" clipped  quantile")
         assert len(narrow) == len(wide) - 1
         assert sum(line.endswith("own") for line in narrow) == 1
         for short, full in zip(narrow[1:], wide[1:], strict=False):

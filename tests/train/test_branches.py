@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -448,6 +449,10 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
         (["fork.run=trunk,null"], ["a run without a parent has none of its settings"]),
         (["fork.run=trunk@4,trunk@8"], ["several values are a sweep, which needs -m"]),
         (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
+        (
+            ["optimizer.name=Lion"],
+            ["run folder has takes no such knob; these have it: library; for example optimizer="],
+        ),
         (["data.train_files=[gone.npy]"], ["gone.npy"]),
         (["train.max_steps=12"], ["train.max_steps=12: counts the parent's part too", "=15"]),
         (["fork.moments=some"], ["fork.moments=some: must be one of keep, drop"]),
@@ -465,6 +470,15 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
         planned(overrides)
     for text in words:
         assert text in str(refused.value)
+
+
+def test_resume_from_a_step_names_the_fork(trunk, monkeypatch, capsys):
+    monkeypatch.chdir(trunk.folder.parent)
+    assert run(["resume", "trunk@8", "train.max_steps=20"]) == 2
+    *_, command = capsys.readouterr().err.partition("from step 8 a fork does: llmexp ")
+    assert shlex.split(command) == ["train", "fork.run=trunk@8", "train.max_steps=20"]
+    assert run(["resume", "trunk@5"]) == 2
+    assert "there is no checkpoint of step 5; there are those of 4, 8" in capsys.readouterr().err
 
 
 def test_runs_that_a_folder_holds_are_named_in_their_order_and_quoted(tmp_path, capsys):

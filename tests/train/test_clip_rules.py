@@ -221,8 +221,8 @@ def test_knobs_of_another_rule_are_refused(tmp_path, monkeypatch, capsys):
         (["clip=per_group", "clip.limits=[{max_norm: 1}]"], "clip.limits.0.match"),
         (["clip=per_group", "clip.limits=[{match: '*', max_norm: 0}]"], "clip.limits.0.max_norm=0"),
         (["clip=per_group", "clip.limits=3"], "clip.limits=3: a list of sections is needed"),
-        (["clip=update", "optimizer=sgd"], "clip.kind=update: is the limit of StableAdamW"),
-        (["clip=update", "optimizer=lion"], "each entry of Lion's update"),
+        (["clip=update", "optimizer=sgd"], "clip=update: is the limit of StableAdamW"),
+        (["clip=update", "optimizer=lion"], "so its RMS is 1; for example clip=norm\n"),
         (["clip.qk_limit=0"], "clip.qk_limit=0"),
         (["model=qwen3_0_6b", "clip.qk_limit=1"], "model.qk_norm normalizes queries and keys"),
     ):
