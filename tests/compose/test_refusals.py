@@ -357,11 +357,9 @@ def test_plan_of_a_sweep_names_the_refused_points(capsys, home, sweep):
 
 RADAM, BETAS = "optimizer.name=torch.optim.RAdam", "optimizer.betas=[0.9,0.98]"
 APART = [  # options of a group, knobs that not all of them have, and the options of both
-    ("optimizer=library,adamw", [RADAM], "library_torch_optim_RAdam,adamw"),
     ("optimizer=muon,library", [RADAM], "muon,library_torch_optim_RAdam"),
     ("optimizer=library,adamw", [BETAS, f"{RADAM},torch.optim.NAdam", "optimizer.lr=1e-3,2e-3"],
      "library_0_9_0_98_torch_optim_RAdam,library_0_9_0_98_torch_optim_NAdam,adamw"),
-    ("clip=norm,value", ["clip.max_norm=0.5"], "norm_0_5,value"),
     ("clip=norm,value,none", ["clip.max_norm=0.5,1", "clip.max_value=2"],
      "norm_0_5,norm_1,value_2,none"),
     ("clip=norm,value", ["clip.max_norm=1e-20,1e+20"], "norm_1e_20,norm_1e_20_,value"),

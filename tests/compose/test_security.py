@@ -773,7 +773,7 @@ def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
     name = "7-" + point_label([f"{key}={value}"], [key.partition("=")[0]])
     assert Path("/root/sweep", name).resolve() == Path("/root/sweep") / name
@@ -782,7 +782,7 @@ def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
 
 
 @given(st.text(min_size=1, max_size=100))
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 def test_a_name_stays_inside_the_output_root(name):
     tree = plain(BASE) | {"name": name.replace("${", "")}
     cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})

@@ -100,7 +100,7 @@ def test_a_skipped_update_leaves_it_and_a_resumed_run_has_the_same(settings, tmp
     )
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, capsys, kind):
     """Evaluating the average leaves nothing of it gathered for the next step."""
     two = [f"parallelism={kind}", "parallelism.nproc_per_node=2", "precision=fp64"]

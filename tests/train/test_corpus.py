@@ -56,7 +56,9 @@ def test_the_start_and_prepare_warn_of_documents_in_training_and_validation(one,
         )
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "micro"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)]
+)
 def test_ranks_and_cuts_see_the_same_and_compute_the_same(one, files, tmp_path, ranks, micro):
     several = ["parallelism=ddp", f"parallelism.nproc_per_node={ranks}"] if ranks > 1 else []
     cut = f"batch.micro_batch_size={micro}"
