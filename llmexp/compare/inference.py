@@ -18,8 +18,8 @@ import numpy as np
 from llmexp.compare.statistics import at_least, quantile, seeds_needed
 from llmexp.system.text import decimals_of, with_interval
 
-FEW = 3  # seeds that a setting needs before its own spread can be estimated
-STRICT = 0.9  # of the level, where settings share no seeds
+FEW = 3  # seeds from which on its own spread tells something of a setting
+STRICT = 0.9  # of the level, where settings share no seeds or have few
 WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
 
 
@@ -247,13 +247,13 @@ def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, tuple[Diff
 
     That is its figure minus the best one's, and whether it is worse. They are tested from the
     farthest one (in standard errors) to the nearest, each as the extreme one of those that are left
-    until one is not found to be worse. Three settings or more without shared seeds are held to nine
-    tenths of the level: the noisiest one stands out most, and its spread is drawn towards the
-    others', so that up to 6.4 % of sweeps would err where 5 % may.
+    until one is not found to be worse. Three settings or more without shared seeds, or with fewer
+    than three each, are held to nine tenths of the level: the noisiest one stands out most, and its
+    spread is drawn towards the others', so that up to 6.4 % of sweeps would err where 5 % may.
     """
-    if not model.blocked and not model.apart:
-        alpha *= STRICT
     count = len(model.variances)
+    if count > 2 and (not model.blocked or len(model.figures) < FEW * count):
+        alpha *= STRICT
     means = model.weights @ model.figures
     # of those that are equal but for rounding the first
     best = int(np.argmax(np.isclose(means, means.min(), 1e-12, 0.0)))
