@@ -19,7 +19,6 @@ from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labe
 from llmexp.compare.screened import screen_line
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import UNITS_IN_WORDS, cap_of, nobody
-from llmexp.settings.knobs import SEED, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.system.text import rounded, with_interval
 
@@ -181,20 +180,13 @@ def _over_seeds(r: Setting, f: Result) -> str:
     if len(values) == 1:
         return f"{f.metric.title} {f.figure(r)}"
     if len(values) == 2:
-        few = f"Two seeds are too few for an interval; add {_more_seeds(r)}"
-        return f"{f.metric.title} {low} and {high}. {few}"
+        return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval"
     low_end, high_end = r.intervals[f.key]
     mean = with_interval(r.figures[f.key], (high_end - low_end) / 2, f.metric.digits)
     return (
         f"{f.metric.title} {mean} over {len(values)} seeds "
         f"(standard deviation {np.std(values, ddof=1):.2g}, range {low} to {high})"
     )
-
-
-def _more_seeds(r: Setting) -> str:
-    if any(run.trial for run in r.runs):
-        return f"sweep.search.seeds={len(r.seeds) + 2}"
-    return f"{SEED}={','.join(fresh_seeds({run.seed for run in r.runs}, 2))}"
 
 
 def _one_computation(f: Result) -> str:

@@ -99,6 +99,7 @@ def confirm_search(k: Known) -> Step | None:
     ranked = k.f.ranked
     if any(not r.trial for r in k.runs):
         wanted = [n for r in ranked if (n := needed(r, k.f)) and n <= MOST_SEEDS]
+        wanted += [FEW] * bool(k.f.those(Verdict.FEW_SEEDS))
         if not wanted:
             return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
@@ -265,9 +266,22 @@ def finer(k: Known) -> Step | None:
     return None
 
 
+def _alone(k: Known) -> Step | None:
+    """Give a setting that has two seeds, and no rival, two further ones."""
+    why, lead = "two seeds are too few for an interval.", k.f.ranked[0]
+    if k.sweep and not k.sweep.grid:
+        fresh = sum(not r.trial for r in lead.taking_part)
+        return _resumed(k, "seeds", why, "sweep.search.seeds=4", 4 - fresh)
+    have = list(lead.seeds)
+    more = fresh_seeds(have, 2)
+    return k.step("seeds", why, {SEED: [*have, *more] if k.sweep else more})
+
+
 def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
     f, ranked = k.f, k.f.ranked
+    if len(ranked) == 1 and len(ranked[0].seeds) == 2 and f.is_loss:
+        return _alone(k)
     if len(ranked) < 2 or not f.is_loss or not f.comparable:
         return Step("nothing", f.headline)
     if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):

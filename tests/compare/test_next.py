@@ -224,6 +224,30 @@ def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):
     assert step.runs == 9
 
 
+@pytest.mark.parametrize(
+    ("fresh", "lrs", "asked", "runs"), [(2, 1, 4, 2), (1, 2, 3, 4), (2, 2, 4, 4), (1, 1, 4, 3)]
+)
+def test_fresh_seeds_of_a_search_that_are_too_few_become_more(tmp_path, fresh, lrs, asked, runs):
+    """Also where it has confirmed a single setting, whose figure has no interval."""
+    losses = {lr: 0.04 * i for i, lr in enumerate((0.001, 0.002)[:lrs])}
+    seeds = [5, *range(1, fresh + 1)]  # that of the trials first
+    path = planted(tmp_path / "s", losses, seeds, wobble=0.02, fixed=["model=gpt_tiny"])
+    ledger = json.loads((path / "sweep.json").read_text())
+    ledger["grid"] = False
+    (path / "sweep.json").write_text(json.dumps(ledger))
+    step = step_of(path)
+    assert step.words == ("resume", str(path), f"sweep.search.seeds={asked}")
+    assert step.runs == runs
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_a_setting_alone_gets_more_seeds_than_two(tmp_path, sweep):
+    path = planted(tmp_path / "s", {1e-3: 0.0}, (1, 3), sweep=sweep, fixed=["model=gpt_tiny"])
+    step = step_of(path)
+    assert (step.rule, step.runs) == ("seeds", 2)
+    assert step.words[-1] == ("train.seed=1,3,2,4" if sweep else "train.seed=2,4")
+
+
 @pytest.mark.parametrize("known", [{}, {"tokens_per_step": None}])
 def test_unequal_budgets_are_made_equal(tmp_path, known):
     """Also where run.json does not say how long a step is."""
