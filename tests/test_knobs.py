@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 import types
 import typing
@@ -336,12 +335,30 @@ def changed(case: tuple[str, str, str]) -> tuple[dict[str, str], dict[str, Any],
 
 
 CASES = [case for case in cases() if case[2] not in NOT_HERE]
-KNOBS_OF = {of: [*knobs] for of, knobs in itertools.groupby(CASES, lambda case: case[:2])}
+
+
+def again(case: tuple[str, str, str]) -> bool:
+    """Whether another option of the group has the same knob from the same declaration, and what
+    acts on it asks no option: all sources and optimizers share a few."""
+    group, chosen, key = case
+    common = key.partition(".")[2] in COMMON.get(group, ())
+    return group in ("data", "optimizer") and common and chosen != options(group)[0]
+
+
+KNOBS_OF: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+for one in CASES:
+    KNOBS_OF.setdefault((*one[:2], *(["shared"] if again(one) else [])), []).append(one)
 # Those of these sections cannot all be given at once.
 ALONE = ("model", "data", "train")
 
 
-@pytest.mark.parametrize("of", KNOBS_OF, ids="-".join)
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(of, marks=pytest.mark.slow if "shared" in of else [], id="-".join(of))
+        for of in KNOBS_OF
+    ],
+)
 def test_each_knob_of_an_option_changes_what_it_says(work, of):
     """Two values of it: other windows, norms or updates, or the same to rounding where it says so.
     Those that do not act beside the option, and those that only name or record something, change
