@@ -33,7 +33,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 SIZES = {
     "settings": 13_195,
     "run": 9_750,
-    "system": 6_700,
+    "system": 6_725,
     "models": 15_560,
     "mesh": 6_715,
     "update": 13_860,
@@ -48,7 +48,7 @@ SIZES = {
     "train": 39_686,
     "laws": 17_720,
     "evaluate": 2_550,
-    "forecast": 11_415,
+    "forecast": 11_419,
     "compose": 11_173,
     "sweep": 27_760,
     "verify": 18_652,

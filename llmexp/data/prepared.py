@@ -24,6 +24,7 @@ from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Source, Work, work_of
 from llmexp.settings.values import ConfigError
+from llmexp.system.text import size_text
 
 SHARD_MANIFEST = "manifest.json"
 
@@ -128,7 +129,7 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     ends = accumulate((work.inputs[name].size for name in files), initial=0)
     before = dict(zip(files, ends, strict=False))
     size, what = sum(one.size for one in work.inputs.values()), work.source.key
-    what += f", {size / 1e6:,.1f} MB in files" if size else ""
+    what += f", {size_text(size)} in files" if size else ""
     progress = ProgressBar(what, sum(sizes[n] for n in mine))
 
     def say(n_bytes: int, counts: Counts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from llmexp.system.text import columns, duration
+from llmexp.system.text import columns, duration, size_text
 
 QUIET_S = 2.0  # shorter preparations print nothing
 OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states on a terminal; the most between two lines
@@ -48,14 +48,14 @@ class ProgressBar:
     def end(self) -> None:
         if self._printed:
             taken = time.monotonic() - self._started
-            self._print(f"{self._text / 1e6:,.0f} MB of text in {duration(taken)}", "\n")
+            self._print(f"{size_text(self._text)} of text in {duration(taken)}", "\n")
 
     def _state(self, now: float, read: int) -> str:
         """Return how far the preparation is, in words."""
         since, at = self._began or (now, read)
-        parts = [f"{self._text / 1e6:,.0f} MB of text"]
+        parts = [f"{size_text(self._text)} of text"]
         if now > since:
-            parts.append(f"{self._text / 1e6 / (now - since):.1f} MB/s")
+            parts.append(f"{size_text(self._text / (now - since))}/s")
         if self._total:
             parts.append(f"{100 * min(read, self._total) // self._total} %")
         if now > since and at < read <= self._total:

@@ -33,6 +33,7 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import TRAIN, Source, works_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
+from llmexp.system.text import size_text
 
 
 def shared_tokens(max_tokens: int | None, val_ratio: float) -> tuple[int | None, int | None]:
@@ -170,13 +171,6 @@ def _text_corpus(
         is_text=True,
         warnings=warnings_of(trained, held_out, remote),
     )
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes for a reader: `512 bytes`, `48.3 kB`, `12.1 MB`."""
-    if size < 1000:
-        return f"{size} bytes"
-    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
 
 
 def _counted(count: int, what: str) -> str:

@@ -168,10 +168,10 @@ def _first(parts: Parts, room: memory.Room, sizes: list[int]) -> int:
 
 def _refusal(parts: Parts, why: str) -> ConfigError:
     """Return the refusal of a length that does not fit."""
-    length = parts.run.sequence_length
-    way = "take a shorter sequence or a smaller model; llmexp plan plan.device=... names more"
-    text = f"does not fit at micro_batch_size 1: {why}; {way}"
-    return refuse("batch.sequence_length", length, text, max(1, length // 2))
+    limited = ", or raise batch.memory_gib" * (parts.config.batch.memory_gib is not None)
+    way = f"take a shorter sequence or a smaller model{limited}; llmexp plan plan.device=... names"
+    text = f"does not fit at micro_batch_size 1: {why}; {way} more"
+    return refuse("batch.sequence_length", parts.run.sequence_length, text)
 
 
 def _sequences(size: int, first: int, whole: int) -> int:

@@ -87,6 +87,13 @@ def readable_size(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def size_text(size: float) -> str:
+    """Return a number of bytes for a reader: `512 bytes`, `48.3 kB`, `12.1 MB`."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
 def duration(seconds: float) -> str:
     """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
     if not math.isfinite(seconds) or seconds < 0:

@@ -522,6 +522,7 @@ def test_an_error_begins_a_line_below_how_far_the_preparation_is(files, monkeypa
         made(files)
     said = capsys.readouterr().err
     assert said.count("\rpreparing") > 1
+    assert "web.files, 8.8 MB in files: 440.0 kB of text, " in said
     assert said.endswith("\n")
 
 

@@ -101,7 +101,8 @@ def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
     monkeypatch.setattr(fitting, "_first", probed.first)
     monkeypatch.setattr(memory, "process_bytes", lambda threads: 0)
     long = ["batch.sequence_length=512", "model.max_position_embeddings=512"]
-    said = r"length=512: does not fit at .* 1: one sequence takes .*; take a shorter"
+    ways = r"take a shorter sequence or a smaller model, or raise batch.memory_gib; llmexp plan "
+    said = rf"length=512: does not fit at .* 1: one sequence takes .*; {ways}plan.dev.* more$"
     with pytest.raises(ConfigError, match=said):
         with_size(
             composed(*SMALL, *AUTO, *long, "batch.memory_gib=0.0012", "batch.real_batch_size=2")
