@@ -164,7 +164,7 @@ def test_rungs_leave_trials_out_as_halving_does(tmp_path):
 
 FAILS = """
 def hook(event, context):
-    if event == "step_end" and context.config.optimizer["lr"] > 0.01:
+    if event == "step_end" and context.optimizers[0].param_groups[0]["lr"] > 0.01:
         raise RuntimeError("diverged")
 """
 
@@ -172,7 +172,7 @@ def hook(event, context):
 @pytest.mark.slow
 def test_a_trial_that_fails_counts_as_the_worst(tmp_path):
     (tmp_path / "fails.py").write_text(FAILS)
-    own = ["--allow", "fails", "hooks=[fails.hook]", "sweep.search.trials=4"]
+    own = ["--allow", "fails", "hooks=[fails.hook]", "sweep.search.trials=4", "schedule=constant"]
     done = llmexp("train", "-m", *SEARCH, *own, "hydra.sweep.dir=s", cwd=tmp_path)
     assert done.code == 1, done.err + done.out
     assert "Traceback" not in done.err
