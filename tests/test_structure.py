@@ -50,7 +50,7 @@ SIZES = {
     "evaluate": 2_550,
     "forecast": 11_419,
     "compose": 11_173,
-    "sweep": 27_760,
+    "sweep": 27_762,
     "verify": 18_652,
     "cli": 18_334,
     "program": 3_250,

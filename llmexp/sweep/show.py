@@ -191,12 +191,12 @@ def results_table(ledger: Ledger) -> str:
     """Return the state and the final figures of every point, where nothing can be compared."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
-        there = entry.state != "infeasible"
-        summary = RunFolder(ledger.path / entry.folder).summary if there else {}
+        run = RunFolder(ledger.path / entry.folder)
+        summary = run.summary if entry.state != "infeasible" else {}
         state = entry.state if entry.rung is None else f"out at {entry.rung:.3g}"
         cells = [name_of(entry, ledger.swept), state]
         for key in ("train/loss", "val/loss"):
-            loss = summary.get(f"final {key}", summary.get(f"latest {key}"))
+            loss = summary.get(f"final {key}", run.last_row(key).get(key))
             cells.append(shown_as(loss, ".4f"))
         rows.append((*cells, shown_as(summary.get("mean tokens_per_sec"), ",.0f")))
     return aligned(rows, left=2, width=width_of(sys.stdout))

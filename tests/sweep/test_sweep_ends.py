@@ -122,6 +122,22 @@ def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
     assert "Is a directory" in status["error"]
 
 
+def test_the_table_of_points_that_failed_has_their_last_losses(tmp_path):
+    """A disk that was full kept their rows and no summary."""
+    ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=[])
+    ledger.points = [LedgerEntry(0, "a", "0-a", None, [], state="failed")]
+    (tmp_path / "0-a").mkdir()
+    rows = '{"step": 1, "train/loss": 3.5, "val/loss": 3.25}\n{"step": 2, "train/loss": 3.0}\n'
+    (tmp_path / "0-a" / "metrics.jsonl").write_text(rows)
+    assert show.results_table(ledger).splitlines()[1].split() == [
+        "0",
+        "a",
+        "failed",
+        "3.0000",
+        "3.2500",
+    ]
+
+
 FACTS = ["{", "[1]", "[" * 200_000, '{"max_steps": "x"}', '{"max_steps": true}', "{}"]
 WRONG = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e309", "true", "null", "-1e308", "9" * 400]
 
