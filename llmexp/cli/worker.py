@@ -77,6 +77,8 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     running = path is not None and rundir.read_status(path).get("state") == "running"
     if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
         return code
+    if code < 0:  # its ranks save
+        rundir.wait_until_left(path)
     end = conclude_run(path, how_it_left(code), code=code, stopped=stopped)
     if end.found:
         what = "training failed: " if end.state == "failed" else ""

@@ -176,11 +176,16 @@ def attend(
             scale=scale,
             enable_gqa=grouped,
         )
+    # In fp32 at least: oneDNN would compile products in bf16 anew for each length of a document, and
+    # keep hundreds of MiB of them; they would be slower, too.
+    dtype = torch.promote_types(q_bhtk.dtype, torch.float32)
+    wide = [x.to(dtype) for x in (q_bhtk, k_bgtk, v_bgtk)]
     parts: list[list[Tensor]] = [[] for _ in range(len(q_bhtk))]
-    for row, start, stop in documents.spans:
-        q, k, v = (x[row : row + 1, :, start:stop] for x in (q_bhtk, k_bgtk, v_bgtk))
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        parts[row].append(y)
-    return torch.cat([torch.cat(row, 2) for row in parts])
+    with torch.autocast(q_bhtk.device.type, enabled=False):
+        for row, start, stop in documents.spans:
+            q, k, v = (x[row : row + 1, :, start:stop] for x in wide)
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+            parts[row].append(y)
+    return torch.cat([torch.cat(row, 2) for row in parts]).to(q_bhtk.dtype)

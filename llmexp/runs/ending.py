@@ -24,7 +24,6 @@ from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
-RANKS_S = 60.0  # for the ranks of a process that was killed, which save before they end
 CUT_OFF = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
 
 
@@ -112,13 +111,9 @@ def conclude_run(
 ) -> Ending:
     """Return how the run in a folder ended, and record it there if the run could not.
 
-    `cause`: what its watcher knows of it. Ranks whose starter was killed are given time to save.
+    `cause`: what its watcher knows of it. Ranks may outlive a process that was killed: its watcher
+    waits until the folder `is_left`.
     """
-    deadline = time.monotonic() + RANKS_S
-    while left is Left.KILLED and rundir.is_locked(path, ".lock-ranks"):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
     status = rundir.read_status(path)
     on_disk = status.get("state", "")
     # a refusal may come from a process of another host, whose locks may not be seen here

@@ -38,6 +38,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten ti
 # what a replay has found; the variable that asks its worker for it
 REPLAY, REPLAY_ASKED = "replay.json", "LLMEXP_REPLAY"
 
+LEAVE_S = 60.0  # for a run to save and leave whose starter is gone
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
 NO_END = dict.fromkeys(("error", "exit_code", "ended"))  # in that of a run that goes on
@@ -197,6 +198,18 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
 def is_held(path: Path) -> bool:
     """Return whether a process holds the run, or its ranks do, as far as this host can see."""
     return is_locked(path) or is_locked(path, ".lock-ranks")
+
+
+def is_left(path: Path, since: float) -> bool:
+    """Return whether nobody is at work in a folder, or had LEAVE_S to leave `since` a time."""
+    return not is_held(path) or time.monotonic() - since > LEAVE_S
+
+
+def wait_until_left(path: Path) -> None:
+    """Return when nobody is at work in a folder any more, or after LEAVE_S."""
+    since = time.monotonic()
+    while not is_left(path, since):
+        time.sleep(0.05)
 
 
 def is_alive(path: Path, status: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ class Active:
     sign: tuple[float, ...] = ()  # of life
     sign_at: float = field(default_factory=time.monotonic)
     cause: str = ""  # why it was ended from here
+    killed_at: float | None = None
 
 
 class Local:
@@ -77,6 +78,10 @@ class Local:
             if code is None:
                 end_if_silent(one, self._knobs.silence_s)
                 continue
+            if code < 0:  # its ranks save
+                one.killed_at = one.killed_at or time.monotonic()
+                if not rundir.is_left(one.point.path, one.killed_at):
+                    continue
             self._active.remove(one)
             self._free += one.devices
             record_left(one.point.path, code, one.cause, stopped=self._current.stopped)

@@ -24,7 +24,6 @@ from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 
-_ORPHAN_S = 60.0  # that a run has to save and leave
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by
 # name.
 KEPT = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")  # in a task
@@ -64,7 +63,7 @@ def train_task(path: str, environment: dict[str, str]) -> int:
     A task that is ended lets the run save.
     """
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
-    wait_until_free(Path(path))  # this task was here before, and is still saving
+    rundir.wait_until_left(Path(path))  # this task was here before, and is still saving
     env = kept | environment
     child = start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
     try:
@@ -94,6 +93,7 @@ class Ray:
         knobs: Knobs = current.place
         self._ray, self._current, self._knobs = ray, current, knobs
         self._left: dict[Any, Point] = {}
+        self._done: dict[Any, float] = {}  # since when tasks have ended
         self._running: set[Path] = set()
         if not ray.is_initialized():
             connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
@@ -117,7 +117,10 @@ class Ray:
         handles = list(self._left)
         done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
         for handle in done:
-            point = self._left.pop(handle)
+            point = self._left[handle]
+            if not rundir.is_left(point.path, self._done.setdefault(handle, time.monotonic())):
+                continue  # it saves
+            del self._left[handle]
             self._running.discard(point.path)
             _finish(self._ray, handle, point.path, stopped=self._current.stopped)
             self._current.ended(point.entry)
@@ -190,14 +193,6 @@ def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
         code = ray.get(handle)
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
-        wait_until_free(path)  # it saves
     except ray.exceptions.RayError as error:
         cause, stopped = f"Ray: {' '.join(str(error).split())[:200]}", False
     record_left(path, code, cause, stopped=stopped)
-
-
-def wait_until_free(path: Path) -> None:
-    """Return when nobody trains there any more, or after a while."""
-    deadline = time.monotonic() + _ORPHAN_S
-    while rundir.is_locked(path) and time.monotonic() < deadline:
-        time.sleep(0.1)

@@ -33,7 +33,6 @@ from llmexp.sweep.show import Display
 from llmexp.system.child import REFUSED, say
 from llmexp.system.text import number
 
-_ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": slurm.Slurm, "ray": ray.Ray}
 KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
@@ -224,11 +223,11 @@ def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]
     # jobs are reported with their ids
     display = show.Display(current.ledger, current.launcher != "slurm")
     launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
-    free, deadline = [], time.monotonic() + _ORPHAN_S
+    free, since = [], time.monotonic()
     for point in points:
         if point.path in launcher.busy:
             continue
-        if is_free(point.path, current, deadline):
+        if is_free(point.path, current, since):
             free.append(point)
         else:
             name = show.name_of(point.entry, current.ledger.swept)
@@ -258,13 +257,11 @@ def queue(current: Current, points: Sequence[Point], stops: Mapping[str, int]) -
     return queued
 
 
-def is_free(path: Path, current: Current, deadline: float) -> bool:
+def is_free(path: Path, current: Current, since: float) -> bool:
     """Return whether nobody trains there.
 
-    A run whose sweep was killed has until the deadline to save and leave.
+    A run whose sweep was killed has time to save and leave, `since` this one began.
     """
-    while rundir.is_held(path):
-        if time.monotonic() > deadline or current.over:
-            return False
+    while not rundir.is_left(path, since) and not current.over:
         time.sleep(0.2)
-    return True
+    return not rundir.is_held(path)

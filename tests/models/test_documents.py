@@ -113,6 +113,20 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
         torch.testing.assert_close(spans, masks, rtol=1e-12, atol=1e-12)
 
 
+def test_documents_in_bf16_are_attended_to_in_fp32(monkeypatch):
+    """Where autocast is on: their kernels in bf16 would be kept for each length of a document."""
+    monkeypatch.setattr(documents, "SHORT", 1)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, END, (1, 60))
+    tokens[0, [4, 21, 40]] = END
+    q, k, v = torch.randn(3, 1, 2, 60, 8).bfloat16()
+    found = find_documents(tokens, END)
+    assert found.spans is not None
+    wide = documents.attend(q.float(), k.float(), v.float(), found, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(documents.attend(q, k, v, found, 0.0), wide.bfloat16())
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_graph_on_cuda_gets_blocks_that_mean_the_mask(monkeypatch):
     """In bfloat16, as there: inputs are exact, results and scores rounded."""

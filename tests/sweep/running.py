@@ -48,10 +48,10 @@ def new_point(current: Current, name: str, ranks: int = 1, devices: int = 0) -> 
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Have a shell run the script in place of each worker."""
+    """Have a shell run the script in place of each worker; $0 is the run's folder."""
 
     def start(argument: str, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["bash", "-c", script], env=env, process_group=0)
+        return subprocess.Popen(["bash", "-c", script, argument], env=env, process_group=0)
 
     monkeypatch.setattr(local, "start_worker", start)
 

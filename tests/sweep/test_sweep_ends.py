@@ -69,6 +69,22 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
     assert rundir.read_status(tmp_path)["state"] == "failed"
 
 
+def test_a_sweep_goes_on_while_ranks_of_a_killed_process_save(tmp_path, monkeypatch):
+    """The ranks of one point save until another point has ended, or for 10 s."""
+    goes_on, late = tmp_path / "goes-on", tmp_path / "late"
+    saves = f"for _ in {{1..100}}; do [ -e {goes_on} ] && exit; sleep 0.1; done; touch {late}"
+    killed = f"exec 9> $0/.lock-ranks; flock 9; ({saves}) & kill -9 $$"
+    stand_in(monkeypatch, f"[ -e $0/other ] && exec sleep 0.5; {killed}")
+    current = current_sweep(tmp_path, max_parallel=2)
+    points = [new_point(current, name) for name in ("0-a", "1-b")]
+    (points[1].path / "other").touch()
+    display = quiet_display()
+    display.tick = lambda: points[1].entry.state == "failed" and goes_on.touch()
+    running.drive(local.Local(current, points), list(points), current, display)
+    assert not late.exists()
+    assert "SIGKILL" in rundir.read_status(points[0].path)["error"]
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
     tmp_path, monkeypatch, begins
