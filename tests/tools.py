@@ -156,3 +156,9 @@ def by_kernel(model: Any, kernel: str) -> WindowLoss:
     loss = WindowLoss(model)
     loss.chunked = kernel == "chunked"
     return loss
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the files of a run but for its locks and its log."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "train.log")
+    return {p: p.read_bytes() for p in files if not p.name.startswith(".lock")}

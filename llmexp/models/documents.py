@@ -176,8 +176,8 @@ def attend(
             scale=scale,
             enable_gqa=grouped,
         )
-    # In fp32 at least: oneDNN would compile products in bf16 anew for each length of a document, and
-    # keep hundreds of MiB of them; they would be slower, too.
+    # In fp32 at least: oneDNN would compile products in bf16 anew for each length of a document,
+    # and keep hundreds of MiB of them; they would be slower, too.
     dtype = torch.promote_types(q_bhtk.dtype, torch.float32)
     wide = [x.to(dtype) for x in (q_bhtk, k_bgtk, v_bgtk)]
     parts: list[list[Tensor]] = [[] for _ in range(len(q_bhtk))]

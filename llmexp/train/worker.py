@@ -88,7 +88,8 @@ def go_on(path: Path) -> int:
         parts = assemble(config, once, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
-    return begin_run(path, parts, {key: recorded.get(key) for key in folder.RECORDED})
+    request = {key: recorded.get(key) for key in folder.RECORDED}
+    return begin_run(path, parts, request, accept_first=rundir.saved_step(path) is not None)
 
 
 def begin_run(
@@ -107,15 +108,15 @@ def begin_run(
 def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool) -> int:
     """Start this host's ranks for the run and watch them; return the exit code.
 
-    With `accept_first` ranks of one host that refuse the checkpoint or the rows leave the folder as
-    it was, but for logs and provenance of this start.
+    With `accept_first`, for a command that waits, ranks of one host that refuse the checkpoint or
+    the rows leave the folder as it was, but for logs and provenance of this start.
     """
     alone = parts.run.layout.nnodes == 1  # else rank 0 locks and records, once all hosts are there
     before: dict[Path, bytes] = {}
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(rundir.locked(path))
-            if accept_first:
+            if accept_first and folder.command_waits(request):
                 before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
             folder.record_run(path, parts, request)
         try:
@@ -137,26 +138,29 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     """Train (this rank's part of) the run in the folder; return the exit code.
 
     With `accept_first` the folder is written to only once its newest checkpoint and its rows were
-    accepted: a refusal leaves it as it was, but for its log, which holds what the console showed.
+    accepted: a refusal leaves it as it was, but for its log, which holds what the console showed,
+    and its status where no command waits: nothing else tells Slurm's and torchrun's users.
     """
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it
+    recorded = True  # by this rank, or it need not
 
     def accepted() -> None:
-        nonlocal accept_first
-        if accept_first:
+        nonlocal recorded
+        if not recorded:
             folder.record_run(path, parts, request)
-        accept_first = False
+        recorded = True
 
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
             joined = group.join_ranks(path, parts)
             alone = locks.enter_context(group.held(path, joined))
             ours = True
+            recorded = joined.rank != 0 or not alone
             if joined.rank == 0 and not alone:  # again, after a restart
                 rundir.write_status(path, "running", **rundir.NO_END)
-            elif joined.rank == 0 and not accept_first:
-                folder.record_run(path, parts, request)
+            if not accept_first:
+                accepted()
             code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -166,7 +170,8 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
         except BaseException as error:
             failure = failing.meaning(error, path, parts, joined)
             untouched = accept_first and failure.exit_code == REFUSED
-            return failing.record_failure(path, failure, ours=ours and not untouched)
+            ours = ours and not (untouched and folder.command_waits(request))
+            return failing.record_failure(path, failure, ours=ours)
 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:

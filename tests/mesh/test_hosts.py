@@ -21,9 +21,10 @@ import torch
 import yaml
 
 from llmexp.mesh.ranks import place_of_this_host
+from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
-from tests.tools import alive, exact, pids, weights
+from tests.tools import alive, contents, exact, pids, weights
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
 SETTINGS = [
@@ -561,3 +562,31 @@ def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):
     change(Result(0, "", "", tmp_path / "copy"), max_restarts=1)
     said = ranks(2, run, work, here, RUN=str(tmp_path / "copy"))
     assert all("rank 0 has another config than rank 1" in err for err in said)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("by", ["rows", "config"])
+def test_a_refused_resume_leaves_all_but_its_logs_and_its_status(work, tmp_path, hosts, by):
+    """By torchrun on one host, or on two nodes of Slurm: the status alone tells why there."""
+    run = Result(0, "", "", shutil.copytree(work / "whole", tmp_path / "run"))
+    change(run, nnodes=hosts, nproc_per_node=2 // hosts)
+    rundir.write_status(run.folder, "preempted")
+    if by == "rows":
+        (run.folder / "layers.jsonl").write_text("no row\n")
+    else:
+        tree = yaml.safe_load((run.folder / "config.yaml").read_text())
+        tree["optimizer"]["lr"] = 1.0
+        (run.folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    before = contents(run.folder)
+    if hosts == 1:
+        assert plain_torchrun(2, run, work).returncode == 1
+    else:
+        with nodes(run, work, 0, 1) as started:
+            assert 2 in ended(started)[0]
+    after = contents(run.folder)
+    changed = {p for p in before | after if before.get(p) != after.get(p)}
+    status = run.folder / "status.json"
+    assert {p for p in changed if p.parent.name != "logs"} == {status}
+    found = run.json("status.json")
+    assert (found["state"], found["exit_code"]) == ("failed", 2)
+    assert ("is not a row" if by == "rows" else "is another run") in found["error"]

@@ -19,7 +19,7 @@ from llmexp.runs.rows import read_rows
 from llmexp.settings.values import typed
 from llmexp.train import folder
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.tools import cut_after, exact, same_state, wait_for
+from tests.tools import contents, cut_after, exact, same_state, wait_for
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
 # different beats.
@@ -273,12 +273,6 @@ def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path
     refused = llmexp("resume", str(copy), cwd=tmp_path)
     assert refused.code != 0
     assert "all 1 checkpoints are damaged" in refused.err
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """Return the files of a run but for its locks and its log."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "train.log")
-    return {p: p.read_bytes() for p in files if not p.name.startswith(".lock")}
 
 
 def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tmp_path):
