@@ -12,6 +12,8 @@ from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.parts import draws_by_blocks
 
+STAGES = ("start", "save", "load")  # and "step", with what is offloaded
+
 
 @dataclass(frozen=True)
 class HostNeed:
@@ -55,25 +57,18 @@ def host_need(
     weights = held["parameters"] + held["ema"]
     # DDP's gradients are views of its buckets
     state, gradients = weights + held["moments"], held["gradients"] or held["buffers"]
-    copied = state if behind else 0
+    copied, offloaded = float(state if behind else 0), held.get("offloaded", 0)
     section, sharded = parts.config.model, cut.layout.shard_size * cut.layout.tensor_parallel_size
     whole = 0
     if not draws_by_blocks(section) and (sharded > 1 or not on_cpu):
         whole = held["parameters"] * sharded
-    rooms = {"start": 0 if on_cpu else 4 * BLOCK, "save": 0 if on_cpu or copied else READ_BYTES}
-    fixed = {
-        stage: process + whole + room for stage, room in (rooms | {"load": READ_BYTES}).items()
-    }
-    shares = {"start": 0.0, "save": float(copied), "load": 0.0}
-    if on_cpu:
-        shares = {
-            "start": float(weights + gradients),
-            "save": float(state + gradients + copied),
-            "load": float(state + gradients),
-        }
-    if offloaded := held.get("offloaded"):
+    room = 0 if on_cpu else 4 * BLOCK, 0 if on_cpu or copied else READ_BYTES, READ_BYTES
+    tensors = (weights + gradients, state + gradients, state + gradients) if on_cpu else (0, 0, 0)
+    fixed = {stage: process + whole + size for stage, size in zip(STAGES, room, strict=True)}
+    shares = dict(zip(STAGES, map(float, tensors), strict=True))
+    shares["save"] += copied + (offloaded if behind else 0)
+    if offloaded:
         fixed["step"], shares["step"] = process, float(offloaded)
-        shares["save"] += offloaded if behind else 0
     return HostNeed(fixed, shares, cut.layout.nproc_per_node)
 
 
@@ -84,7 +79,8 @@ def host_rows(
 
     `room`: bytes that all may use, of the host called `name`; None: not known.
     """
-    stages = [f"{gib(size)} at {_WORDS[stage]}" for stage, size in need.stages.items()]
+    words = {"start": "the start"}
+    stages = [f"{gib(size)} at {words.get(s, f'a {s}')}" for s, size in need.stages.items()]
     text = f"GiB of a rank: {', '.join(stages)}; {need.ranks} on a host: {gib(need.total)}"
     if room is None:
         return [("host", f"{text}; give plan.host_gib=2000 to see whether that fits")]
@@ -102,6 +98,3 @@ def host_ways(need: HostNeed, waiting: HostNeed, room: float, shared: bool) -> l
     ways = ["checkpoint.async=false"] if waiting.total <= room < need.total else []
     hosts = need.hosts(room) if shared else None
     return ways + ([f"{hosts} times as many hosts (parallelism.nnodes)"] if hosts else [])
-
-
-_WORDS = {"start": "the start", "save": "a save", "load": "a load", "step": "a step"}

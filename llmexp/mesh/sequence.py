@@ -8,7 +8,7 @@ dimensions: b batch, t time (tokens), s a rank's part of them, n rows, d and f w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +20,15 @@ from llmexp.models.operands import Spread, autocast_dtype
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-Move = Callable[[Tensor], Tensor]
-
 
 def share_tokens(tensor: DeviceMesh, model: nn.Module, by_row: tuple[str, ...]) -> None:
     """Let ranks of a model split by tensor parallelism each have their tokens between products."""
-    own, whole = (functools.partial(move, tensor) for move in (_own_tokens, _gathered))
+    from torch.distributed.tensor import Replicate, Shard
+
+    # gradients go the other way: what is whole on all ranks has one that is whole
     spread = Spread(
-        part=functools.partial(_Moved.apply, own, whole),
-        whole=functools.partial(_Moved.apply, whole, own),
+        part=lambda x_btd: _moved(tensor, x_btd, Replicate(), Shard(1)),
+        whole=functools.partial(_gathered, tensor),
         products=functools.partial(_products, tensor),
     )
     for name, module in model.named_modules():
@@ -62,28 +62,6 @@ def _gathered(tensor: DeviceMesh, x_bsd: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate, Shard
 
     return _moved(tensor, x_bsd, Shard(1), Replicate())
-
-
-def _own_tokens(tensor: DeviceMesh, x_btd: Tensor) -> Tensor:
-    size = x_btd.shape[1] // tensor.size()
-    # a copy: a view would keep all tokens in memory
-    return x_btd.narrow(1, tensor.get_local_rank() * size, size).clone()
-
-
-class _Moved(torch.autograd.Function):
-    """Move tokens by `there`; their gradient goes the other way, by `back`.
-
-    What is whole on all ranks has a gradient that is whole, and a rank's part has a part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, there: Move, back: Move, x: Tensor) -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.back(gradient)
 
 
 def _products(tensor: DeviceMesh, x_bsd: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
