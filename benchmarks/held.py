@@ -1,6 +1,7 @@
 """Resident memory of the ranks of a sharded run at its start, at a save and at a load.
 
     python benchmarks/held.py [--ranks 4] [--kind fsdp] [--layers 28] [--width 1024] [--json FILE]
+    python benchmarks/held.py --alone cpu        # or cuda: the start of one of 8 ranks of llama3_8b
 
 The ranks are processes of this host that talk over gloo. Each does what a run does, in three stages
 whose peaks the kernel takes one by one (VmHWM, set back before each): it builds its parts of a
@@ -110,6 +111,38 @@ def rank(job: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def alone(device: str, number: int = 1) -> int:
+    """Set up one of 8 ranks of llama3_8b, whose collectives do nothing, and print what it takes."""
+    import torch
+
+    from llmexp import mesh
+    from llmexp.compose import app
+    from llmexp.mesh.pretend import pretended
+    from llmexp.train.assembly.assemble import assemble
+    from llmexp.train.set_up import set_up
+
+    torch.set_num_threads(1)
+    wanted = ["model=llama3_8b", "data=synthetic", "data.n_tokens=400000", f"train.device={device}"]
+    wanted += ["parallelism=fsdp", "parallelism.nproc_per_node=8", "batch.micro_batch_size=1"]
+    wanted += [f"precision={'fp32' if device == 'cpu' else 'bf16'}", "train.compile=false"]
+    with app.hydra_app(None) as hydra:
+        parts = assemble(app.typed_config(app.compose(hydra, wanted)[0]))
+    with pretended(8, number):
+        joined = mesh.join(device, "fsdp", *parts.run.layout.sizes)
+        torch.zeros(1, device=joined.device)  # makes CUDA's context
+        peak, since = Peak(), time.process_time()
+        before, _ = peak.taken()
+        setup = set_up(parts, joined)
+        found = {"process": before, "peak": peak.taken()[0]}
+        found["parameters"] = sum(mesh.local_part(p).nbytes for p in setup.model.parameters())
+        if device == "cuda":
+            found["device"] = torch.cuda.max_memory_allocated()
+        print("GiB: " + ", ".join(f"{key} {size / GIB:.2f}" for key, size in found.items()))
+        print(f"{time.process_time() - since:.1f} s of a core")
+        sys.stdout.flush()
+        os._exit(0)
+
+
 def measure(args: argparse.Namespace, wanted: list[str]) -> list[dict[str, Any]]:
     """Return what each rank found with a model."""
     with tempfile.TemporaryDirectory(prefix="llmexp-held-", dir=args.folder) as folder:
@@ -144,7 +177,10 @@ def main() -> int:
     parser.add_argument("--folder", help="where checkpoints are written")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=("cpu", "cuda"))
     args = parser.parse_args()
+    if args.alone:
+        return alone(args.alone)
     if args.job:
         rank(json.loads(args.job))
     base = measure(args, overrides(args, 1, 64, 320))

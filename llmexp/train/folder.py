@@ -112,11 +112,6 @@ def answer_command(request: dict[str, Any], **found: Any) -> bool:
     return True
 
 
-def command_waits(request: dict[str, Any]) -> bool:
-    """Return whether a command made the request, and prints what is refused."""
-    return "folder" in request
-
-
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raise ConfigError when the run in the folder differs from `parts` in what changes results.
 

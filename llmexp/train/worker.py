@@ -116,7 +116,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: 
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(rundir.locked(path))
-            if accept_first and folder.command_waits(request):
+            if accept_first and "folder" in request:  # of a command
                 before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
             folder.record_run(path, parts, request)
         try:
@@ -143,24 +143,22 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     """
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it
-    recorded = True  # by this rank, or it need not
+    records = False
 
     def accepted() -> None:
-        nonlocal recorded
-        if not recorded:
+        if records and accept_first:
             folder.record_run(path, parts, request)
-        recorded = True
 
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
             joined = group.join_ranks(path, parts)
             alone = locks.enter_context(group.held(path, joined))
             ours = True
-            recorded = joined.rank != 0 or not alone
+            records = joined.rank == 0 and alone
             if joined.rank == 0 and not alone:  # again, after a restart
                 rundir.write_status(path, "running", **rundir.NO_END)
-            if not accept_first:
-                accepted()
+            elif records and not accept_first:
+                folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -169,9 +167,8 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             return DONE if code == PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ else code
         except BaseException as error:
             failure = failing.meaning(error, path, parts, joined)
-            untouched = accept_first and failure.exit_code == REFUSED
-            ours = ours and not (untouched and folder.command_waits(request))
-            return failing.record_failure(path, failure, ours=ours)
+            untouched = accept_first and failure.exit_code == REFUSED and "folder" in request
+            return failing.record_failure(path, failure, ours=ours and not untouched)
 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:
