@@ -12,7 +12,7 @@ from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.parts import draws_by_blocks
 
-STAGES = ("start", "save", "load")  # and "step", with what is offloaded
+_STAGES = ("start", "save", "load")  # and "step", with what is offloaded
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def host_need(
         whole = held["parameters"] * sharded
     room = 0 if on_cpu else 4 * BLOCK, 0 if on_cpu or copied else READ_BYTES, READ_BYTES
     tensors = (weights + gradients, state + gradients, state + gradients) if on_cpu else (0, 0, 0)
-    fixed = {stage: process + whole + size for stage, size in zip(STAGES, room, strict=True)}
-    shares = dict(zip(STAGES, map(float, tensors), strict=True))
+    fixed = {stage: process + whole + size for stage, size in zip(_STAGES, room, strict=True)}
+    shares = dict(zip(_STAGES, map(float, tensors), strict=True))
     shares["save"] += copied + (offloaded if behind else 0)
     if offloaded:
         fixed["step"], shares["step"] = process, float(offloaded)
