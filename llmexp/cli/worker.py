@@ -78,7 +78,7 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
         return code
     if code < 0:  # its ranks save
-        rundir.wait_until_left(path)
+        rundir.wait_until_vacant(path)
     end = conclude_run(path, how_it_left(code), code=code, stopped=stopped)
     if end.found:
         what = "training failed: " if end.state == "failed" else ""

@@ -112,7 +112,7 @@ def conclude_run(
     """Return how the run in a folder ended, and record it there if the run could not.
 
     `cause`: what its watcher knows of it. Ranks may outlive a process that was killed: its watcher
-    waits until the folder `is_left`.
+    waits until the folder `is_vacant`.
     """
     status = rundir.read_status(path)
     on_disk = status.get("state", "")

@@ -200,15 +200,15 @@ def is_held(path: Path) -> bool:
     return is_locked(path) or is_locked(path, ".lock-ranks")
 
 
-def is_left(path: Path, since: float) -> bool:
+def is_vacant(path: Path, since: float) -> bool:
     """Return whether nobody is at work in a folder, or had LEAVE_S to leave `since` a time."""
     return not is_held(path) or time.monotonic() - since > LEAVE_S
 
 
-def wait_until_left(path: Path) -> None:
+def wait_until_vacant(path: Path) -> None:
     """Return when nobody is at work in a folder any more, or after LEAVE_S."""
     since = time.monotonic()
-    while not is_left(path, since):
+    while not is_vacant(path, since):
         time.sleep(0.05)
 
 

@@ -80,7 +80,7 @@ class Local:
                 continue
             if code < 0:  # its ranks save
                 one.killed_at = one.killed_at or time.monotonic()
-                if not rundir.is_left(one.point.path, one.killed_at):
+                if not rundir.is_vacant(one.point.path, one.killed_at):
                     continue
             self._active.remove(one)
             self._free += one.devices

@@ -63,7 +63,7 @@ def train_task(path: str, environment: dict[str, str]) -> int:
     A task that is ended lets the run save.
     """
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
-    rundir.wait_until_left(Path(path))  # this task was here before, and is still saving
+    rundir.wait_until_vacant(Path(path))  # this task was here before, and is still saving
     env = kept | environment
     child = start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
     try:
@@ -118,7 +118,7 @@ class Ray:
         done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
         for handle in done:
             point = self._left[handle]
-            if not rundir.is_left(point.path, self._done.setdefault(handle, time.monotonic())):
+            if not rundir.is_vacant(point.path, self._done.setdefault(handle, time.monotonic())):
                 continue  # it saves
             del self._left[handle]
             self._running.discard(point.path)

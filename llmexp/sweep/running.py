@@ -262,6 +262,6 @@ def is_free(path: Path, current: Current, since: float) -> bool:
 
     A run whose sweep was killed has time to save and leave, `since` this one began.
     """
-    while not rundir.is_left(path, since) and not current.over:
+    while not rundir.is_vacant(path, since) and not current.over:
         time.sleep(0.2)
     return not rundir.is_held(path)
