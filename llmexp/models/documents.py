@@ -166,15 +166,9 @@ def attend(
         if grouped and repeats_heads(q_bhtk, mask):
             times, grouped = q_bhtk.shape[1] // k_bgtk.shape[1], False
             k_bgtk, v_bgtk = (x.repeat_interleave(times, dim=1) for x in (k_bgtk, v_bgtk))
+        causal = mask is None
         return F.scaled_dot_product_attention(
-            q_bhtk,
-            k_bgtk,
-            v_bgtk,
-            mask,
-            dropout,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=grouped,
+            q_bhtk, k_bgtk, v_bgtk, mask, dropout, causal, scale=scale, enable_gqa=grouped
         )
     # In fp32 at least: oneDNN would compile products in bf16 anew for each length of a document,
     # and keep hundreds of MiB of them; they would be slower, too.
