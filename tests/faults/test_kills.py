@@ -18,6 +18,7 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
+from tests import forks
 from tests.conftest import Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 
@@ -133,6 +134,7 @@ def kill_in_a_row(
             assert_status(run, "failed", 3, "the worker was ended by signal 9 (SIGKILL")
             assert f"to go on: llmexp resume {run.folder.name}" in err
         left.pop(0)
+    forks.ALLOWED = True  # this one is not killed
     done = llmexp("resume", f"run{number}", *HOOKED, cwd=here)
     assert done.code == 0, (seed, done.err)
     assert_as_undisturbed(run, whole)
