@@ -734,6 +734,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("place", STRANGE)
+@pytest.mark.usefixtures("forking")
 def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
     swept, tmp_path, monkeypatch, capfd, place
 ):

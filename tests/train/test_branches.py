@@ -510,6 +510,7 @@ def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, mon
     assert late.startswith("data.stages: that from 1,920 tokens on never begins")
 
 
+@pytest.mark.usefixtures("forking")
 def test_the_plan_of_a_fork_is_of_its_own_part(trunk, monkeypatch, capsys):
     monkeypatch.chdir(trunk.folder.parent)
     given = ["fork.run=trunk", "fork.step=8", "train.max_steps=11"]
