@@ -16,7 +16,7 @@ from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, quoted, refuse, typed
+from llmexp.settings.values import ConfigError, pasteable, quoted, refuse, typed
 from llmexp.system import child
 
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
     _, step = named_checkpoint(str(path))  # it says what is missing
-    words = shlex.join([typed("fork.run", path), *args.overrides])
+    words = " ".join([typed("fork.run", path), *map(pasteable, args.overrides)])
     way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
     raise ConfigError(f"{path}: {way}: llmexp train {words}")
 

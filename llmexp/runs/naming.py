@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, pasteable
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 # Arguments of a command that takes weights of a checkpoint, and of one that takes a checkpoint.
@@ -42,6 +42,6 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
     if not (step.isdecimal() and int(step) in steps):
         raise ConfigError(
             f"{text}: there is no checkpoint of step {step or '(none given)'}; there are those of "
-            f"{', '.join(map(str, steps))}; for example {path}@{steps[-1]}"
+            f"{', '.join(map(str, steps))}; for example {pasteable(f'{path}@{steps[-1]}')}"
         )
     return path, int(step)

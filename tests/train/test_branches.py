@@ -472,13 +472,16 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
         assert text in str(refused.value)
 
 
-def test_resume_from_a_step_names_the_fork(trunk, monkeypatch, capsys):
-    monkeypatch.chdir(trunk.folder.parent)
-    assert run(["resume", "trunk@8", "train.max_steps=20"]) == 2
+def test_resume_from_a_step_names_the_fork(trunk, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a trunk").symlink_to(trunk.folder)
+    monkeypatch.chdir(tmp_path)
+    assert run(["resume", "a trunk@8", "train.max_steps=20"]) == 2
     *_, command = capsys.readouterr().err.partition("from step 8 a fork does: llmexp ")
-    assert shlex.split(command) == ["train", "fork.run=trunk@8", "train.max_steps=20"]
-    assert run(["resume", "trunk@5"]) == 2
-    assert "there is no checkpoint of step 5; there are those of 4, 8" in capsys.readouterr().err
+    assert shlex.split(command) == ["train", "fork.run=a trunk@8", "train.max_steps=20"]
+    assert run(["resume", "a trunk@5"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no checkpoint of step 5; there are those of 4, 8" in said
+    assert shlex.split(said.partition("for example ")[2]) == ["a trunk@12"]
 
 
 def test_runs_that_a_folder_holds_are_named_in_their_order_and_quoted(tmp_path, capsys):
