@@ -58,12 +58,12 @@ PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", ""
 # alone.
 LONGEST = (
     "test_parallel", "test_slurm", "test_sweep", "test_hosts", "test_deciding", "test_shipped",
-    "test_knobs", "test_resume", "test_clip_reference", "test_answer", "test_cli", "test_refusals",
-    "test_search", "test_page", "test_golden", "test_security", "test_replay",
-    "test_branches", "test_clip_rules", "test_sync", "test_train", "test_geometry",
-    "test_own_parts", "test_fitting", "test_kills", "test_planning", "test_types",
+    "test_knobs", "test_in_and_out", "test_replay", "test_resume", "test_branches", "test_answer",
+    "test_cli", "test_kills", "test_search", "test_page", "test_golden", "test_own_parts",
+    "test_clip_reference", "test_clip_rules", "test_sync", "test_train", "test_geometry",
+    "test_security", "test_fitting", "test_planning", "test_types", "test_refusals",
     "test_memory", "test_agent", "test_window_loss", "test_tracker", "test_invariance",
-    "test_time", "test_in_and_out", "test_comparing", "test_program", "test_averages",
+    "test_time", "test_comparing", "test_program", "test_averages",
     "test_spikes", "test_corpus", "test_explain", "test_data_proof", "test_checkpoint",
     "test_disk", "test_twins", "test_tokenizer", "test_numbers", "test_fuzz", "test_agents",
     "test_layers", "test_tasks", "test_screening", "test_inference", "test_documents",

@@ -106,7 +106,7 @@ def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
         tree["train"] |= {"profile_start": None, "twin": 0}
         tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
         del tree["fork"]
-    whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    whole = yaml.load((conf_dir() / "config.yaml").read_bytes(), rundir.LOADER)
     option = _numbered(OPTION, number)
     for entry in whole["defaults"]:
         group = next(iter(entry)) if isinstance(entry, dict) else ""
