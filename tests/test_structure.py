@@ -31,7 +31,7 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 13_195,
+    "settings": 13_198,
     "run": 9_750,
     "system": 6_725,
     "models": 15_610,
@@ -52,7 +52,7 @@ SIZES = {
     "compose": 11_174,
     "sweep": 27_800,
     "verify": 18_652,
-    "cli": 18_352,
+    "cli": 18_384,
     "program": 3_250,
     "__main__.py": 900,
     "__init__.py": 300,

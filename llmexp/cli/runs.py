@@ -80,13 +80,15 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
     times = [number(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
+    # that of its end stands in no row where rows are rare
+    steps = [n for n in (_whole(row.get("step")), _whole(run.summary.get("steps"))) if n]
     changed = max((at for at in times if at is not None), default=None)
     whole = {
         "path": str(path),
         "sweep": sweep.path and str(sweep.path),
         "name": clean_name(path),
         "state": run.state,
-        "step": _whole(row.get("step")),
+        "step": max(steps, default=None),
         "max_steps": _whole(run.facts.get("max_steps")),
         "loss": loss,
         "loss_key": key,

@@ -228,7 +228,7 @@ def resolve(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in knobs:
         if name not in parameters and not takes_any:
-            names = [n for n in parameters if n not in offered]
+            names = list(arguments_of(target)) or [n for n in parameters if n not in offered]
             raise ConfigError(
                 f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}"
             )

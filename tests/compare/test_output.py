@@ -418,3 +418,12 @@ def test_a_program_is_told_which_path_is_not_there(command, tmp_path, capsys):
     message = json.loads(capsys.readouterr().out)["error"]["message"]
     assert "nope: there is nothing of that name" in message
     assert f"for example llmexp {command} outputs/default" in message
+
+
+def test_a_run_that_stopped_between_two_rows_is_listed_at_its_last_step(tmp_path, capsys):
+    make_run(tmp_path / "a", steps=40)
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    status["summary"] = {**status.get("summary", {}), "steps": 47}
+    (tmp_path / "a" / "status.json").write_text(json.dumps(status))
+    assert llmexp(["runs", "--json", str(tmp_path)]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["runs"]] == [47]

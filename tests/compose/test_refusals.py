@@ -98,6 +98,7 @@ BAD = [
     ("train.max_steps=3 train.max_epochs=1", "one budget is needed, not 2", "leave one out"),
     ("~train.seed", "train.seed:", "missing"),
     ("++model.widht=3", "model.widht:", "no such argument"),
+    ("+optimizer.foo=3", "optimizer.foo:", "no such argument. Known: lr, beta1, "),
     ("model=5", "model=5", "gpt_tiny"),
     ("optimizer=null", "optimizer=null", "adamw"),
     ("train=3", "train=3", "a section of keys"),
