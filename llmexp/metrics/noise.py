@@ -73,10 +73,10 @@ class SmallGradient:
             self._norm = mesh.global_norm(self._mesh, gradients)
         self._targets = int((micro_batches[0][1] != IGNORE_INDEX).sum())  # they are on the host
 
-    def take(self, count: Tensor | float, scale: Tensor) -> tuple[Tensor, ...]:
+    def take(self, count: Tensor | float, scale: Tensor) -> dict[str, Tensor]:
         """Return the mean square norm of the gradient of a small batch, and its size in targets.
 
-        Both are 0-dim; nothing is returned where the step was not measured. `count`: targets of the
+        Both are 0-dim; empty where the step was not measured. `count`: targets of the
         window; `scale`: the loss scale. All ranks call together.
 
         Ranks are weighted by their targets n: sum n |g|^2 / sum n has the noise of a batch of sum n
@@ -84,7 +84,7 @@ class SmallGradient:
         """
         norm, self._norm = self._norm, None
         if norm is None:
-            return ()
+            return {}
         count = torch.as_tensor(count, dtype=torch.float64)
         together = self._mesh.sharding is not None  # FSDP has already averaged over the ranks
         targets = torch.tensor(float(self._targets), dtype=torch.float64)
@@ -99,7 +99,8 @@ class SmallGradient:
         if not together:
             figures = mesh.total(self._mesh, figures)
         weighted, targets, ranks = figures.unbind()
-        return weighted / targets.clamp(min=1), targets / ranks.clamp(min=1)
+        square, size = weighted / targets.clamp(min=1), targets / ranks.clamp(min=1)
+        return {"small_square": square, "small_targets": size}
 
 
 class NoiseScale:
@@ -119,7 +120,9 @@ class NoiseScale:
     def add(
         self, small_square: float, small_targets: float, big_square: float, big_targets: float
     ) -> None:
-        """Add the mean square norms and batch sizes (in targets) of a step (A.1: S and |G|^2)."""
+        """Add the mean square norms and batch sizes (in targets) of a step (A.1: S and |G|^2).
+
+        One that was not measured, or is not finite, is left out."""
         small, big = small_targets / self._length, big_targets / self._length
         if not (math.isfinite(small_square) and math.isfinite(big_square) and 0 < small < big):
             return

@@ -84,7 +84,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the figures of a window on the host."""
+    """Hold the figures of a step on the host, and in `code` what they mean."""
 
     code: int
     loss: float
@@ -93,8 +93,9 @@ class Outcome:
     clipped: bool
     target_tokens: float
     loss_scale: float
-    small: tuple[float, float] | None  # mean square norm and targets of it, where measured
     measured: list[float]  # what the rule of clipping looks at
+    small_square: float = 0.0  # mean square norm of the gradient of a small batch
+    small_targets: float = 0.0  # of that batch; 0: it was not measured
 
     @property
     def applied(self) -> bool:
@@ -105,8 +106,9 @@ class Outcome:
 class StepResult:
     """Hold what one optimizer step came to.
 
-    Its figures are numbers on a CPU; elsewhere they are tensors on the device, copied to the host
-    at once: `read` waits for that copy alone, not for work queued after it.
+    `figures` have the names of `Outcome`, and `skipped`: whether the update was not applied. They
+    are numbers on a CPU; elsewhere they are tensors on the device, copied to the host at once:
+    `read` waits for that copy alone, not for work queued after it.
     """
 
     def __init__(
@@ -115,21 +117,20 @@ class StepResult:
         own_nll: Tensor | float,
         layers: Taken | None,
         limits: Limits | None,
+        figures: dict[str, Any],
         measured: Sequence[Any],
-        *figures: Any,
     ) -> None:
-        self.lr, self.target_tokens = lr, figures[0]
+        self.lr, self.target_tokens = lr, figures["target_tokens"]
         self.own_nll = own_nll  # this rank's part of the loss, summed
         self.layers = layers  # figures of the step layer by layer, where they were due
         self._limits = limits  # of outliers, that held for the step
+        self._names, values = list(figures), [*figures.values(), *measured]
         self._event: torch.cuda.Event | None = None
-        self._base = len(figures)
-        figures = (*figures, *measured)
-        if isinstance(figures[1], bool):  # they are on the host
-            self._figures = [float(figure) for figure in figures]
+        if isinstance(figures["skipped"], bool):  # they are on the host
+            self._values = [float(value) for value in values]
             return
-        self._pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
-        self._pinned.copy_(torch.stack(figures), non_blocking=True)
+        self._pinned = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+        self._pinned.copy_(torch.stack(values), non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
 
@@ -137,13 +138,13 @@ class StepResult:
         """Return the figures on the host."""
         if self._event is not None:
             self._event.synchronize()
-            self._figures = self._pinned.tolist()
-        figures, measured = self._figures[: self._base], self._figures[self._base :]
-        count, skipped, loss, norm, norm_after, clipped, scale, *small = figures
-        code = outcome_code(loss, norm, count, bool(skipped), self._limits)
-        mean_square = (small[0], small[1]) if small else None
-        base = code, loss, norm, norm_after, bool(clipped), count, scale
-        return Outcome(*base, mean_square, measured)
+            self._values = self._pinned.tolist()
+        named: dict[str, Any] = dict(zip(self._names, self._values, strict=False))
+        measured, skipped = self._values[len(named) :], bool(named.pop("skipped"))
+        named["clipped"] = bool(named["clipped"])
+        loss, norm, count = (named[key] for key in ("loss", "grad_norm", "target_tokens"))
+        code = outcome_code(loss, norm, count, skipped, self._limits)
+        return Outcome(code=code, measured=measured, **named)
 
 
 def train_step(
@@ -193,8 +194,17 @@ def train_step(
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
-    figures = count, skip, loss, norm, norm_after, clipped, scale, *small
-    return StepResult(lr, own_nll, taken, limits, measured, *figures)
+    figures = {
+        "target_tokens": count,
+        "skipped": skip,
+        "loss": loss,
+        "grad_norm": norm,
+        "grad_norm_post_clip": norm_after,
+        "clipped": clipped,
+        "loss_scale": scale,
+        **small,
+    }
+    return StepResult(lr, own_nll, taken, limits, figures, measured)
 
 
 def on_host(value: Tensor) -> Any:
@@ -250,9 +260,9 @@ def accumulate(
 
 def must_skip(loss: Any, norm: Any, count: Any) -> Any:
     """Return whether a window has no valid target, or a figure that is not finite."""
-    if not isinstance(loss, Tensor):
-        return outcome_code(loss, float(norm), count, False, None) != OK
-    return ~(loss.isfinite() & norm.isfinite() & (count > 0))
+    if isinstance(loss, Tensor):
+        return ~(loss.isfinite() & norm.isfinite() & (count > 0))
+    return not (math.isfinite(loss) and math.isfinite(norm) and count > 0)
 
 
 def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:

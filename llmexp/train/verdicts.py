@@ -152,8 +152,8 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         spikes.follow_spike(loop, seen, outliers.robust())
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
         outliers.add(seen.loss, seen.grad_norm)
-        if seen.small is not None:
-            loop.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+        small = seen.small_square, seen.small_targets
+        loop.noise.add(*small, seen.grad_norm**2, seen.target_tokens)
     if any(stage.first_step == progress.step for stage in loop.run.stages[1:]):
         outliers.forget()  # the next step has another batch, and other norms
     if seen.applied:

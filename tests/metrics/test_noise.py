@@ -75,9 +75,9 @@ def measure(
         targets[torch.rand(targets.shape, generator=rng) < masked] = -100
         window = Window(step, [(t, t) for t in targets], int((targets >= 0).sum()), 0)
         seen = train_step(s, window, lambda: 0).read()
-        assert (seen.small is None) == (accumulation == 1 or (step + 1) % every != 0)
-        if seen.small is not None:
-            noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+        assert (seen.small_targets == 0) == (accumulation == 1 or (step + 1) % every != 0)
+        small = seen.small_square, seen.small_targets
+        noise.add(*small, seen.grad_norm**2, seen.target_tokens)
     return noise, model
 
 

@@ -186,7 +186,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 
 def overflow() -> Any:
-    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None, [])
+    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, [])
     return SimpleNamespace(read=lambda: seen)
 
 

@@ -148,7 +148,7 @@ def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
     progress = Progress()
     loop = SimpleNamespace(progress=progress)
     limits = Limits((1.0, 3.0), (0.0, 5.0))
-    step = Outcome(BAD_NORM, 0.5, math.inf, math.inf, False, 48.0, 1024.0, None, [])
+    step = Outcome(BAD_NORM, 0.5, math.inf, math.inf, False, 48.0, 1024.0, [])
     follow_spike(loop, step, limits)
     assert (progress.spikes, progress.spike_tokens, progress.spike_level) == (0, 0, None)
     progress.spike_level = 2.0
