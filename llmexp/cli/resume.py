@@ -92,7 +92,7 @@ def note_of(before: Config, now: Config) -> str | None:
 
 def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:
     """Raise ConfigError for a trace of steps that the run has behind it."""
-    step = rundir.saved_step(path)
+    step = rundir.newest_step(path)
     key = "train.profile_start"
     if key in given and first is not None and step is not None and first <= step:
         text = f"is not after the checkpoint that the run goes on from, which is of step {step}"

@@ -165,7 +165,7 @@ def bus_error(path: Path, code: int) -> str:
 
 def what_is_left(path: Path, error: str) -> str:
     """Return the newest checkpoint of a run that failed, and the way to go on."""
-    step = rundir.saved_step(path)
+    step = rundir.newest_step(path)
     intact = "no checkpoint yet" if step is None else f"the last checkpoint is step_{step:08d}"
     if COMES_AGAIN in error:
         rate = ""

@@ -285,7 +285,7 @@ def saved_steps(path: Path) -> list[int]:
     return [step_of(folder) for folder in found if (folder / MANIFEST).exists()]
 
 
-def saved_step(path: Path) -> int | None:
+def newest_step(path: Path) -> int | None:
     """Return the step of the newest checkpoint of a run."""
     return max(saved_steps(path), default=None)
 

@@ -1,4 +1,13 @@
-"""Save checkpoints in stages between the steps, and decide what follows when that fails."""
+"""Save a checkpoint in stages between the steps, and decide what follows when that fails.
+
+save           starts: each rank copies its part, and writes it in the background
+advance_save   the next stage, once no rank is writing: rank 0 commits what all have written, then
+               the checkpoint counts as saved
+finish_save    waits through the stages that are left: all ranks call together
+finish_alone   the same for a run that ends by an exception, where other ranks may be gone
+
+`checkpoint/saving` does the work on the disk: snapshot, write_pieces, commit_checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +29,13 @@ from llmexp.update import faces
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     """Save a checkpoint of the current step, which is settled; its rows reach the disk first.
 
-    Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does
+    Without `wait` it returns as soon as the state is copied to host memory, and `advance_save` does
     the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a
-    row; one that comes after these, or where this save `must` succeed, raises
-    TrainingFailed.
+    row; one that comes after these, or where this save `must` succeed, raises TrainingFailed.
     """
     setup, progress, out = loop.setup, loop.progress, loop.out
-    finish_saving(loop)
-    if loop.saved_step == progress.step:
+    finish_save(loop)
+    if loop.newest_step == progress.step:
         return
     refuse_changed_data(loop)
     loop.saved_at = time.monotonic()
@@ -62,7 +70,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     )  # fmt: skip
     loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, root, step, pieces))
     if wait:
-        finish_saving(loop, must)
+        finish_save(loop, must)
 
 
 def refuse_changed_data(loop: Loop) -> None:
@@ -77,7 +85,7 @@ def refuse_changed_data(loop: Loop) -> None:
         text = str(error)
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" ({mesh.numbered(ranks)})" if joined.distributed else ""
-        since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
+        since = "the beginning" if loop.newest_step is None else f"step {loop.newest_step:,}"
         if text is None:
             time.sleep(1.0)  # give the rank that knows the file time to report first
         raise TrainingFailed(
@@ -90,7 +98,7 @@ def refuse_changed_data(loop: Loop) -> None:
             loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
 
 
-def go_on_saving(loop: Loop, must: bool = False) -> None:
+def advance_save(loop: Loop, must: bool = False) -> None:
     """Take the next stage of the checkpoint that is on its way; all ranks are at the same step.
 
     Raises TrainingFailed as `save` does."""
@@ -103,7 +111,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
         error = failed
     if failing := mesh.ranks_where(loop.mesh, error is not None):
         loop.saving = None
-        save_failed(loop, due.step, error, mesh.numbered(failing), must)
+        warn_of_failed(loop, due.step, error, mesh.numbered(failing), must)
     elif not due.committing:
         due.committing = True
         if loop.out.main:
@@ -114,7 +122,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
         call_hooks(loop, "saved", due.step)
 
 
-def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:
+def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:
     """Warn of a save that failed on some `ranks`, with this rank's `error` if it is one of them.
 
     Raises TrainingFailed for a failure too many, or where the save `must` succeed."""
@@ -131,7 +139,7 @@ def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: 
         raise TrainingFailed(f"{what} ({error or f'{ranks} could not write'}); {limit}") from error
     if loop.out.main:
         reason = error or f"{ranks} could not write; its log says why"
-        saved = loop.saved_step
+        saved = loop.newest_step
         newest = "there is none yet" if saved is None else f"the newest is of step {saved}"
         count = f"failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
         console.line(f"WARNING: {what} ({reason}); training goes on, {newest}; {count}")
@@ -139,7 +147,7 @@ def save_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: 
         print(f"{what}: {error}", file=sys.stderr)
 
 
-def finish_saving(loop: Loop, must: bool = False) -> None:
+def finish_save(loop: Loop, must: bool = False) -> None:
     """Wait until the checkpoint that is on its way, if there is one, is committed.
 
     Raises TrainingFailed as `save` does."""
@@ -150,13 +158,13 @@ def finish_saving(loop: Loop, must: bool = False) -> None:
         while mesh.any_rank(loop.mesh, loop.is_writing)[0]:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-        go_on_saving(loop, must)
+        advance_save(loop, must)
 
 
-def leave_saving(loop: Loop) -> None:
-    """Finish the checkpoint that is on its way before a run ends by an exception.
+def finish_alone(loop: Loop) -> None:
+    """Finish the checkpoint that is on its way, on this rank alone; print what cannot be.
 
-    Where another rank is needed for that, it is reported as lost."""
+    Another rank may be gone: what it has not written by now is reported as lost."""
     due, loop.saving = loop.saving, None
     if due is None:
         return

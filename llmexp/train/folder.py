@@ -65,7 +65,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     path = Path(request["folder"])
     if not request["fixed"]:
         return {}
-    tried = rundir.saved_step(path) is not None or rundir.REPLAY_ASKED in os.environ
+    tried = rundir.newest_step(path) is not None or rundir.REPLAY_ASKED in os.environ
     return {"tried": tried, "parent": parent_of(path)}
 
 

@@ -21,7 +21,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.targets import place
 from llmexp.system import hardware
 from llmexp.system.child import STOP
-from llmexp.train.checkpointing import go_on_saving, save
+from llmexp.train.checkpointing import advance_save, save
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.layers import row_of
@@ -89,7 +89,7 @@ def train(loop: Loop) -> str:
             loop.mesh, STOP.requested, loop.is_writing, due_by_time(loop)
         )
         if loop.saving is not None and not writing:
-            go_on_saving(loop)
+            advance_save(loop)
         if stop or progress.step >= stop_step:
             show_rows(loop)
             loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")

@@ -144,6 +144,6 @@ class Loop:
         return self.saving is not None and not self.saving.stage.done()
 
     @property
-    def saved_step(self) -> int | None:
-        """Return the step of the newest checkpoint."""
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint that this process has loaded or committed."""
         return self.saved[-1] if self.saved else None

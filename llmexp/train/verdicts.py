@@ -9,7 +9,7 @@ from llmexp.metrics.outliers import describe
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.runs.rows import Figures
 from llmexp.train import spikes
-from llmexp.train.checkpointing import finish_saving
+from llmexp.train.checkpointing import finish_save
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop
 from llmexp.train.step import (
@@ -68,28 +68,31 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     """
     progress, scaler = loop.progress, loop.setup.scaler
     overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
-    if overflowed and not scaler.enabled:
-        finish_last_save(loop)
+    not_finite = overflowed and not scaler.enabled
+    scale_gone = overflowed and scaler.enabled and float(scaler.value) < 1
+    if not (not_finite or scale_gone or progress.consecutive_skips > limit):
+        return ""
+    try:
+        finish_save(loop)
+    except TrainingFailed as error:  # what is wrong with the step comes first
+        loop.out.console.line(f"WARNING: {error}")
+    if not_finite:
         ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
         where = f" on {mesh.numbered(ranks)}" if ranks else ""
         return (
             f"step {progress.step} has {FINDINGS[code]} that is not finite{where}; the update was "
             f"not applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"
         )
-    if overflowed and scaler.state_dict()["scale"] < 1:
-        finish_last_save(loop)
+    if scale_gone:
         return (
             f"the fp16 loss scale fell below 1 at step {progress.step}: these gradients do not fit "
             f"fp16; {comes_again(diagnosed(loop))}"
         )
-    if progress.consecutive_skips > limit:
-        finish_last_save(loop)
-        return (
-            f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
-            f"{progress.step} ({FINDINGS[code]}); train.max_consecutive_skips={limit}: resumed "
-            f"with a larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
-        )
-    return ""
+    return (
+        f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
+        f"{progress.step} ({FINDINGS[code]}); train.max_consecutive_skips={limit}: resumed "
+        f"with a larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
+    )
 
 
 def comes_again(words: str) -> str:
@@ -98,14 +101,6 @@ def comes_again(words: str) -> str:
     The second is left out where a second pass found nothing.
     """
     return words if NOTHING in words else f"{words}; {COMES_AGAIN}"
-
-
-def finish_last_save(loop: Loop) -> None:
-    """Finish the checkpoint that is on its way, before the run fails."""
-    try:
-        finish_saving(loop)
-    except TrainingFailed as error:  # what is wrong with the step comes first
-        loop.out.console.line(f"WARNING: {error}")
 
 
 def growth_hint(loop: Loop) -> str:

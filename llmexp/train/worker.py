@@ -23,7 +23,7 @@ from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.room import memory_checked
 from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import calibrate
-from llmexp.train.checkpointing import leave_saving
+from llmexp.train.checkpointing import finish_alone
 from llmexp.train.failing import Failure
 from llmexp.train.loop import show_rows, train
 from llmexp.train.replaying import replay
@@ -197,7 +197,7 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
 
     Also where it fails, with a device that is lost or a disk that is full."""
     out = loop.out
-    leave_saving(loop)
+    finish_alone(loop)
     summary = summarise(loop)
     try:
         if out.rows is not None:

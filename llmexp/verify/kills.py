@@ -131,7 +131,7 @@ def strike(
     if rundir.read_status(path).get("state") == "finished":  # it was only about to leave
         return None
     starts = len(record.starts(path))
-    saved = rundir.saved_step(path) or 0
+    saved = rundir.newest_step(path) or 0
     return Kill(kind, _last(path) + 1, _saving(root), rank, alone, saved, starts)
 
 

@@ -91,7 +91,7 @@ def last_step(run: Path) -> int:
     """Return the last step that the run took, that which ended it with it, as far as is known."""
     rows, error = read_rows(run / rundir.METRICS), rundir.read_status(run).get("error")
     ended_at = re.search(r"\bstep ([\d,]+)", str(error))
-    steps = [row["step"] for row in rows[-1:]] + [rundir.saved_step(run) or 0]
+    steps = [row["step"] for row in rows[-1:]] + [rundir.newest_step(run) or 0]
     return max(*steps, int(ended_at[1].replace(",", "")) if ended_at else 0)
 
 

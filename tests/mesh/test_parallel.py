@@ -118,7 +118,7 @@ def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, setting
     assert process.returncode == 3
     assert "the worker was ended by signal 9" in run.json("status.json")["error"]
     assert run.json("status.json")["state"] == "failed"
-    saved = rundir.saved_step(run.folder)
+    saved = rundir.newest_step(run.folder)
     assert saved is not None
     assert saved >= 7
     assert f"the last checkpoint is step_{saved:08d}; to go on: llmexp resume" in err

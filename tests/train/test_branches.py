@@ -204,7 +204,9 @@ def test_halving_over_forks_counts_their_own_steps(trunk):
     done = llmexp("train", "-m", *swept, "hydra.sweep.dir=halved", cwd=cwd)
     assert done.code == 0, done.err
     points = json.loads((cwd / "halved" / "sweep.json").read_text())["points"]
-    ends = sorted((p["rung"] or 1, rundir.saved_step(cwd / "halved" / p["folder"])) for p in points)
+    ends = sorted(
+        (p["rung"] or 1, rundir.newest_step(cwd / "halved" / p["folder"])) for p in points
+    )
     assert ends == [(0.25, 9), (1, 12)]  # of four steps
 
 

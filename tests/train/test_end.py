@@ -24,7 +24,7 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.system.fileio import Unwritable
 from llmexp.train import failing, verdicts, worker
-from llmexp.train.checkpointing import leave_saving
+from llmexp.train.checkpointing import finish_alone
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Outcome, TrainingFailed
@@ -194,7 +194,7 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     loop = made(step=3)
     on_its_way(loop, tmp_path)
     loop.pending = overflow()
-    monkeypatch.setattr(verdicts, "finish_saving", lambda loop: pytest.fail("waited"))
+    monkeypatch.setattr(verdicts, "finish_save", lambda loop: pytest.fail("waited"))
     assert verdicts.finish_step(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()
@@ -207,9 +207,9 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
 
 def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):
     loop = made(step=3)
-    leave_saving(loop)
+    finish_alone(loop)
     on_its_way(loop, tmp_path)
-    leave_saving(loop)
+    finish_alone(loop)
     assert (tmp_path / "committed").exists()
     assert (loop.saving, loop.saved) == (None, [2])
 
@@ -219,7 +219,7 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
     said: list[str] = []
     loop = made(step=3, world_size=2, said=said)
     on_its_way(loop, tmp_path, committing=committing)
-    leave_saving(loop)
+    finish_alone(loop)
     assert (tmp_path / "committed").exists() == committing
     assert [
         text.startswith("WARNING: the checkpoint of step 2 was not finished") for text in said
@@ -234,7 +234,7 @@ def test_a_save_that_fails_then_is_reported(tmp_path):
         raise OSError("no room")
 
     loop.saving = Saving(2, lambda: tmp_path, loop.writer.submit(full))
-    leave_saving(loop)
+    finish_alone(loop)
     assert said == ["WARNING: the checkpoint of step 2 was not finished: no room"]
 
 
