@@ -98,7 +98,7 @@ def rank(job: dict[str, Any]) -> None:
     gc.collect()
 
     peak = Peak()
-    loaded = loading.latest(root, print, joined)
+    loaded = loading.newest_whole(root, print, joined)
     assert loaded is not None
     setup = set_up(parts, joined, fresh=False)
     loading.restore_model(loaded, setup.model)

@@ -81,28 +81,26 @@ class Loaded:
         return sha256(self.path / MANIFEST)
 
 
-def latest(
+def newest_whole(
     root: Path,
     warn: Callable[[str], None],
     joined: Mesh | None = None,
     kinds: tuple[str, ...] = _KINDS,
-    only: int | None = None,
-    hashed: bool = True,
+    step: int | None = None,
 ) -> Loaded | None:
-    """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`.
+    """Return the newest checkpoint whose manifest and hashes hold, or that of the `step` alone.
 
     Damaged ones are skipped with a warning. Ranks that are `joined` call together, share out the
-    hashing, and get the same one; those that know a damage name it. `kinds`: see `read_checkpoint`;
-    `hashed` false: no hash is checked. None when there is no checkpoint at all. Raises
-    CheckpointError when there are some and all are damaged, and NewerFormat for one of a newer
-    format version, on all ranks.
+    hashing, and get the same one; those that know a damage name it. `kinds`: see `read_checkpoint`.
+    None when there is no checkpoint at all. Raises CheckpointError when there are some and all are
+    damaged, and NewerFormat for one of a newer format version, on all ranks.
     """
-    found = [path for path in checkpoint_folders(root) if only in (None, step_of(path))]
+    found = [path for path in checkpoint_folders(root) if step in (None, step_of(path))]
     share = (0, 1) if joined is None else (joined.rank, joined.world_size)
     for path in reversed(found):
         loaded = None
         try:
-            loaded = read_checkpoint(path, kinds, share if hashed else None)
+            loaded = read_checkpoint(path, kinds, share)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -120,19 +118,12 @@ def latest(
     return None
 
 
-def unhashed(root: Path) -> Loaded | None:
-    """Return the newest checkpoint by its manifest and state: no hash is checked, no tensor found.
-
-    None when there is no checkpoint. Raises CheckpointError when all are damaged."""
-    return latest(root, lambda text: None, kinds=(), hashed=False)
-
-
 def read_checkpoint(
     path: Path, kinds: tuple[str, ...] = _KINDS, hash_share: tuple[int, int] | None = (0, 1)
 ) -> Loaded:
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
-    With `kinds` ("model",) the optimizer's files are not opened. `hash_share`: (rank, world), this
+    Of the files with tensors those of `kinds` alone are opened. `hash_share`: (rank, world), this
     rank hashes every world-th file; None: no file is hashed. Sizes are checked all the same, and
     nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
     both versions.

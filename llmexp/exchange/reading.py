@@ -111,7 +111,7 @@ def open_checkpoint(
     if joined is None and step is not None:
         found = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
     else:
-        found = loading.latest(root, warn, joined, kinds, step)
+        found = loading.newest_whole(root, warn, joined, kinds, step)
     if found is None:
         raise loading.CheckpointError(f"{path}: has no checkpoint yet")
     if weights == "model":

@@ -59,14 +59,14 @@ def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
     return console
 
 
-def checkpoint_at(
-    root: Path, joined: mesh.Mesh, console: Console, only: int | None = None
+def whole_checkpoint(
+    root: Path, joined: mesh.Mesh, console: Console, step: int | None = None
 ) -> loading.Loaded | None:
-    """Return the newest whole checkpoint below `root`, or that of the step `only`.
+    """Return the newest whole checkpoint below `root`, or that of the `step` alone.
 
     It is the same on all ranks."""
     warn = console.line if joined.rank == 0 else log_line
-    return loading.latest(root, warn, joined, only=only)
+    return loading.newest_whole(root, warn, joined, step=step)
 
 
 def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> loading.Loaded:
@@ -74,7 +74,7 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
 
     Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
-    loaded = checkpoint_at(root, joined, console, parent.step)
+    loaded = whole_checkpoint(root, joined, console, parent.step)
     # forks of earlier versions have digests of its tensors, which its manifest holds
     if loaded is None or parent.digest not in (loaded.digest, loaded.manifest.get("digest")):
         what = "is gone" if loaded is None else "is another one than when this fork was made"
@@ -83,13 +83,13 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
-def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+def own_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
     """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
 
     It is the same on all ranks. Raises ConfigError where ranks see different folders."""
     if (text := os.environ.get(rundir.REPLAY_ASKED)) is not None:
         asked = json.loads(text)
-        return checkpoint_at(Path(asked["checkpoints"]), joined, console, asked["begin"])
+        return whole_checkpoint(Path(asked["checkpoints"]), joined, console, asked["begin"])
     root = path / rundir.CHECKPOINTS
     if joined.rank == 0:
         saving.remove_leftovers(root)
@@ -100,7 +100,7 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
             f"{root}: rank 0 sees other checkpoints there than {mesh.numbered(differing)}; all "
             "hosts need one shared run folder"
         )
-    return checkpoint_at(root, joined, console)
+    return whole_checkpoint(root, joined, console)
 
 
 def restore(
@@ -157,7 +157,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     the folder may be written to. Raises ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
-    loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
+    loaded, parent = own_checkpoint(path, joined, console), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)

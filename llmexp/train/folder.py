@@ -118,7 +118,8 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     A run is known by its newest checkpoint, since config.yaml could have been edited; without one,
     by config.yaml and run.json. Nothing is written. Raises CheckpointError where all are damaged.
     """
-    loaded = loading.unhashed(path / rundir.CHECKPOINTS)
+    # of its files the state alone; the start of the loop warns of damage
+    loaded = loading.newest_whole(path / rundir.CHECKPOINTS, lambda text: None, kinds=())
     there, recorded = loaded.manifest if loaded else {}, rundir.read_run(path)
     known, here = there.get("config"), fixed_facts(parts)
     old = renamed(known) if isinstance(known, dict) else fixed_part(rundir.read_config(path))

@@ -60,7 +60,7 @@ def main(argument: str) -> int:
                 return DONE
             if request.get("note"):
                 say(request["note"])
-        code = begin_run(path, parts, request, accept_first=not fresh)
+        code = begin_run(path, parts, request, record_late=not fresh)
         if code == REFUSED and fresh:  # by what is found as first weights are read
             folder.forget_run(path)
         return code
@@ -89,11 +89,11 @@ def go_on(path: Path) -> int:
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     request = {key: recorded.get(key) for key in folder.RECORDED}
-    return begin_run(path, parts, request, accept_first=rundir.saved_step(path) is not None)
+    return begin_run(path, parts, request, record_late=rundir.saved_step(path) is not None)
 
 
 def begin_run(
-    path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bool = False
+    path: Path, parts: Parts, request: dict[str, Any], *, record_late: bool = False
 ) -> int:
     """Queue or train the run in the folder; return the exit code."""
     if request.get("queue"):
@@ -101,14 +101,14 @@ def begin_run(
             folder.record_run(path, parts, request, "queued")
         return DONE
     if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        return supervised(path, parts, request, accept_first)
-    return work(path, parts, request, accept_first)
+        return supervised(path, parts, request, record_late)
+    return work(path, parts, request, record_late)
 
 
-def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool) -> int:
+def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: bool) -> int:
     """Start this host's ranks for the run and watch them; return the exit code.
 
-    With `accept_first`, for a command that waits, ranks of one host that refuse the checkpoint or
+    With `record_late`, for a command that waits, ranks of one host that refuse the checkpoint or
     the rows leave the folder as it was, but for logs and provenance of this start.
     """
     alone = parts.run.layout.nnodes == 1  # else rank 0 locks and records, once all hosts are there
@@ -116,7 +116,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: 
     with contextlib.ExitStack() as stack:
         if alone:
             stack.enter_context(rundir.locked(path))
-            if accept_first and "folder" in request:  # of a command
+            if record_late and "folder" in request:  # of a command
                 before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
             folder.record_run(path, parts, request)
         try:
@@ -134,10 +134,10 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], accept_first: 
         return code
 
 
-def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool = False) -> int:
+def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = False) -> int:
     """Train (this rank's part of) the run in the folder; return the exit code.
 
-    With `accept_first` the folder is written to only once its newest checkpoint and its rows were
+    With `record_late` the folder is written to only once its newest checkpoint and its rows were
     accepted: a refusal leaves it as it was, but for its log, which holds what the console showed,
     and its status where no command waits: nothing else tells Slurm's and torchrun's users.
     """
@@ -146,7 +146,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
     records = False
 
     def accepted() -> None:
-        if records and accept_first:
+        if records and record_late:
             folder.record_run(path, parts, request)
 
     with contextlib.ExitStack() as locks:  # held until the end is recorded
@@ -157,7 +157,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             records = joined.rank == 0 and alone
             if joined.rank == 0 and not alone:  # again, after a restart
                 rundir.write_status(path, "running", **rundir.NO_END)
-            elif records and not accept_first:
+            elif records and not record_late:
                 folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)
             locks.close()
@@ -167,7 +167,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool =
             return DONE if code == PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ else code
         except BaseException as error:
             failure = failing.meaning(error, path, parts, joined)
-            untouched = accept_first and failure.exit_code == REFUSED and "folder" in request
+            untouched = record_late and failure.exit_code == REFUSED and "folder" in request
             return failing.record_failure(path, failure, ours=ours and not untouched)
 
 

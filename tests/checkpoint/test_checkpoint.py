@@ -167,12 +167,12 @@ def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
     assert [p.name for p in checkpoint_folders(tmp_path)] == ["step_00000200", "step_00000300"]
     (tmp_path / "step_00000300" / loading.STATE).write_bytes(b"x")
     warnings: list[str] = []
-    assert loading.latest(tmp_path, warnings.append).step == 200
+    assert loading.newest_whole(tmp_path, warnings.append).step == 200
     assert "step_00000300 is damaged" in warnings[0]
     (tmp_path / "step_00000200" / MANIFEST).unlink()  # killed while it was being pruned
     assert saves(tmp_path, 210, 220, loaded=200) == ["210", "220", "300"]
     save(tmp_path, 300, saved=[210, 220])  # the damaged one's place
-    assert loading.latest(tmp_path, warnings.append).step == 300
+    assert loading.newest_whole(tmp_path, warnings.append).step == 300
     assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["220", "300"]
 
 
@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
     assert [p for p in tmp_path.rglob("*") if p.is_file() and "200" in str(p)] == []
     saving.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
-    assert loading.latest(tmp_path, print).step == 100
+    assert loading.newest_whole(tmp_path, print).step == 100
 
 
 def test_a_save_that_cannot_take_its_place_leaves_the_one_that_was_there(tmp_path, monkeypatch):
@@ -315,7 +315,7 @@ def test_damage_is_named(tmp_path, damage):
         else "all 1 checkpoints are damaged"
     )
     with pytest.raises(loading.CheckpointError, match=said):
-        loading.latest(tmp_path, lambda text: None)
+        loading.newest_whole(tmp_path, lambda text: None)
 
 
 def test_a_pickle_is_not_run(tmp_path):
@@ -595,7 +595,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
         for layout, world in LAYOUTS.items():
             if rank < world and is_read(saved, layout):
                 alone: Any = SimpleNamespace(rank=rank, world_size=world, distributed=False)
-                loaded = loading.latest(root / saved, print, alone)
+                loaded = loading.newest_whole(root / saved, print, alone)
                 assert loaded is not None
                 model, optimizer = build(layout, meshes, 20)
                 with CommDebugMode() as counted:
@@ -625,9 +625,9 @@ def on_four_ranks(rank: int, folder: str) -> None:
         warnings: list[str] = []
         if chosen is None:
             with pytest.raises(loading.CheckpointError, match="all 3 checkpoints are damaged"):
-                loading.latest(root / "shared", warnings.append, joined)
+                loading.newest_whole(root / "shared", warnings.append, joined)
         else:
-            loaded = loading.latest(root / "shared", warnings.append, joined)
+            loaded = loading.newest_whole(root / "shared", warnings.append, joined)
             assert loaded is not None
             assert loaded.step == chosen
         (said,) = [w for w in warnings if path.name in w]

@@ -105,7 +105,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resume(root: Path, rank: int) -> bool:
     model, optimizer = state(1)
     joined: Any = SimpleNamespace(rank=rank, world_size=RANKS, distributed=False)
-    loaded = loading.latest(root, print, joined)
+    loaded = loading.newest_whole(root, print, joined)
     assert loaded is not None
     loading.restore_model(loaded, model)
     loading.restore_optimizers(loaded, model, [optimizer])

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, 
     )
     name = damage_of(newest, what)
     warnings: list[str] = []
-    loaded = loading.latest(run / "checkpoints", warnings.append)
+    loaded = loading.newest_whole(run / "checkpoints", warnings.append)
     assert loaded.path == older
     text = f"checkpoint {newest.name} is damaged and not used: "
     assert text in warnings[0]

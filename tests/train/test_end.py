@@ -67,7 +67,7 @@ def made(
                 measures=Measures({}, {}, range(1)), limit=SimpleNamespace(add=lambda *norms: None)
             ),
             outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
-            scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
+            scaler=SimpleNamespace(enabled=True, value=4.0),
         ),
         parts=SimpleNamespace(  # type: ignore[arg-type]
             config=SimpleNamespace(
