@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -120,8 +119,11 @@ class Counting(TorchDispatchMode):
                 self._add(storage)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", counted):
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        try:
             yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def _is_bookkeeping(func: Any, args: Any, kwargs: Any) -> bool:
