@@ -111,7 +111,8 @@ class Counting(TorchDispatchMode):
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
         """Notice storages that are given and freed without an operation, as FSDP does."""
-        resize = torch.UntypedStorage.resize_
+        storages: Any = torch.UntypedStorage
+        resize = storages.resize_
 
         def counted(storage: Any, size: int) -> Any:
             result = resize(storage, size)
@@ -119,11 +120,11 @@ class Counting(TorchDispatchMode):
                 self._add(storage)
             return result
 
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        storages.resize_ = counted
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            storages.resize_ = resize
 
 
 def _is_bookkeeping(func: Any, args: Any, kwargs: Any) -> bool:
