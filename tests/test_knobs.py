@@ -255,7 +255,7 @@ def _trained(config: Config) -> tuple[str, list[float]]:
         seed_step(config.train.seed, number, 0, s.mesh.device)
         step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
         seen = step.read()
-        updates += seen.applied
+        updates += not seen.skipped
         s.outliers.add(seen.loss, seen.grad_norm)
         s.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         for tokens, targets in window.micro_batches:

@@ -202,7 +202,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     if seen.code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = seen.loss
     row["lr"] = step.lr
-    if seen.applied:
+    if not seen.skipped:
         row["grad_norm"] = seen.grad_norm
         row["grad_norm_post_clip"] = seen.grad_norm_post_clip
         row |= measures.row(seen.measured)
@@ -211,7 +211,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
         row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
     if setup.scaler.enabled:
         row["loss_scale"] = seen.loss_scale
-    row["skipped"] = not seen.applied
+    row["skipped"] = seen.skipped
     row["skipped_steps"] = progress.skipped_steps
     row["target_tokens"] = int(seen.target_tokens)
     if loop.config.train.data_digest:

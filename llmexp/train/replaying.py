@@ -63,7 +63,7 @@ def replay(loop: Loop) -> str:
             step, ended = _take(loop, windows)
             if ended:
                 raise TrainingFailed(ended)
-            if (seen := step.read()).applied:
+            if not (seen := step.read()).skipped:
                 found["norms"][loop.progress.step] = seen.grad_norm
                 found["losses"][loop.progress.step] = seen.loss
             _compare(found, asked["rows"], loop.progress.step, seen)
@@ -121,7 +121,7 @@ def look_into(
         step, ended = _take(loop, itertools.chain([window], windows))
         seen = step.read()
         loop.setup = setup
-        if asked["max_norm"] is not None and seen.applied:  # else the run's own rule has it
+        if asked["max_norm"] is not None and not seen.skipped:  # else the run's own rule has it
             setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         _compare(found, asked["rows"], loop.progress.step, seen)
         here |= {"lr": step.lr} | figures_of(loop, seen, norm)
@@ -134,7 +134,7 @@ def look_into(
     later, ended = [], ""
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
         step, ended = _take(loop, windows)
-        if (seen := step.read()).applied:
+        if not (seen := step.read()).skipped:
             later.append([loop.progress.step, seen.loss, seen.grad_norm])
         if ended:
             break
@@ -147,7 +147,7 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
     `norm`: of its gradient, measured at a loss scale that does not overflow.
     """
     found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
-    if seen.applied:
+    if not seen.skipped:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
     how = FINDINGS[seen.code]
     if seen.code in (BAD_LOSS, BAD_NORM):

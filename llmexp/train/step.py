@@ -24,7 +24,7 @@ from llmexp.train.layers import Layers, Taken
 from llmexp.update import optim, precision
 from llmexp.update.limits import Limit
 
-# Outcome codes of a window; its update is applied for the first two.
+# Codes of an `Outcome`; the update is applied for the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 
@@ -84,31 +84,41 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the figures of a step on the host, and in `code` what they mean."""
+    """Hold the figures of a step on the host; `code` says what they mean."""
 
-    code: int
+    target_tokens: float
+    skipped: bool  # its update was not applied
     loss: float
     grad_norm: float
     grad_norm_post_clip: float
     clipped: bool
-    target_tokens: float
     loss_scale: float
-    measured: list[float]  # what the rule of clipping looks at
+    measured: Sequence[float] = ()  # what the rule of clipping looks at
+    limits: Limits | None = None  # of outliers, that held for the step
     small_square: float = 0.0  # mean square norm of the gradient of a small batch
     small_targets: float = 0.0  # of that batch; 0: it was not measured
 
     @property
-    def applied(self) -> bool:
-        """Return whether the update was made."""
-        return self.code in (OK, OUTLIER)
+    def code(self) -> int:
+        """Return what is wrong with the window, or OK."""
+        if self.target_tokens == 0:
+            return EMPTY
+        if not math.isfinite(self.loss):
+            return BAD_LOSS
+        if not math.isfinite(self.grad_norm):
+            return BAD_NORM
+        if self.skipped:
+            return SKIPPED_OUTLIER
+        ordinary = self.limits is None or self.limits.hold(self.loss, self.grad_norm)
+        return OK if ordinary else OUTLIER
 
 
 class StepResult:
     """Hold what one optimizer step came to.
 
-    `figures` have the names of `Outcome`, and `skipped`: whether the update was not applied. They
-    are numbers on a CPU; elsewhere they are tensors on the device, copied to the host at once:
-    `read` waits for that copy alone, not for work queued after it.
+    `figures` have their names in `Outcome`. They are numbers on a CPU; elsewhere they are tensors
+    on the device, copied to the host at once: `read` waits for that copy alone, not for work queued
+    after it.
     """
 
     def __init__(
@@ -140,11 +150,8 @@ class StepResult:
             self._event.synchronize()
             self._values = self._pinned.tolist()
         named: dict[str, Any] = dict(zip(self._names, self._values, strict=False))
-        measured, skipped = self._values[len(named) :], bool(named.pop("skipped"))
-        named["clipped"] = bool(named["clipped"])
-        loss, norm, count = (named[key] for key in ("loss", "grad_norm", "target_tokens"))
-        code = outcome_code(loss, norm, count, skipped, self._limits)
-        return Outcome(code=code, measured=measured, **named)
+        named |= {name: bool(named[name]) for name in ("skipped", "clipped")}
+        return Outcome(**named, measured=self._values[len(named) :], limits=self._limits)
 
 
 def train_step(
@@ -269,25 +276,10 @@ def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits:
     """Return whether the update is skipped, now also as an outlier's; the same on all ranks."""
     if isinstance(skip, bool):
         return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
-    loss_64, norm_64 = loss.double(), norm.double()  # as `outcome_code` compares them
+    loss_64, norm_64 = loss.double(), norm.double()  # as `Limits.hold` compares them
     outside = loss_64.clamp(*limits.loss) != loss_64
     outside |= norm_64.clamp(*limits.norm) != norm_64
     return mesh.maximum(joined, (skip | outside).int()) > 0
-
-
-def outcome_code(
-    loss: float, norm: float, count: float, skipped: bool, limits: Limits | None
-) -> int:
-    """Return what is wrong with a window, or OK; `skipped`: its update was not applied."""
-    if count == 0:
-        return EMPTY
-    if not math.isfinite(loss):
-        return BAD_LOSS
-    if not math.isfinite(norm):
-        return BAD_NORM
-    if skipped:
-        return SKIPPED_OUTLIER
-    return OK if limits is None or limits.hold(loss, norm) else OUTLIER
 
 
 def seed_step(

@@ -43,7 +43,7 @@ def finish_step(loop: Loop) -> int:
     step, loop.pending = loop.pending, None
     seen = step.read()
     count_outcome(loop, seen)
-    if seen.applied:
+    if not seen.skipped:
         progress.updates += 1
         if loop.setup.ema is not None:
             loop.setup.ema.follow()
@@ -151,7 +151,7 @@ def count_outcome(loop: Loop, seen: Outcome) -> None:
         loop.noise.add(*small, seen.grad_norm**2, seen.target_tokens)
     if any(stage.first_step == progress.step for stage in loop.run.stages[1:]):
         outliers.forget()  # the next step has another batch, and other norms
-    if seen.applied:
+    if not seen.skipped:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
         loop.setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         loop.setup.clipping.measures.add(seen.measured)

@@ -27,7 +27,7 @@ from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import finish_alone
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
-from llmexp.train.step import BAD_NORM, Outcome, TrainingFailed
+from llmexp.train.step import Outcome, TrainingFailed
 from llmexp.train.summary import details, say_the_end, summarise
 from tests.conftest import TINY, llmexp
 
@@ -186,7 +186,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 
 def overflow() -> Any:
-    seen = Outcome(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, [])
+    seen = Outcome(96.0, True, 3.0, float("inf"), 1.0, False, 4.0)
     return SimpleNamespace(read=lambda: seen)
 
 

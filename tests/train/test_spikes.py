@@ -14,7 +14,7 @@ import pytest
 from llmexp.metrics.outliers import Limits
 from llmexp.train.spikes import follow_spike, rose_first
 from llmexp.train.state import Progress
-from llmexp.train.step import BAD_NORM, OK, Outcome
+from llmexp.train.step import Outcome
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import weights
 
@@ -148,13 +148,13 @@ def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
     progress = Progress()
     loop = SimpleNamespace(progress=progress)
     limits = Limits((1.0, 3.0), (0.0, 5.0))
-    step = Outcome(BAD_NORM, 0.5, math.inf, math.inf, False, 48.0, 1024.0, [])
+    step = Outcome(48.0, True, 0.5, math.inf, math.inf, False, 1024.0)
     follow_spike(loop, step, limits)
     assert (progress.spikes, progress.spike_tokens, progress.spike_level) == (0, 0, None)
     progress.spike_level = 2.0
     follow_spike(loop, step, limits)
     assert (progress.spike_tokens, progress.spike_level) == (48, 2.0)
-    back = dataclasses.replace(step, code=OK, loss=1.5, grad_norm=1.0)
+    back = dataclasses.replace(step, skipped=False, loss=1.5, grad_norm=1.0)
     follow_spike(loop, dataclasses.replace(back, loss=2.5), None)  # nothing known of new steps yet
     assert (progress.spike_tokens, progress.spike_level) == (96, 2.0)
     follow_spike(loop, back, None)
