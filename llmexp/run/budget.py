@@ -58,16 +58,14 @@ def sized_by(flat: Mapping[str, Any]) -> str:
     return next((key for key in BUDGETS_BY_MODEL if flat.get(key) is not None), "")
 
 
-def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
+def keep_warmup(schedule: dict[str, Any], warmup: Any) -> None:
     """Keep the warm-up of a run that gets another budget at its updates.
 
-    Return whether there was something to keep: the warm-up was a share of the old budget.
+    That changes one that was a share of the old budget.
     """
-    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
-    if not relative or not isinstance(warmup, int):
-        return False
-    schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
-    return True
+    relative = schedule.get("warmup_steps", 0) is None and schedule.get("warmup_ratio")
+    if relative and isinstance(warmup, int):
+        schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
 
 
 def tokens_of(train: Train, price: TokenPrice) -> int | None:

@@ -241,15 +241,15 @@ def read_status(path: Path) -> dict[str, Any]:
     return {}
 
 
-def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
-    """Write the state, the time and what is given into status.json, and return all of it.
+def write_status(path: Path, state: str, **more: Any) -> None:
+    """Write the state, the time and what is given into status.json.
 
     The rest is kept, except the figures of an end when the run goes on. A run that has finished
     stays finished, whatever goes wrong after that.
     """
     before = read_status(path)
     if state == "failed" and before.get("state") == "finished":
-        return before
+        return
     if state == "running":
         before = {key: value for key, value in before.items() if key not in FIGURES}
     status = {**before, "state": state, "updated": time.time(), **more}
@@ -259,7 +259,6 @@ def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _overwrite(path / STATUS, json.dumps(status, allow_nan=False))
-    return status
 
 
 def _overwrite(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ from llmexp.update import faces
 
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
-    """Save a checkpoint of the current step, which is settled; its rows reach the disk first.
+    """Save a checkpoint of the current step, which is finished; its rows reach the disk first.
 
     Without `wait` it returns as soon as the state is copied to host memory, and `advance_save` does
     the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a

@@ -46,7 +46,7 @@ class Due:
 
     @property
     def verdict(self) -> bool:
-        """Return whether the step has to be settled before the next one."""
+        """Return whether the step has to be finished before the next one."""
         return self.row or self.checkpoint or self.sample
 
 

@@ -25,7 +25,7 @@ RISE = 2  # a norm has risen that is more than this many times its level
 
 
 def follow_spike(loop: Loop, seen: Outcome, limits: Limits | None) -> None:
-    """Take a settled step; write spikes/STEP.json and a line where a spike begins with it.
+    """Take a finished step; write spikes/STEP.json and a line where a spike begins with it.
 
     `limits`: the robust ones that held for the step. A step that overflowed begins no spike and
     ends none. Raises Unwritable.

@@ -157,13 +157,13 @@ class StepResult:
 def train_step(
     setup: Setup,
     window: Window,
-    settle_last: Callable[[], int],
+    finish_last: Callable[[], int],
     gradients_ready: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number.
-    `settle_last` returns the number of applied updates. It waits for the verdict on the previous
+    `finish_last` returns the number of applied updates. It waits for the verdict on the previous
     step; asked this late, the device has finished that step and the wait is short.
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
@@ -185,12 +185,12 @@ def train_step(
     skip = must_skip(loss, norm, count)
     if layers is not None:
         layers.before_update()
-    updates = settle_last()
+    updates = finish_last()
     norm_after, clipped, factor = setup.clipping.before_update(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
-    limits = setup.outliers.limits  # by the settled steps: all before this one
+    limits = setup.outliers.limits  # by the finished steps: all before this one
     if limits is not None and setup.skip_outliers:
         skip = skip_outliers(setup.mesh, skip, loss, norm, limits)
     scale = setup.scaler.value

@@ -39,7 +39,7 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parent import find_trunk, parent_of
+from llmexp.train.assembly.parent import find_parent, parent_of
 from llmexp.train.assembly.parts import (
     begin_model,
     build_model,
@@ -47,7 +47,7 @@ from llmexp.train.assembly.parts import (
     build_optimizers,
     built_whole,
     group_shares,
-    initial_notes,
+    initial_warnings,
     named_optimizer,
     prepare_tasks,
     shaped,
@@ -160,26 +160,26 @@ def assemble(
     model = once(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
-    loss, notes = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
+    loss, known = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
     warnings = check_parallel(solved, place, loss)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings += built_whole(solved.model, model, place.layout)
-    warnings += [] if tried or parent else once(initial_notes, *begins_with)
+    warnings += [] if tried or parent else once(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
         at = str(place.device), place.deterministic
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
-    trunk = None if parent else find_trunk(solved, model)
+    parent_run = None if parent else find_parent(solved, model)
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
     tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
     corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
-    parent = parent or parent_of(solved, trunk, corpus)
-    notes |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
-    facts = run_facts(solved, place, loss, tokenizer, corpus, notes)
+    parent = parent or parent_of(solved, parent_run, corpus)
+    known |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
+    facts = run_facts(solved, place, loss, tokenizer, corpus, known)
     run = solve_run(config, solved, facts, corpus, once)
     return Parts(
         config=solved,
@@ -215,8 +215,8 @@ def _loss_on_meta(
         optimizers = build_optimizers(optimizer, bare)
         check_clip(clip, bare, optimizers)
         check_ranks(optimizers, place.layout)
-        notes = {"groups": group_shares(optimizer, bare, optimizers)}
-        return WindowLoss(model), notes | {"parametrization": width_words(bare, optimizers)}
+        known = {"groups": group_shares(optimizer, bare, optimizers)}
+        return WindowLoss(model), known | {"parametrization": width_words(bare, optimizers)}
 
 
 def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:

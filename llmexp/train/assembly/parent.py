@@ -31,7 +31,7 @@ from llmexp.update import precision
 
 
 @dataclass(frozen=True)
-class Trunk:
+class ParentRun:
     """Hold the run and the checkpoint that a fork goes on from, before its data are known."""
 
     path: Path
@@ -40,7 +40,7 @@ class Trunk:
     loaded: loading.Loaded
 
 
-def find_trunk(config: Config, model: nn.Module) -> Trunk | None:
+def find_parent(config: Config, model: nn.Module) -> ParentRun | None:
     """Return what a fork with this solved config goes on from, None for a run that is no fork.
 
     `model` may be without memory. Raises ConfigError for a run, a step or a checkpoint that the
@@ -61,16 +61,16 @@ def find_trunk(config: Config, model: nn.Module) -> Trunk | None:
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)
-    return Trunk(path, tree, recorded, loaded)
+    return ParentRun(path, tree, recorded, loaded)
 
 
-def parent_of(config: Config, trunk: Trunk | None, corpus: Corpus) -> Parent | None:
+def parent_of(config: Config, found: ParentRun | None, corpus: Corpus) -> Parent | None:
     """Return the parent of a fork, with where its data go on; None for a run that is no fork.
 
     Raises ConfigError."""
-    if trunk is None:
+    if found is None:
         return None
-    path, tree, recorded, loaded = trunk.path, trunk.tree, trunk.recorded, trunk.loaded
+    path, tree, recorded, loaded = found.path, found.tree, found.recorded, found.loaded
     step, before = loaded.step, recorded.get("parent") or {}
     try:
         length, first = recorded["sequence_length"], before.get("sequences", 0)

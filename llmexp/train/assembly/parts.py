@@ -62,7 +62,7 @@ def initial_weights(
         raise ConfigError(f"model.init_from={given}: {error}") from None
 
 
-def initial_notes(
+def initial_warnings(
     section: dict[str, Any],
     parent: str | None,
     uses_tokenizer: bool,

@@ -42,9 +42,9 @@ def run_facts(
     loss: WindowLoss,
     tokenizer: Tokenizer,
     corpus: Corpus,
-    notes: dict[str, Any],
+    known: dict[str, Any],
 ) -> Facts:
-    """Return what a run is solved from. `config` is solved; `notes`: parent, rule and warnings."""
+    """Return what a run is solved from. `config` is solved; `known`: facts that others found."""
     model, section = loss.model, fill(config.model, "model")
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
@@ -74,7 +74,7 @@ def run_facts(
         precision_reason=place.reason,
         compiled=place.compiled_because,
         initial=f"{given} ({sizes_in(section)})" if begins_with else None,
-        **notes,
+        **known,
     )
 
 
