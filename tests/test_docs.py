@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -80,6 +81,15 @@ def test_the_keys_of_a_row_are_those_of_the_table():
 
 def test_the_rooms_are_those_of_the_house():
     assert tuple(row[0].strip("`") for row in table("Rooms")) == ROOMS
+
+
+def test_what_decides_is_there():
+    rows = table("Where it is decided")
+    named = [re.findall(r"`([\w/]+\.py):(\w+)`", " ".join(row[1:])) for row in rows]
+    assert len(rows) >= 20
+    assert all(named)
+    for file, name in itertools.chain(*named):
+        assert length(ROOT / "llmexp" / file, name)
 
 
 def test_each_private_api_is_used_and_watched_by_a_test():
