@@ -83,7 +83,7 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
-def own_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
     """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
 
     It is the same on all ranks. Raises ConfigError where ranks see different folders."""
@@ -157,7 +157,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     the folder may be written to. Raises ConfigError and CheckpointError.
     """
     console = open_console(path, parts, joined)
-    loaded, parent = own_checkpoint(path, joined, console), parts.run.parent
+    loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)

@@ -39,7 +39,7 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parent import find_parent, parent_of
+from llmexp.train.assembly.parent import find_trunk, parent_of
 from llmexp.train.assembly.parts import (
     begin_model,
     build_model,
@@ -172,7 +172,7 @@ def assemble(
         at = str(place.device), place.deterministic
         once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
-    parent_run = None if parent else find_parent(solved, model)
+    parent_run = None if parent else find_trunk(solved, model)
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
     tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
     corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
