@@ -59,7 +59,10 @@ class OpenFiles:
         Raises OSError, EOFError where it ends before."""
         if file not in self._handles:
             self._handles[file] = os.open(file, OPENING)
-        read_all(self._handles[file], into, at)
+        while into:
+            if not (count := os.preadv(self._handles[file], [into], at)):
+                raise EOFError("it ends too early")
+            into, at = into[count:], at + count
 
     def whole(self, file: Path) -> BinaryIO:
         """Return a file to be read from its beginning, opened anew where it is not open."""
@@ -101,11 +104,3 @@ def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -
             if file_state(file) == before[file]:
                 continue
         raise CheckpointError(f"{file} was changed while it was read; resume again")
-
-
-def read_all(handle: int, into: memoryview, at: int) -> None:
-    """Fill bytes from an open file, from its byte `at` on. Raises EOFError where it ends before."""
-    while into:
-        if not (count := os.preadv(handle, [into], at)):
-            raise EOFError("it ends too early")
-        into, at = into[count:], at + count

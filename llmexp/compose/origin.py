@@ -104,7 +104,7 @@ def options_of(group: str) -> list[str]:
     return [name for name in there if re.fullmatch(rf"{OPTION}(_\d+)?", name) is None]
 
 
-def refuse_dead(cfg: DictConfig, config: Config, chosen: bool = True) -> None:
+def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:
     """Raise ConfigError for a knob that does nothing where it is set.
 
     That is on the command line to any value but null, and in a file to a value of its own. What

@@ -161,7 +161,7 @@ def evaluate_tasks(
     names: Sequence[str],
     folder: str | None,
     by_item: bool,
-    joined: mesh.Mesh | None = None,
+    joined: mesh.Mesh | None,
 ) -> dict[str, Any]:
     """Return the figures of tasks, and with `by_item` the scores of each item.
 

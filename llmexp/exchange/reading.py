@@ -97,7 +97,7 @@ def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSou
 
 
 def open_checkpoint(
-    path: Path, step: int | None, weights: str = "model", joined: mesh.Mesh | None = None
+    path: Path, step: int | None, weights: str, joined: mesh.Mesh | None = None
 ) -> Loaded:
     """Return the weights of a run's checkpoint, as its `model`.
 

@@ -5,6 +5,7 @@ Each is computed from the run itself, on tensors without memory.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Room:
         return WORKSPACES.get(self.device.name[0], WORKSPACE)
 
 
-def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> Room | None:
+def room_of(parts: Parts, device: Device | None, limit: float | None) -> Room | None:
     """Return the memory of a rank on the device, or on this host; None where it is not known."""
     if device is not None:
         name, there = device.name, device.gib * GIB
@@ -106,14 +107,8 @@ class Forecast:
         It divides the same real batch. None where one sequence is too many.
         """
         sizes = [n for n in range(1, min(at_most, self.whole) + 1) if self.whole % n == 0]
-        low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(cut_to(cut, sizes[middle])):
-                low = middle + 1
-            else:
-                high = middle
-        return cut_to(cut, sizes[low - 1]) if low else None
+        fit = bisect.bisect_left(sizes, True, key=lambda n: not self.fits(cut_to(cut, n)))
+        return cut_to(cut, sizes[fit - 1]) if fit else None
 
 
 def cut_to(cut: Cut, micro: int) -> Cut:

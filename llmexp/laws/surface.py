@@ -40,7 +40,7 @@ def slopes(laws: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.stack([*shares, *(-s * axis for s, axis in zip(shares[1:], x, strict=True))], axis=1)
 
 
-def huber(residuals: np.ndarray, delta: float = DELTA) -> np.ndarray:
+def huber(residuals: np.ndarray, delta: float) -> np.ndarray:
     """Return the sums of Huber's function over the last axis."""
     size = np.abs(residuals)
     inside = np.minimum(size, delta)

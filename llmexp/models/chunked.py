@@ -112,7 +112,7 @@ def _chunked_nll(h_nd: Tensor, weight_vd: Tensor, how: How) -> Made:
 
 
 def chunked_cross_entropy(
-    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
+    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None
 ) -> Tensor:
     """Return (b, t): the terms of `chunked_cross_entropy_sum`, without gradients."""
     how = How(targets_bt.flatten(), Dtypes.of(h_btd, weight_vd), shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import re
@@ -104,10 +105,8 @@ def _nearest(parameters: int, count: Callable[[int], int]) -> tuple[int, str]:
     if most < parameters:
         text = f"{MOST_LAYERS} layers have {most:,} parameters; raise model.shape_rule.aspect"
         raise refuse("model.size", parameters, text)
-    below = above // 2
-    while above - below > 1:
-        middle = (above + below) // 2
-        below, above = (middle, above) if count(middle) < parameters else (below, middle)
+    above = bisect.bisect_left(range(above), parameters, lo=above // 2 + 1, key=count)
+    below = above - 1
     larger = f"depth {above} has {count(above):,} parameters"
     if count(above) == parameters:
         return above, larger

@@ -58,20 +58,16 @@ def fresh_seeds(used: Collection[str], count: int) -> list[str]:
     return list(itertools.islice(free, count))
 
 
-def default_of(key: str) -> Any:
-    """Return the value of a knob that a config does not list; None for one without a default."""
-    return defaults().get(key)
-
-
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two flat configs differ, in order.
 
     A key that one of them does not have yet has its default there.
     """
+    usual = defaults()
     return [
         key
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, default_of(key)) != new.get(key, default_of(key))
+        if old.get(key, usual.get(key)) != new.get(key, usual.get(key))
     ]
 
 
@@ -108,14 +104,6 @@ def _holds(condition: Where, key: str, flat: Mapping[str, Any]) -> bool:
     return not is_ours(flat.get(f"{section}._target_", "llmexp.")) or condition.holds(flat)
 
 
-def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what clipping without a limit amounts to: no clipping."""
-    kind = flat.get("clip.kind")
-    return (
-        {"clip.kind": "none"} if kind != "none" and flat.get(f"clip.max_{kind}", 0) is None else {}
-    )
-
-
 def _settled(flat: Mapping[str, Any]) -> set[str]:
     """Return the keys that decide nothing more, as what follows from them is in the config."""
     found = {"batch.tokens_per_step"} if flat.get("batch.real_batch_size") is not None else set()
@@ -136,7 +124,8 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     of an older run, has its default.
     """
     flat = {**defaults(), **flat}
-    flat = {**flat, **_unlimited(flat)}
+    if flat.get(f"clip.max_{flat.get('clip.kind')}", 0) is None:  # a rule without its limit
+        flat["clip.kind"] = "none"
     without = set(dead(flat)) | _settled(flat)
     for key, knob in fields().items():
         if knob.decides is not None and not _holds(knob.decides, key, flat):

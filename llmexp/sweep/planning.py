@@ -126,7 +126,7 @@ def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
     )
 
 
-def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = False) -> int:
+def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) -> int:
     """Print a row a point, or JSON; a point that would be refused has its reason instead.
 
     Exit code 2 if there is one.

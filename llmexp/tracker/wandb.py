@@ -246,7 +246,7 @@ def import_wandb(temporary: Path | None = None) -> Any:
     return wandb.setup(wandb.Settings(silent=True)).settings
 
 
-def rows_there(path: str, wanted: int, wait_s: float, files: Sequence[str] = ()) -> int:
+def rows_there(path: str, wanted: int, wait_s: float, files: Sequence[str]) -> int:
     """Return how many rows the server has of a run; the last of `wanted` counts with its files.
 
     Waits until they are `wanted`, about `wait_s` at most.

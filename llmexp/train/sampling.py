@@ -62,7 +62,7 @@ def sample(
     return prompt + encoding.decode(new, errors="replace")
 
 
-def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = None) -> str:
+def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None) -> str:
     """Return what the samples of a run begin with: the first words of the validation text.
 
     Nothing, where the start of a document is among the training tokens. A corpus of one document
