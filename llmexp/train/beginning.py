@@ -23,7 +23,7 @@ from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
-from llmexp.settings.config import plain
+from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.system import hardware
@@ -36,6 +36,10 @@ from llmexp.train.spikes import forget_after
 from llmexp.train.state import Loop, Outputs, Progress, saved_parts
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
+
+# Counts of what a rule of clipping did, by their names in a checkpoint: shares at two limits cannot
+# be added.
+OF_CLIPPING = ("norms", "limit", "measures")
 
 
 def log_line(text: str) -> None:
@@ -123,20 +127,12 @@ def restore(
             loading.fill_all(loaded, setup.ema.average, loaded.ema)
         elif setup.ema is not None:  # of a fork whose parent had none
             setup.ema.begin()
-        there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
-        known = [key for key in here if key.startswith("clip.") and key in there]
-        clips = not known or any(here[key] != there[key] for key in known)
+        anew = OF_CLIPPING if forked and clips_otherwise(loaded, config) else ()
         for name, part in saved.items():
-            # older checkpoints have none; a fork with another clip limit starts its clip table
-            # anew, since shares at two limits cannot be added
-            if name in loaded.state and not (
-                forked and clips and name in ("norms", "limit", "measures")
-            ):
+            if name in loaded.state and name not in anew:  # older checkpoints have fewer
                 part.load_state_dict(loaded.state[name])
-        progress, meter = (
-            Progress(**loaded.state["progress"]),
-            Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"]),
-        )
+        progress = Progress(**loaded.state["progress"])
+        meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"])
         if forked:  # what it counts is its own
             progress.best_val_loss, progress.spike_level = None, None
             progress.spikes, progress.spike_tokens, progress.rose_first = 0, 0, {}
@@ -148,6 +144,13 @@ def restore(
         file = loaded.path / loading.STATE
         raise loading.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
     return progress, meter
+
+
+def clips_otherwise(loaded: loading.Loaded, config: Config) -> bool:
+    """Return whether a fork has another rule of clipping than its parent, or none is known."""
+    there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
+    known = [key for key in here if key.startswith("clip.") and key in there]
+    return not known or any(here[key] != there[key] for key in known)
 
 
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
