@@ -162,7 +162,7 @@ def commit_checkpoint(
         write_json(temporary / MANIFEST, about | {"files": files} | sealed)
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
-        if replaced := final.exists():  # it was refused at the resume, or this step not done again
+        if replaced := final.exists():  # such as a damaged one, which no resume took
             shutil.rmtree(old, ignore_errors=True)
             os.rename(final, old)
         try:

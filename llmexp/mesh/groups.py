@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def drawing(self) -> int:
-        """Return a number that ranks share which have to draw the same random numbers."""
+        """Return a number for seeds: ranks that have to draw the same numbers have the same one."""
         return self.rank if self.sequence else self.dp_rank
 
     @property

@@ -20,7 +20,7 @@ def local_part(value: Any) -> Tensor:
 def is_split(value: Any) -> bool:
     """Return whether a value is a DTensor.
 
-    It is told by an attribute, because importing that class costs a second.
+    An attribute shows it, as importing that class costs a second.
     """
     return hasattr(value, "to_local")
 

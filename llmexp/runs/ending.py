@@ -41,7 +41,7 @@ class Left(Enum):
 
 
 def how_it_left(code: int) -> Left:
-    """Return it from an exit code; a negative one is a signal."""
+    """Return how a process left, by its exit code; a negative one is a signal."""
     if code in (-number for number in STOP_SIGNALS) or code > 128:
         return Left.STOPPED
     if code < 0:

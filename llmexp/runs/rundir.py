@@ -295,7 +295,7 @@ def how_to_resume(path: Path) -> str:
 
 
 def allowed_again() -> str:
-    """Return the end of a command that has to allow the same packages again."""
+    """Return ` --allow PACKAGES` for a command to be pasted, where this process allows some."""
     allowed = os.environ.get("LLMEXP_ALLOW")
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
 

@@ -24,8 +24,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write under a temporary name, flush to disk, rename. Raises Unwritable."""
     # pids repeat on other hosts
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
-    # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as
-    # it is.
+    # file names in the text may hold bytes that are no UTF-8
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         with open(temporary, "xb") as f:
@@ -34,7 +33,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        # Writing names no file, and the temporary one is none of theirs.
+        # report the real path, not the temporary one
         raise Unwritable(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):

@@ -152,8 +152,8 @@ def finish_save(loop: Loop, must: bool = False) -> None:
 
     Raises TrainingFailed as `save` does."""
     while loop.saving is not None:
-        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be
-        # missing.
+        # Ask again and again: one wait for a large checkpoint could be longer than ranks may be
+        # silent.
         pause = 0.001
         while mesh.any_rank(loop.mesh, loop.is_writing)[0]:
             time.sleep(pause)

@@ -26,7 +26,7 @@ from llmexp.system.child import DONE, FAILED, PREEMPTED, STOP_SIGNALS, handling,
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import TrainingFailed
 
-REPORT_S = 4.0  # for all ranks that wait in vain to say so
+REPORT_S = 4.0  # for all ranks that miss others to report it
 
 
 def supervise(path: Path, parts: Parts) -> tuple[int, str]:
@@ -62,7 +62,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     if code in (DONE, PREEMPTED):
         return code, ""
     sys.stderr.write(account["trace"])
-    return account["exit_code"], told(account)
+    return account["exit_code"], reported(account)
 
 
 def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
@@ -164,7 +164,7 @@ def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: 
     while True:
         notes = notes_of_this_start(path, world_size)
         if failed := [note for note in notes if "text" in note]:
-            return told(failed[0])
+            return reported(failed[0])
         if time.monotonic() > end:
             break
         time.sleep(0.1)
@@ -222,7 +222,7 @@ def this_start() -> str:
     return " ".join(env.get(name, "") for name in names)
 
 
-def told(account: dict[str, Any]) -> str:
+def reported(account: dict[str, Any]) -> str:
     """Return what a rank said of its failure, and which rank it was if only the trace tells."""
     who = f" (rank {account['rank']} on {account['host']})" if account["trace"] else ""
     return f"{account['text']}{who}"

@@ -109,12 +109,12 @@ class Layers:
     def _watch(
         self, stack: ExitStack, name: str, block: Any, found: dict[str, dict[str, Tensor]]
     ) -> None:
-        """Let a block tell its figures as it runs; modules that it lacks have none.
+        """Add hooks to a block that put its figures into `found` as it runs.
 
-        The hooks for it go with the stack.
+        The hooks are removed with the stack; a module that the block lacks has no figures.
         """
-        told = [(block, "residual_rms"), *((getattr(block, p, None), f"{p}_rms") for p in _PARTS)]
-        for module, figure in told:
+        rms = [(getattr(block, part, None), f"{part}_rms") for part in _PARTS]
+        for module, figure in [(block, "residual_rms"), *rms]:
             if isinstance(module, nn.Module):
                 hook = _keeps(found[figure], name)
                 stack.callback(module.register_forward_hook(hook).remove)

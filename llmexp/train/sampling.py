@@ -65,9 +65,8 @@ def sample(
 def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None) -> str:
     """Return what the samples of a run begin with: the first words of the validation text.
 
-    Nothing, where the start of a document is among the training tokens. A corpus of one document
-    has no such start, and its token is not trained; under a document mask (`document_end`) what
-    follows that token is no target.
+    Empty where the model has learnt how documents begin: what follows the token between them was a
+    target. It was not in a corpus of one document, nor under a document mask (`document_end`).
     """
     if not corpus.is_text:
         return ""

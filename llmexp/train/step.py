@@ -33,7 +33,7 @@ class TrainingFailed(RuntimeError):
 
 
 class _Clipping(Protocol):
-    """Name what a step asks of its rule of clipping, which is `llmexp.train.clipping.Rule`."""
+    """The calls of `llmexp.train.clipping.Rule` in a step, which needs no config to be read."""
 
     limit: Limit  # of the norm
     measures: Any  # `metrics.rules.Measures`: counts what it looks at besides the norm
