@@ -44,14 +44,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     for rows in (out.rows, out.layers):
         if rows is not None:
             rows.sync()
-    geometry = {
-        k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")
-    }
-    meta = {
-        "tokens_seen": tokens_seen,
-        "geometry": {**geometry, "parallelism": run.parallelism},
-        **loop.fixed,
-    }
+    sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
+    geometry = {name: getattr(run, name) for name in sizes}
+    meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
     parts = saved_parts(setup, loop.norms, loop.noise)
     state = {
         "progress": dataclasses.asdict(progress),

@@ -176,8 +176,11 @@ def environment(parts: Parts) -> dict[str, str]:
     Secrets, which are renewed, have none. A mark has four hex digits: too few to find the value by.
     """
     names = VARIABLE.findall(str(list(fixed_part(plain(parts.config)).values())))
-    values = {name: os.environ.get(name, "") for name in names if not is_secret(name)}
-    return {k: hashlib.sha256(v.encode()).hexdigest()[:4] for k, v in values.items()}
+    return {
+        name: hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
+        for name in names
+        if not is_secret(name)
+    }
 
 
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:

@@ -89,7 +89,7 @@ def go_on(path: Path) -> int:
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     request = {key: recorded.get(key) for key in folder.RECORDED}
-    return begin_run(path, parts, request, record_late=rundir.saved_step(path) is not None)
+    return begin_run(path, parts, request, record_late=rundir.newest_step(path) is not None)
 
 
 def begin_run(
