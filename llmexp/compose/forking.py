@@ -64,7 +64,7 @@ def existing_run(given: str) -> tuple[Path, int | None]:
     rundir.check_plain(path)
     if not rundir.is_run(path):
         raise ConfigError(f"fork.run={given}: {rundir.why_no_run(path)}")
-    if not rundir.saved_steps(path):
+    if rundir.newest_step(path) is None:
         raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
     return path, step
 
@@ -78,7 +78,7 @@ def with_steps(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
     steps = [o for o in overrides if key_of(o) == "fork.step"]
     if not forks or (steps and not steps[-1].endswith("=null")):
         return list(words)
-    named = [(run, rundir.saved_steps(run)[-1] if at is None else at) for run, at in forks]
+    named = [(run, rundir.newest_step(run) if at is None else at) for run, at in forks]
     if len({step for _, step in named}) == 1 and not any(at for _, at in forks):
         return [*words, f"fork.step={named[0][1]}"]
     last = [o for o in overrides if key_of(o) == "fork.run"][-1]
@@ -160,7 +160,7 @@ def settle(
     if fork.get("step") is None:
         before = rundir.read_run(folder()).get("parent") or {}
         same = before.get("folder") == str(run)
-        fork["step"] = before.get("step") if same else rundir.saved_steps(run)[-1]
+        fork["step"] = before.get("step") if same else rundir.newest_step(run)
     schedule, step = tree.get("schedule"), fork["step"]
     if not isinstance(schedule, dict) or not isinstance(step, int):
         return run

@@ -86,9 +86,8 @@ def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSou
         )
     path, step = named_checkpoint(str(folder))
     if step is None:
-        if not (steps := rundir.saved_steps(path)):
+        if (step := rundir.newest_step(path)) is None:
             raise ConfigError("has no checkpoint yet")
-        step = steps[-1]
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
             raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS

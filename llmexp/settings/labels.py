@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llmexp.settings.values import as_yaml
+
 ALIASES = {
     "batch.gradient_accumulation_steps": "accum",
     "batch.micro_batch_size": "micro",
@@ -50,9 +52,7 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 def short_value(value: Any) -> str:
     """Return a value as YAML has it, numbers with at most six digits, our functions by name."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
+    text = str(as_yaml(value))
     if text.startswith("llmexp."):
         return text.rpartition(".")[2]
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
