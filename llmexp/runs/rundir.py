@@ -23,7 +23,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.convert import build, renamed
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable, read_json, write_json
-from llmexp.system.text import first_of
+from llmexp.system.text import as_dict, first_of
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -236,8 +236,7 @@ def last_written(path: Path) -> float:
 def read_status(path: Path) -> dict[str, Any]:
     """Return status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
-        status = read_json(path / STATUS)
-        return status if isinstance(status, dict) else {}
+        return as_dict(read_json(path / STATUS))
     return {}
 
 
