@@ -18,10 +18,7 @@ def local_part(value: Any) -> Tensor:
 
 
 def is_split(value: Any) -> bool:
-    """Return whether a value is a DTensor.
-
-    An attribute shows it, as importing that class costs a second.
-    """
+    """Return whether a value is a DTensor, by an attribute: that class takes a second to import."""
     return hasattr(value, "to_local")
 
 

@@ -116,9 +116,8 @@ class Outcome:
 class StepResult:
     """Hold what one optimizer step came to.
 
-    `figures` have their names in `Outcome`. They are numbers on a CPU; elsewhere they are tensors
-    on the device, copied to the host at once: `read` waits for that copy alone, not for work queued
-    after it.
+    `figures` have their names in `Outcome`: numbers on a CPU, else tensors on the device, copied to
+    the host at once. `read` waits for that copy alone, not for work queued after it.
     """
 
     def __init__(
