@@ -137,6 +137,7 @@ if address := os.environ.get("LLMEXP_TEST_FORKS"):
         ["llmexp.train"],
         ["llmexp.sweep.check"],
         ["llmexp.forecast.fitting"],
+        ["torch.distributed.run"],
         ["tests.tracker.worker"],
         ["wandb"],
     )
