@@ -278,6 +278,7 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         "checkpoint.async=true",
         "model.parametrization=mup",
         "model.base_width=4",
+        "model.n_layers=1",
     ]
     stayed = train(tmp_path, "stayed", *settings)
     run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
@@ -326,7 +327,7 @@ def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see
     test_invariance), with two micro-batches a rank."""
     settings = [*settings, "train.max_steps=4", "schedule=constant", *more]
-    settings.append("batch.micro_batch_size=2")
+    settings += ["batch.micro_batch_size=2", "model.n_layers=1"]
     run = train(tmp_path, "run", *settings, *(FOUR if kind == "fsdp_tp" else TWO))
     # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
     # less room.
