@@ -111,13 +111,13 @@ ONE = [0.0] + [4.0] * 7
 
 
 def test_a_sweep_that_stops_by_itself_errs_seldom_and_costs_less(tmp_path, monkeypatch):
-    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 30)
-    assert at_most(alarms, 0.05, 30)
+    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 20)
+    assert at_most(alarms, 0.05, 20)
     _, power, runs = simulated(tmp_path, monkeypatch, SPREAD, 12)
     # Over twelve sweeps the ratio of two counts near sixty has an sd of some 0.05.
     assert power > 0.75
     assert runs < 0.9
-    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 6)
+    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 4)
     assert runs < 0.65
 
 
@@ -331,9 +331,10 @@ def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
     ],
 )
 def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
-    """A plan of it, too."""
+    """A plan of it, too: of what the command line shows, and of what the points do."""
     command = ["-m", *RUN, *GRID, "sweep.decide=true", "hydra.sweep.dir=s", *given]
-    for done in (llmexp(name, *command, cwd=tmp_path) for name in ("train", "plan")):
+    names = ["train", "plan"] if "seeds" in refused else ["train"]
+    for done in (llmexp(name, *command, cwd=tmp_path) for name in names):
         assert done.code == 2
         assert refused in " ".join(done.err.split())
     assert not (tmp_path / "s").exists()

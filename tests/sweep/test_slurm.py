@@ -359,6 +359,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
 @needs_slurm
 def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     """Not where srun was typed, an address that nothing answers here."""
+    forks.ALLOWED = True  # the nodes' processes too: nothing here ends or limits them
     auto = ["batch.micro_batch_size=auto", "batch.memory_gib=8", "train.max_steps=3",
             "batch.real_batch_size=4"]  # fmt: skip
     two = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1"]

@@ -490,7 +490,7 @@ ANY = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, data):
     tree = whole_ledger()
