@@ -115,7 +115,7 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
 
 def test_documents_in_bf16_are_attended_to_in_fp32(monkeypatch):
     """Where autocast is on: their kernels in bf16 would be kept for each length of a document."""
-    monkeypatch.setattr(documents, "SHORT", 1)
+    monkeypatch.setattr(documents, "_SHORT", 1)
     torch.manual_seed(0)
     tokens = torch.randint(0, END, (1, 60))
     tokens[0, [4, 21, 40]] = END
