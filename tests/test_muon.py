@@ -115,7 +115,9 @@ def _rank(rank: int, folder: str) -> None:
 
 def test_ranks_that_share_the_work_find_what_one_rank_finds(tmp_path: Path):
     """To the bit: whole on each rank, and split over them."""
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        _rank, args=(str(tmp_path),), nprocs=RANKS, start_method="fork"
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
