@@ -40,7 +40,7 @@ def with_environment(
     _check_variables(env)
     for key, variable in VARIABLES.items():
         text = env.get(variable, "").strip()
-        if not text:
+        if not text or (key == "mode" and filled.get("kind") != "wandb"):  # others have no mode
             continue
         value: Any = text
         if key == "tags":

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.settings.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
     MirrorPosition,
@@ -171,6 +172,15 @@ def test_the_environment_fills_in() -> None:
     assert with_environment(EMPTY, {})[0]["project"] == "llmexp"
     none = EMPTY | {"kind": "none"}
     assert with_environment(none, ENV) == (none, [])
+
+
+@pytest.mark.parametrize("kind", ["mlflow", "tensorboard", "trackio"])
+def test_wandbs_mode_is_no_other_trackers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be set for all commands of a shell, and such a tracker refuses a mode."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with hydra_app(None) as hydra:
+        cfg, _ = compose(hydra, [f"tracker={kind}"])
+        assert typed_config(cfg).tracker.mode == "auto"
 
 
 def test_the_config_goes_before_the_environment_with_a_line() -> None:
