@@ -441,6 +441,9 @@ def browser():
         chromium.close()
 
 
+SLOW_MS = 180_000  # a page has to be there by then, on a machine that does much else too
+
+
 @pytest.fixture
 def show(browser, tmp_path):
     """Opens the page of a comparison; at the end nothing may have gone wrong in it, or been asked
@@ -454,6 +457,7 @@ def show(browser, tmp_path):
             where.write_text(page(made), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
         contexts.append(context)
+        context.set_default_timeout(SLOW_MS)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -464,7 +468,7 @@ def show(browser, tmp_path):
             ),
         )
         tab.goto(where.as_uri())
-        tab.wait_for_selector("html[data-ready]", timeout=60_000)
+        tab.wait_for_selector("html[data-ready]")
         return tab
 
     yield opened

@@ -17,7 +17,15 @@ from llmexp.laws.law import Estimate
 from llmexp.laws.page import page
 from llmexp.laws.power import Power
 from llmexp.laws.table import to_json
-from tests.compare.test_page import BROKEN, EVIL, Outline, array, browser, figures  # noqa: F401
+from tests.compare.test_page import (  # noqa: F401
+    BROKEN,
+    EVIL,
+    SLOW_MS,
+    Outline,
+    array,
+    browser,
+    figures,
+)
 from tests.laws.planted import LAWS, csv_of, ladder
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -90,6 +98,7 @@ def test_the_page_fits_a_desk_and_a_phone(browser, tmp_path, capsys, scheme):  #
     assert command(["fit", *paths, "--predict", "1e22", "--html", str(where)]) == 0
     wrong: list[str] = []
     context = browser.new_context(viewport={"width": 1400, "height": 844}, color_scheme=scheme)
+    context.set_default_timeout(SLOW_MS)
     tab = context.new_page()
     tab.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -97,7 +106,7 @@ def test_the_page_fits_a_desk_and_a_phone(browser, tmp_path, capsys, scheme):  #
         "request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or wrong.append(r.url)
     )
     tab.goto(where.as_uri())
-    tab.wait_for_selector("html[data-ready]", timeout=60_000)
+    tab.wait_for_selector("html[data-ready]")
     for width in (1400, 390):
         tab.set_viewport_size({"width": width, "height": 844})
         tab.wait_for_function(
