@@ -239,6 +239,8 @@ def test_a_fork_may_give_an_argument_that_its_parent_left_out(tmp_path):
     for target, added in (("library.library", "++"), ("optim.adamw", "")):
         (parent / "config.yaml").write_text(f"optimizer: {{_target_: llmexp.update.{target}}}")
         assert opened(betas, [f"fork.run={parent}", betas]) == f"{added}{betas}"
+    (parent / "config.yaml").write_text("optimizer: 3")  # refused later, in words
+    assert opened(betas, [f"fork.run={parent}", betas]) == betas
     assert opened(betas, [betas]) == betas
 
 

@@ -21,7 +21,7 @@ class Prepared:
     """Hold what `llmexp prepare` made ready.
 
     Counts are of tokens. `sources` has a row for each source of data=corpus, with the keys of
-    HEADS; `bytes_per_token` is in bytes.
+    _HEADS; `bytes_per_token` is in bytes.
     """
 
     description: str

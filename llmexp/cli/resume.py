@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     _, step = named_checkpoint(str(path))  # it says what is missing
     words = " ".join([typed("fork.run", path), *map(pasteable, args.overrides)])
     way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
-    raise ConfigError(f"{path}: {way}: llmexp train {words}")
+    raise ConfigError(f"{path}: {way}: llmexp train {words}{rundir.allowed_again()}")
 
 
 def resume_run(path: Path, overrides: Sequence[str]) -> int:
@@ -61,7 +61,9 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
             text = f"this run is finished, so {words} would change nothing"
             fork = typed("fork.run", path)
             way = "to train on, give a longer budget (train.max_steps=...), or fork it"
-            raise ConfigError(f"{path}: {text}; {way}: llmexp train {fork} {words}")
+            raise ConfigError(
+                f"{path}: {text}; {way}: llmexp train {fork} {words}{rundir.allowed_again()}"
+            )
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):

@@ -24,7 +24,7 @@ from llmexp.system.text import duration, number
 class Step:
     """Propose what to do next: a command, its cost, and why."""
 
-    rule: str  # the name of a rule of RULES, or nothing
+    rule: str  # the name of a rule of NEXT_RULES, or nothing
     why: str
     words: tuple[str, ...] = ()  # of the command, after `llmexp`; none where there is none
     runs: int = 0
@@ -101,7 +101,8 @@ class Known:
         found = {}
         for e in (e for e in self.f.settings if not e.values.get(TWIN)):
             given, config = self.overrides[e.runs[0].path], e.runs[0].config
-            known = all(key in given or key.lstrip("+") in config for key in self.keys)
+            known = self.sweep or isinstance(e.runs[0].facts.get("overrides"), list)
+            known = known and all(key in given or key.lstrip("+") in config for key in self.keys)
             if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
                 own = ((key, given.get(key)) for key in self.keys)
                 found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}

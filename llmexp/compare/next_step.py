@@ -1,6 +1,6 @@
 """Propose the one command that would tell most about runs, with its cost.
 
-The rules are asked in the order of `RULES`; the first one that has a step says it.
+The rules are asked in the order of `NEXT_RULES`; the first one that has a step says it.
 """
 
 from __future__ import annotations
@@ -280,12 +280,11 @@ def _alone(k: Known) -> Step | None:
 def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
     f, ranked = k.f, k.f.ranked
-    if len(ranked) == 1 and len(ranked[0].seeds) == 2 and f.is_loss:
-        return _alone(k)
-    if len(ranked) < 2 or not f.is_loss or not f.comparable:
+    alone = len(ranked) == 1 and len(ranked[0].seeds) == 2
+    if not (f.is_loss and (alone or (len(ranked) > 1 and f.comparable))):
         return Step("nothing", f.headline)
     if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
-        return None
+        return _alone(k) if alone else None
     why = "the folders do not say how to make such runs"
     if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in f.settings):
         why = "each seed goes on from a trunk of its own, so more seeds need more trunks"

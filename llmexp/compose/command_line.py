@@ -21,6 +21,7 @@ from llmexp.compose.overrides import key_of, parsed
 from llmexp.runs.rundir import read_config
 from llmexp.settings.rules import LIBRARY_TARGET
 from llmexp.settings.values import ConfigError, Parser, pasteable, typed
+from llmexp.system.text import as_dict
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -141,7 +142,7 @@ def opened(override: str, beside: Sequence[str]) -> str:
     """
     starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
     if override.startswith("optimizer.") and "optimizer=library" not in beside:
-        there = [read_config(run).get("optimizer", {}) for run in parents_in(beside)]
+        there = [as_dict(read_config(run).get("optimizer")) for run in parents_in(beside)]
         named = any(part.get("_target_") == LIBRARY_TARGET for part in there)
     else:
         named = override.startswith("optimizer.")

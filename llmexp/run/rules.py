@@ -1,6 +1,6 @@
 """Set rate, batch, weight decay and beta2 by a rule, from the size of a run.
 
-All rules are power laws through a reference (`settings.rules.RULES`), solved in one order:
+All rules are power laws through a reference (`settings.rules.SCALING_RULES`), solved in one order:
 parameters N, tokens D and FLOPs C of the budget, tokens per step B, rate, weight decay, beta2.
 """
 

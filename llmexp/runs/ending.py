@@ -1,7 +1,8 @@
 """Decide how a run ended: one table for everybody who watches runs.
 
 A run records itself how it ended, in status.json. Its watcher (the command, a sweep, Slurm, Ray, an
-agent of ranks, a later look) decides by RULES whether that stands, and writes what is missing.
+agent of ranks, a later look) decides by ENDING_RULES whether that stands, and writes what is
+missing.
 """
 
 from __future__ import annotations

@@ -248,6 +248,14 @@ def test_a_setting_alone_gets_more_seeds_than_two(tmp_path, sweep):
     assert step.words[-1] == ("train.seed=1,3,2,4" if sweep else "train.seed=2,4")
 
 
+def test_a_setting_alone_whose_runs_do_not_say_how_they_were_made_gets_no_command(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", seed=seed)
+    step = step_of(tmp_path)
+    assert (step.rule, step.words) == ("nothing", ())
+    assert step.why.startswith("the folders do not say how to make such runs. seeds 1 and 2: ")
+
+
 @pytest.mark.parametrize("known", [{}, {"tokens_per_step": None}])
 def test_unequal_budgets_are_made_equal(tmp_path, known):
     """Also where run.json does not say how long a step is."""
@@ -314,12 +322,15 @@ def test_what_is_proposed_can_be_pasted_and_run(tmp_path):
     assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 4
 
 
-@pytest.mark.parametrize("trunks", [("t1", "t2"), ("t1", "t1")])
-def test_why_nothing_is_proposed_of_forks(tmp_path, trunks):
+@pytest.mark.parametrize(
+    ("trunks", "lrs"),
+    [(("t1", "t2"), (1.0, 2.0)), (("t1", "t2"), (1.0,)), (("t1", "t1"), (1.0, 2.0))],
+)
+def test_why_nothing_is_proposed_of_forks(tmp_path, trunks, lrs):
     """Seeds with a trunk each; forks beside the run that they go on from."""
     several = len(set(trunks)) > 1
     make_run(tmp_path / "t1", facts={"overrides": ["model=gpt_tiny", "optimizer.lr=1.0"]})
-    for lr in (1.0, 2.0):
+    for lr in lrs:
         for seed, trunk in enumerate(trunks, 1):
             words = [f"fork.run={trunk}", f"optimizer.lr={lr}"]
             facts = {"parent": {"folder": trunk, "step": 0, "setting": "x"}, "overrides": words}

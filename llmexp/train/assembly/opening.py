@@ -123,8 +123,8 @@ def export_run(
 ) -> Exported:
     """Write a checkpoint as a folder of Hugging Face.
 
-    `checkpoint`: run, step and weights, as for `open_checkpoint`; `dtype`: a key of DTYPES, None:
-    as trained; `check` as in `export`. Raises ConfigError.
+    `checkpoint`: run, step and weights, as for `open_checkpoint`; `dtype`: a key of EXPORT_DTYPES,
+    None: as trained; `check` as in `export`. Raises ConfigError.
     """
     path, step, weights = checkpoint
     config = rundir.built_config(path)
