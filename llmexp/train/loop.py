@@ -21,7 +21,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.targets import place
 from llmexp.system import hardware
 from llmexp.system.child import STOP
-from llmexp.train.checkpointing import advance_save, save
+from llmexp.train.checkpointing import advance_save, finish_save, save
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.layers import row_of
@@ -123,6 +123,7 @@ def train(loop: Loop) -> str:
         profiler.stop()  # writes a trace that the end of the run has cut short
     if progress.step < max_steps:
         return "preempted"
+    finish_save(loop)  # without checkpoint.last one may be on its way
     if progress.updates == 0:
         raise TrainingFailed(
             f"none of the {progress.step:,} steps applied an update: every window had no valid "

@@ -245,6 +245,33 @@ def test_ranks_save_by_time_together(tmp_path, settings, whole):
     assert exact(run) == exact(whole)
 
 
+SLOW_SAVE = """
+import pathlib, time
+from llmexp.checkpoint import saving
+
+real = saving.write_pieces
+
+def write(*arguments):
+    time.sleep(1)
+    real(*arguments)
+
+saving.write_pieces = write
+
+def hook(event, context):
+    if event == "saved":
+        pathlib.Path(f"saved-{context.step}").touch()
+"""
+
+
+def test_a_run_that_ends_commits_the_checkpoint_on_its_way(tmp_path, settings):
+    (tmp_path / "late.py").write_text(SLOW_SAVE)
+    more = ["checkpoint.every=2", "checkpoint.last=false", "checkpoint.async=true"]
+    more += ["--allow", "late", "hooks=[late.hook]", "train.max_steps=3", "train.eval_every=null"]
+    run = train(tmp_path, "run", *settings, *more, *TWO)
+    assert [p.name for p in (run.folder / "checkpoints").iterdir()] == ["step_00000002"]
+    assert (tmp_path / "saved-2").exists()
+
+
 LEAVING = """
 import torch
 
