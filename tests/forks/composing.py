@@ -71,6 +71,10 @@ def _configs() -> None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.scheme() not in ("file", "pkg"):
             return read(self, config_path)
+        if source.scheme() == "pkg" and source.provider != "hydra":  # its file may change
+            found = read(self, config_path)
+            found.key = object()
+            return found
         key: tuple[str, ...] = (source.provider, source.path, config_path)
         if source.scheme() == "file":
             path = Path(source.path, source._normalize_file_name(config_path))
