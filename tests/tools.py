@@ -11,14 +11,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from llmexp.__main__ import run
 from llmexp.metrics.keys import TIMINGS
 from llmexp.models.loss import WindowLoss
 from tests.conftest import ROOT, Result
+
+
+def run_here(capfd: pytest.CaptureFixture[str], *arguments: str) -> Result:
+    """`llmexp ARGUMENTS` in this process: most of a command that is refused is its start."""
+    capfd.readouterr()
+    code = run(list(arguments))
+    return Result(code, *capfd.readouterr(), Path.cwd())
 
 
 def printed(command: str, text: str) -> Any:

@@ -15,7 +15,7 @@ from llmexp.compare.screening import design, discoveries, screen
 from llmexp.compare.table import to_json
 from llmexp.sweep.main import size_of
 from tests.conftest import TINY, llmexp
-from tests.tools import printed
+from tests.tools import printed, run_here
 
 
 @pytest.mark.parametrize(("factors", "runs"), [
@@ -203,7 +203,8 @@ def test_auto_takes_as_many_runs_as_find_something():
     ([*KEYS, "sweep.decide=true"], "sweep.decide=true: does not go with a screen"),
     ([*KEYS, "sweep.halving=0.5"], "sweep.halving=0.5: does not go with a screen"),
 ])  # fmt: skip
-def test_what_cannot_be_a_screen_is_refused(tmp_path, words, says):
-    refused = llmexp("plan", "--screen", *QUICK, *words, cwd=tmp_path)
+def test_what_cannot_be_a_screen_is_refused(tmp_path, monkeypatch, capfd, words, says):
+    monkeypatch.chdir(tmp_path)
+    refused = run_here(capfd, "plan", "--screen", *QUICK, *words)
     assert refused.code == 2
     assert says in refused.err

@@ -19,7 +19,7 @@ from llmexp.runs.rows import read_rows
 from llmexp.settings.values import typed
 from llmexp.train import folder
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.tools import contents, cut_after, exact, same_state, wait_for
+from tests.tools import contents, cut_after, exact, run_here, same_state, wait_for
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
 # different beats.
@@ -73,7 +73,7 @@ def test_saved_by_time_and_resumed_is_bit_equal(whole, tmp_path):
     assert exact(cut) == exact(result)
 
 
-def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path):
+def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path, capfd):
     copy = cut_after(whole[0], tmp_path, 15)
     for path in (copy / "config.yaml", copy / "checkpoints/step_00000015/manifest.json"):
         text = path.read_text()
@@ -83,10 +83,8 @@ def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path):
     again = llmexp("resume", str(copy), cwd=tmp_path)
     assert again.code == 0, again.err
     assert exact(Result(0, "", "", copy)) == exact(whole[0])
-    gone = llmexp(
-        "train", *TINY, "optimizer._target_=llmexp.optim.adamw", f"hydra.run.dir={tmp_path}/new",
-        cwd=tmp_path,
-    )  # fmt: skip
+    given = ["optimizer._target_=llmexp.optim.adamw", f"hydra.run.dir={tmp_path}/new"]
+    gone = run_here(capfd, "train", *TINY, *given)
     assert gone.code == 2
     assert "for example optimizer._target_=llmexp.update.optim.adamw" in gone.err
 
@@ -138,8 +136,13 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
     same_state(resumed.checkpoint(15), result.checkpoint(15))
 
 
+# INT and TERM are slow: both of them stop a run that goes on in tests/faults/test_kills.py.
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+    "number",
+    [
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM)),
+        signal.SIGKILL,
+    ],
 )
 def test_a_signal_in_mid_run(whole, tmp_path, number):
     """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the
@@ -164,7 +167,8 @@ def test_a_signal_in_mid_run(whole, tmp_path, number):
     same_state(run.checkpoint(20), result.checkpoint(20))
 
 
-def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path):
+@pytest.mark.usefixtures("forking")
+def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path, capfd):
     result, settings = whole
     copy = cut_after(result, tmp_path, 10)
     command = ["train", *TINY, *settings, f"hydra.run.dir={copy}", "checkpoint.resume=auto"]
@@ -173,19 +177,20 @@ def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path)
     assert exact(finished) == exact(result)
     before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()}
     for again in (command, ["resume", str(copy)]):
-        done = llmexp(*again, cwd=tmp_path)
+        done = run_here(capfd, *again)
         assert done.code == 0
         assert "nothing to do" in done.out
-    changed = llmexp("resume", str(copy), "train.log_every=7", cwd=tmp_path)
+    changed = run_here(capfd, "resume", str(copy), "train.log_every=7")
     assert changed.code == 2
     assert "this run is finished, so train.log_every=7 would change nothing" in changed.err
     assert {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()} == before
-    refused = llmexp("train", *TINY, *settings, f"hydra.run.dir={copy}", cwd=tmp_path)
+    refused = run_here(capfd, "train", *TINY, *settings, f"hydra.run.dir={copy}")
     assert refused.code == 2
     assert "holds a run already (state: finished)" in refused.err
 
 
-def test_commands_to_copy_hold_paths_with_spaces(whole, tmp_path):
+@pytest.mark.usefixtures("forking")
+def test_commands_to_copy_hold_paths_with_spaces(whole, tmp_path, capfd):
     result, settings = whole
     path = tmp_path / "my runs" / "one (1), it's"
     shutil.copytree(result.folder, path)
@@ -194,7 +199,7 @@ def test_commands_to_copy_hold_paths_with_spaces(whole, tmp_path):
         (["train", *TINY, *settings, f'hydra.run.dir="{path}"'], 2, "llmexp resume"),
         (["average", str(path), "--last", "2"], 0, "llmexp evaluate"),
     ):
-        done = llmexp(*command, cwd=tmp_path)
+        done = run_here(capfd, *command)
         assert done.code == code, done.err
         (line,) = re.findall(r"llmexp (?:train|resume|evaluate) .*", done.out + done.err)
         assert line.replace("'", "").startswith(pasted)
@@ -211,13 +216,12 @@ def test_an_override_to_copy_is_what_hydra_reads(path):
     assert parsed([word])[0].value() == path
 
 
-def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
+@pytest.mark.usefixtures("forking")
+def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path, capfd):
     result, settings = whole
     copy = cut_after(result, tmp_path, 10)
     command = ["train", *TINY, *settings, f"hydra.run.dir={copy}", "checkpoint.resume=auto"]
-    refused = llmexp(
-        *command, "model.d_ff=32", "optimizer.lr=0.5", "train.eval_tokens=24", cwd=tmp_path
-    )
+    refused = run_here(capfd, *command, "model.d_ff=32", "optimizer.lr=0.5", "train.eval_tokens=24")
     assert refused.code == 2
     assert (
         "train.eval_tokens (32768 there, 24 here)" in refused.err
@@ -230,17 +234,18 @@ def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
     assert Result(0, "", "", copy).json("run.json")["gradient_accumulation_steps"] == 1
 
 
-def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path):
+@pytest.mark.usefixtures("forking")
+def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path, capfd):
     """What changes results is also in each checkpoint; how the run is executed may be edited."""
     result, _ = whole
     copy = cut_after(result, tmp_path, 10)
-    absent = llmexp("resume", str(copy), "optimizer.name=Lion", cwd=tmp_path)
+    absent = run_here(capfd, "resume", str(copy), "optimizer.name=Lion")
     assert "optimizer.name: the optimizer that the run folder has takes no such" in absent.err
     config = copy / "config.yaml"
     config.write_text(
         config.read_text().replace("seed: 1234", "seed: 99").replace("lr: 0.01", "lr: 0.02")
     )
-    refused = llmexp("resume", str(copy), cwd=tmp_path)
+    refused = run_here(capfd, "resume", str(copy))
     assert refused.code == 2
     assert "step_00000010: is another run" in refused.err
     assert "optimizer.lr (0.01 there, 0.02 here), train.seed (1234 there, 99 here)" in refused.err
@@ -275,7 +280,8 @@ def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path
     assert "all 1 checkpoints are damaged" in refused.err
 
 
-def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tmp_path):
+@pytest.mark.usefixtures("forking")
+def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tmp_path, capfd):
     result, _ = whole
     copy = cut_after(result, tmp_path, 15)
     status = {
@@ -293,7 +299,7 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
     (copy / "run.json").write_text("{")
     for name, good in (("run.json", None), ("metrics.jsonl", rows)):
         before = contents(copy)
-        refused = llmexp("resume", str(copy), "train.eval_every=7", cwd=tmp_path)
+        refused = run_here(capfd, "resume", str(copy), "train.eval_every=7")
         assert refused.code == 2
         assert f"{copy / name}" in refused.err
         assert "Traceback" not in refused.err
@@ -310,7 +316,7 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
     assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_refusal_by_one_file_of_rows_leaves_the_others(whole, tmp_path, ranks):
     """Several ranks read the changed config from the folder; it is put back."""
     result, _ = whole
@@ -340,16 +346,11 @@ def test_a_run_that_is_refused_leaves_what_another_process_has_begun_there(whole
     assert not any(file.exists() for file in folder.describing(copy))
 
 
-def test_resume_of_nothing(tmp_path):
-    assert llmexp("resume", "nowhere", cwd=tmp_path).code == 2
-    refused = llmexp(
-        "train",
-        *TINY,
-        "data=synthetic",
-        "hydra.run.dir=new",
-        "checkpoint.resume=must",
-        cwd=tmp_path,
-    )
+def test_resume_of_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert run_here(capfd, "resume", "nowhere").code == 2
+    given = ["data=synthetic", "hydra.run.dir=new", "checkpoint.resume=must"]
+    refused = run_here(capfd, "train", *TINY, *given)
     assert refused.code == 2
     assert "no run to resume" in refused.err
     assert not (tmp_path / "new").exists()
@@ -377,19 +378,10 @@ def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
     same_state(run.checkpoint(20), result.checkpoint(20))
 
 
-def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
+def test_a_run_of_before_a_knob_goes_on_with_its_default(whole, tmp_path):
     """Its config.yaml lacks the keys that have come since, and has one that is gone."""
-    whole = train(tmp_path, "whole", "train.max_steps=6", "train.log_every=1")
-    llmexp(
-        "train",
-        *TINY,
-        "hydra.run.dir=old",
-        "train.max_steps=6",
-        "train.log_every=1",
-        "train.stop_step=3",
-        cwd=tmp_path,
-    )
-    path = tmp_path / "old" / "config.yaml"
+    old = Result(0, "", "", cut_after(whole[0], tmp_path, 15))
+    path = old.folder / "config.yaml"
     config = yaml.safe_load(path.read_text())
     del (
         config["train"]["twin"],
@@ -398,12 +390,9 @@ def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
     )
     config["metrics"]["single_rank_rates"] = "outputs/grid"
     path.write_text(yaml.safe_dump(config))
-    resumed = llmexp("resume", "old", cwd=tmp_path)
+    resumed = llmexp("resume", str(old.folder), cwd=tmp_path)
     assert resumed.code == 0, resumed.err
-    rows = [
-        json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [r["train/loss"] for r in rows] == [r["train/loss"] for r in whole.rows()]
+    assert exact(old) == exact(whole[0])
 
 
 def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
