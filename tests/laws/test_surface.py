@@ -109,10 +109,10 @@ def test_hundreds_of_runs_take_seconds():
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("shape", [(4, 5)])
 def test_intervals_hold_the_truth(shape):
-    """The slow test in short: 33 of 40 or more has a chance of 0.998 at 95 %."""
-    held, bias = coverage(LAWS["hoffmann"], *shape, 0.005, 40)
-    assert min(held.values()) >= 33 / 40, held
-    assert max(map(abs, bias.values())) < 0.6, bias  # 4 standard errors of a mean of 40
+    """The slow test in short: 16 of 20 or more has a chance of 0.997 at 95 %."""
+    held, bias = coverage(LAWS["hoffmann"], *shape, 0.005, 20)
+    assert min(held.values()) >= 16 / 20, held
+    assert max(map(abs, bias.values())) < 0.9, bias  # 4 standard errors of a mean of 20
 
 
 @pytest.mark.usefixtures("few_draws")

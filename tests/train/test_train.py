@@ -26,7 +26,9 @@ SYNTHETIC = [
 
 
 def test_rows_come_at_their_steps_and_say_what_they_are(tmp_path):
-    result = train(tmp_path, "run", *SYNTHETIC, "metrics.picture=true")
+    cut_short = ["train.profile_start=11", "train.profile_steps=5"]  # a trace, by the end
+    result = train(tmp_path, "run", *SYNTHETIC, "metrics.picture=true", *cut_short)
+    assert (result.folder / "trace_step_00000011.json").stat().st_size > 1000
     rows = result.rows()
     assert [r["step"] for r in rows] == [4, 5, 8, 10, 12]
     assert [r["step"] for r in rows if "val/loss" in r] == [4, 8, 12]
@@ -340,11 +342,6 @@ def test_evaluation_masks_what_training_masks(tmp_path):
     assert "val/bits_per_byte" not in row  # what made these ids is not known
     whole = train(tmp_path, "whole", *settings, "optimizer.lr=1e-9").rows()[-1]
     assert abs(whole["val/loss"] - row["val/loss"]) > 1e-5
-
-
-def test_a_trace_that_the_end_cuts_short_is_written(tmp_path):
-    result = train(tmp_path, "run", *SYNTHETIC, "train.profile_start=11", "train.profile_steps=5")
-    assert (result.folder / "trace_step_00000011.json").stat().st_size > 1000
 
 
 def test_a_step_is_saved_once(tmp_path):
