@@ -49,7 +49,7 @@ SIZES = {
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_412,
-    "compose": 11_174,
+    "compose": 11_211,
     "sweep": 27_800,
     "verify": 18_652,
     "cli": 18_384,

@@ -138,12 +138,15 @@ def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
     return f"{key}: there is no such key or group.{near}"
 
 
-def own_options(key: str, given: Sequence[str]) -> str:
+def own_options(key: str, given: Sequence[str], point: Sequence[str] = ()) -> str:
     """Return how some options of a swept group get a knob that the others do not have: by files.
 
-    That is the whole command; empty where the group is not swept, or no option has the knob.
+    That is the whole command; empty where the group is not swept, or no option has the knob, or
+    that of a refused `point` does, by its overrides.
     """
     section, asked = key.partition(".")[0], written(given)
+    if any(_takes(o, key) for o in written(point).get(section, ())):
+        return ""
     swept = [o for o in asked.get(section, ()) if o in options_of(section)]
     apart = [
         k for k in asked if k.startswith(f"{section}.") and not all(_takes(o, k) for o in swept)

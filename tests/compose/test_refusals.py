@@ -383,6 +383,15 @@ def test_a_knob_of_some_options_of_a_sweep_is_given_by_files(capsys, home, swept
     assert {*both.split(",")} <= {*capsys.readouterr().out.split()}
 
 
+def test_a_wrong_value_of_a_knob_of_some_options_gets_no_files(capsys, home):
+    """A file would hold it too; the options that lack the knob are told how they get it."""
+    swept = [*SYNTHETIC, "clip=norm,value", "clip.max_norm=1,-1"]
+    wrong, lacks = refused(capsys, home, "plan", "-m", *swept).splitlines()[-2:]
+    assert wrong.endswith("for example clip.max_norm=1.0")
+    assert "leave it out, or choose clip=norm" in lacks
+    assert "beside the others: mkdir" in lacks
+
+
 def test_a_screen_is_given_files_where_it_has_two_options_with_them(capsys, home):
     swept = ["sweep.screen=auto", "clip=norm,value", "optimizer.lr=1,2", "model.dropout=0,0.1"]
     two = refused(capsys, home, "plan", "-m", *SYNTHETIC, *swept, "clip.max_norm=0.5")
