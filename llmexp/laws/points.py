@@ -129,7 +129,7 @@ def read_csv(path: Path) -> Ladder:
             reader = csv.DictReader(file, skipinitialspace=True)
             heads = [h.strip() for h in reader.fieldnames or ()]
             reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
-            lines = list(reader)
+            lines = [(reader.line_num, line) for line in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
@@ -141,7 +141,10 @@ def read_csv(path: Path) -> Ladder:
             "of one of the first two; for example a first line N,D,loss"
         )
     ladder = Ladder(path.stem, [], origin=path)
-    for place, line in enumerate(lines, 2):
+    for place, line in lines:
+        if any(line.pop(None, ())):
+            text = f"has more values than the {len(heads)} columns; a decimal sign is a point: 2.9"
+            raise ConfigError(f"{path}: line {place}: {text}")
         values = {head: _number(text) for head, text in line.items()}
         for c in columns:
             if values[c] is None:

@@ -349,7 +349,8 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{flat}", "--by", "tokens"], "flat: all losses are 3, so they depend on nothing"),
         (["{csv}", "--count", "some"], "--count some: must be one of head, all, blocks"),
         (["{folder}"], "there is no run to fit"),
-        (["{bad}"], "line 2: D=x: must be a number"),
+        (["{bad}"], "line 3: D=x: must be a number"),
+        (["{comma}"], "line 2: has more values than the 3 columns; a decimal sign is a point: 2.9"),
         (["{csv}", "{head}"], "head.csv: has no line of numbers above 0"),
         (["{csv}", "{inf}"], "inf.csv: has no line of numbers above 0"),
         (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
@@ -359,7 +360,8 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
 )
 def test_what_is_refused(tmp_path, capsys, words, said):
     good(tmp_path, 3, 4)
-    (tmp_path / "bad.csv").write_text("N,D,loss\n1e6,x,3\n")
+    (tmp_path / "bad.csv").write_text("N,D,loss\n\n1e6,x,3\n")
+    (tmp_path / "comma.csv").write_text("N,D,loss\n1e6,1e8,2,9\n")
     (tmp_path / "head.csv").write_text("N,D,loss\n")
     (tmp_path / "inf.csv").write_text("N,D,loss\n1e6,2e7,inf\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
@@ -370,7 +372,8 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     (tmp_path / "flat.csv").write_text("\n".join(["N,D,loss", *flat]))
     (tmp_path / "empty").mkdir()
     names = {"csv": "good.csv", "folder": "empty"}
-    names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf", "twice")}
+    names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf")}
+    names |= {n: f"{n}.csv" for n in ("twice", "comma")}
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err
