@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def restore(
             loading.fill_all(loaded, setup.ema.average, loaded.ema)
         elif setup.ema is not None:  # of a fork whose parent had none
             setup.ema.begin()
-        anew = OF_CLIPPING if forked and clips_otherwise(loaded, config) else ()
+        anew = [*_begun_anew(loaded, config)] if forked else []
         for name, part in saved.items():
             if name in loaded.state and name not in anew:  # older checkpoints have fewer
                 part.load_state_dict(loaded.state[name])
@@ -146,11 +146,18 @@ def restore(
     return progress, meter
 
 
-def clips_otherwise(loaded: loading.Loaded, config: Config) -> bool:
-    """Return whether a fork has another rule of clipping than its parent, or none is known."""
+def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
+    """Yield what a fork does not go on with, as its parent's settings are others, or not known."""
     there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
-    known = [key for key in here if key.startswith("clip.") and key in there]
-    return not known or any(here[key] != there[key] for key in known)
+
+    def same(*starts: str) -> bool:
+        known = [key for key in here if key.startswith(starts) and key in there]
+        return bool(known) and all(here[key] == there[key] for key in known)
+
+    if not same("clip."):
+        yield from OF_CLIPPING
+    if not same("data.", "batch.real_batch_size", "batch.sequence_length", "batch.ramp"):
+        yield "outliers"  # other losses and norms are usual
 
 
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:

@@ -107,6 +107,16 @@ def test_a_fork_that_changes_nothing_is_its_parent(trunk):
     assert exact(again) == exact(same)
 
 
+def test_outliers_are_judged_anew_where_batch_or_data_are_others(trunk):
+    """Its first steps are not held to the losses and norms that were usual before."""
+    for name, override, known in (
+        ("rate", "optimizer.lr=2e-3", 12), ("batch", "batch.real_batch_size=16", 8),
+        ("ignored", "data.ignore_id=3", 8),
+    ):  # fmt: skip
+        state = torch.load(fork(trunk, name, override).checkpoint(12) / "state.pt")
+        assert len(state["outliers"]["window"]) == known, name
+
+
 def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
     cold = fork(trunk, "cold", "schedule=cooldown", step=8)
     assert cold.json("run.json")["max_steps"] == 10  # 8 / (1 - 0.2)
