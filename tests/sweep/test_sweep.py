@@ -45,7 +45,7 @@ def hook(event, context):
     limit, accumulation = context.optimizers[0].param_groups[0]["weight_decay"], context.run.gradient_accumulation_steps
     if (limit, accumulation) == (0.2, 2) and context.step == 12:
         raise RuntimeError("boom")
-    if (limit, accumulation) == (0.1, 4) and context.step == 15:
+    if (limit, accumulation) == (0.1, 4) and context.step >= 15:  # or later, where it was stopped there
         from llmexp.system.child import STOP
 
         while not os.path.exists("armed") and not STOP.requested:
@@ -111,7 +111,7 @@ def same_run(folder: Path, other: Result) -> None:
 
 def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
     """2 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
-    command goes on."""
+    command goes on. Beside a sweep that runs, another command is refused."""
     (tmp_path / "own.py").write_text(OWN)
     grid = ["batch.gradient_accumulation_steps=2,4", "optimizer.weight_decay=0.1,0.2,0.3"]
     arguments = [
@@ -130,6 +130,9 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
         process,
         seconds=200,
     )
+    other = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
+    assert other.code == 2
+    assert "another process is running the sweep in this folder" in other.err
     process.send_signal(signal.SIGINT)
     (tmp_path / "go").touch()
     out, err = process.communicate(timeout=60)
@@ -183,7 +186,11 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
         )
 
 
-PAIR = ["train", "-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0"]
+# The warm-up is of one step; the last word is what is swept.
+PAIR = [
+    "train", "-m", *RUN, "schedule=constant", "schedule.warmup_ratio=0.5", "train.max_steps=2",
+    "clip.max_norm=0.5,1.0",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -251,24 +258,21 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path, pa
     assert not (tmp_path / "twins").exists()
 
 
-def test_a_longer_budget_lengthens_every_point(tmp_path):
+def test_a_longer_budget_lengthens_every_point(tmp_path, pair):
     """They were finished; the warm-up, which was a share of the old budget, stays as it was."""
-    grid = [*RUN[len(TINY) :], "schedule=constant", "schedule.warmup_ratio=0.5", "train.seed=1"]
-    command = ["-m", *TINY, *grid, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s"]
-    assert llmexp("train", *command, "train.max_steps=4", cwd=tmp_path).code == 0
-    done = llmexp("resume", "s", "train.max_steps=8", cwd=tmp_path)
+    done = llmexp("resume", "s", "train.max_steps=5", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "2 points, none of them new, 2 with a longer budget" in done.out
     assert list(states(tmp_path / "s").values()) == ["finished"] * 2
-    warm = ["schedule=constant", "schedule.warmup_steps=2", "train.max_steps=8"]
-    whole = train(tmp_path, "whole", *RUN[len(TINY) :], *warm, "train.seed=1", "clip.max_norm=0.5")
-    longer = Result(0, "", "", tmp_path / "s" / "0-max_norm_0.5")
+    warm = ["schedule=constant", "schedule.warmup_steps=1", "train.max_steps=5"]
+    whole = train(tmp_path, "whole", *RUN[len(TINY) :], *warm, "clip.max_norm=0.5")
+    longer = Result(0, "", "", pair / "0-max_norm_0.5")
     for key in ("train/loss", "lr"):
         assert [r[key] for r in longer.rows()] == [r[key] for r in whole.rows()]
     again = llmexp("resume", "s", cwd=tmp_path)
     assert again.code == 0
     assert "2 points, none of them new\n" in again.out
-    assert len(longer.rows()) == 8
+    assert len(longer.rows()) == 5
 
 
 def test_points_that_are_another_one_again_are_skipped_and_named(tmp_path):
@@ -490,7 +494,7 @@ ANY = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, data):
     tree = whole_ledger()
@@ -619,25 +623,6 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
     assert {path: path.read_bytes() for path in (tmp_path / "s").glob("*/metrics.jsonl")} == rows
     points = sweep_json(tmp_path / "s")["points"]
     assert [(p["state"], p["attempts"]) for p in points] == [("finished", 1), ("finished", 2)]
-
-
-def test_two_commands_cannot_run_one_sweep(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    slow = [
-        "-m",
-        *RUN,
-        *HOOKED,
-        "batch.gradient_accumulation_steps=2",
-        "optimizer.weight_decay=0.3,0.4",
-    ]
-    process = start("train", *slow, "hydra.sweep.dir=s", cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "reached").exists(), process)
-    other = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
-    assert other.code == 2
-    assert "another process is running the sweep in this folder" in other.err
-    (tmp_path / "go").touch()
-    assert process.wait(60) == 0
-    process.communicate()
 
 
 # --- elsewhere
