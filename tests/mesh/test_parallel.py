@@ -197,15 +197,18 @@ LAYOUTS = {
     "hsdp": ["hsdp", "nproc_per_node=4", "replicate_size=2"],
     "single": ["single"],
 }
-# The clock of one rank runs ahead of that of the other.
+# The clock of one rank runs ahead of that of the other; in the end they fail to part.
 CLOCK = """
-import os
+import os, torch
 from llmexp.train import loop
 
 loop.due_by_time = lambda loop: os.environ["RANK"] == "1" and loop.progress.step in (1, 6)
 
+def fail():
+    raise RuntimeError("NCCL communicator was aborted")
+
 def hook(event, context):
-    pass
+    torch.distributed.destroy_process_group = fail
 """
 
 
@@ -235,7 +238,7 @@ def test_gathering_in_bf16_changes_no_bit(tmp_path, settings):
     assert exact(runs[0]) == exact(runs[1])
 
 
-def test_ranks_save_by_time_together(tmp_path, settings, whole):
+def test_ranks_save_by_time_together_and_finish_though_they_fail_to_part(tmp_path, settings, whole):
     (tmp_path / "clock.py").write_text(CLOCK)
     more = ["checkpoint.every=null", "checkpoint.every_minutes=9"]
     more += ["--allow", "clock", "hooks=[clock.hook]"]
@@ -243,6 +246,9 @@ def test_ranks_save_by_time_together(tmp_path, settings, whole):
     found = sorted(int(p.name[5:]) for p in (run.folder / "checkpoints").iterdir())
     assert found == [2, 7, 20]
     assert exact(run) == exact(whole)
+    assert run.json("status.json")["state"] == "finished"
+    text = "rank 1 left the others with an error: NCCL communicator was aborted"
+    assert text in (run.folder / "logs" / "rank-1.log").read_text()
 
 
 SLOW_SAVE = """
@@ -272,34 +278,20 @@ def test_a_run_that_ends_commits_the_checkpoint_on_its_way(tmp_path, settings):
     assert (tmp_path / "saved-2").exists()
 
 
-LEAVING = """
-import torch
-
-def fail():
-    raise RuntimeError("NCCL communicator was aborted")
-
-def hook(event, context):
-    torch.distributed.destroy_process_group = fail
-"""
-
-
-def test_ranks_that_fail_to_part_have_finished_the_run(tmp_path, settings):
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    more = ["--allow", "leaving", "hooks=[leaving.hook]", "train.max_steps=2"]
-    run = train(tmp_path, "run", *settings, *more, *TWO)
-    assert run.json("status.json")["state"] == "finished"
-    text = "rank 1 left the others with an error: NCCL communicator was aborted"
-    assert text in (run.folder / "logs" / "rank-1.log").read_text()
-
-
-def test_a_run_moves_through_every_layout(tmp_path, settings):
-    """1 -> 2 -> 4 -> 2 -> 4 -> 1 ranks, each resumed from a checkpoint that another layout has
-    saved, for two steps: the same rows of data, losses, norms and parameters as the run that stayed
-    where it was."""
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param([*LAYOUTS], marks=pytest.mark.slow), ["fsdp_tp", "tp", "hsdp", "single"]],
+    ids=["every", "four"],
+)
+def test_a_run_moves_through_layouts(tmp_path, settings, names):
+    """Of 2, 4 and 1 ranks, each resumed from a checkpoint that another layout has saved, for two
+    steps: the same rows of data, losses, norms and parameters as the run that stayed where it was.
+    ddp and fsdp are parts of the others, and test_invariance holds them as well."""
+    last = 2 + 2 * len(names)
     settings = [
         *settings,
         "precision=fp64",
-        "train.max_steps=14",
+        f"train.max_steps={last}",
         "train.eval_every=2",
         "checkpoint.every=2",
         "checkpoint.async=true",
@@ -309,11 +301,12 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
     ]
     stayed = train(tmp_path, "stayed", *settings)
     run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
-    for end, (name, (kind, *more)) in zip(range(4, 15, 2), LAYOUTS.items(), strict=True):
+    for end, name in zip(range(4, last + 1, 2), names, strict=True):
+        kind, *more = LAYOUTS[name]
         overrides = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
         overrides.append(f"train.stop_step={end}")
         again = llmexp("resume", str(run.folder), *overrides, cwd=tmp_path)
-        assert again.code == (75 if end < 14 else 0), again.err
+        assert again.code == (75 if end < last else 0), again.err
         derived = run.json("run.json")
         assert derived["parallelism"] == name
         assert derived["real_batch_size"] == 8
