@@ -149,14 +149,12 @@ def restore(
 def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
     """Yield what a fork does not go on with, as its parent's settings are others, or not known."""
     there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
-
-    def same(*starts: str) -> bool:
-        known = [key for key in here if key.startswith(starts) and key in there]
-        return bool(known) and all(here[key] == there[key] for key in known)
-
-    if not same("clip."):
+    known = [key for key in here if key.startswith("clip.") and key in there]
+    if not known or any(here[key] != there[key] for key in known):
         yield from OF_CLIPPING
-    if not same("data.", "batch.real_batch_size", "batch.sequence_length", "batch.ramp"):
+    starts = "data.", "batch.real_batch_size", "batch.sequence_length", "batch.ramp"
+    of_both = [key for key in {**there, **here} if key.startswith(starts)]
+    if any(here.get(key) != there.get(key) for key in of_both):
         yield "outliers"  # other losses and norms are usual
 
 

@@ -161,7 +161,7 @@ def test_killed_in_a_row(here, settings, whole):
     tests/train/test_resume.py."""
     asked = int(os.environ.get("LLMEXP_TEST_KILLS", "0"))
     seed = random.randrange(10**6)
-    kills = chosen(asked, random.Random(seed)) if asked else [("worker", "save")]
+    kills = chosen(asked, random.Random(seed)) if asked else [("worker", "save")] * 2
     kill_in_a_row(here, settings, whole, kills, seed)
 
 
