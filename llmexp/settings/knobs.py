@@ -179,6 +179,6 @@ def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
     return {key: tree[key] for key in whole} | {
         "device": device_name,
         "parallelism": {k: v for k, v in tree["parallelism"].items() if "timeout" not in k},
-        "clip": tree["clip"]["kind"],
+        "clip": [tree["clip"]["kind"], tree["clip"]["qk_limit"] is not None],
         "async": tree["checkpoint"]["async"],
     }

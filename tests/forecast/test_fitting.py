@@ -169,9 +169,14 @@ def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
     kind = deciding_work(composed(*SMALL), "cpu")
     remembered.remember("what", {"it": 1}, kind)
-    same = composed(*SMALL, "optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta1=0")
+    same = composed(
+        *SMALL, "optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta1=0", "clip.max_norm=9"
+    )
     assert remembered.remembered("what", deciding_work(same, "cpu")) == {"it": 1}
-    for more in ("optimizer.eps=1", "+user.layers=2", "hooks=[{_target_: llmexp.hooks.some}]"):
+    for more in (
+        "optimizer.eps=1", "clip.qk_limit=9", "+user.layers=2",
+        "hooks=[{_target_: llmexp.hooks.some}]",
+    ):  # fmt: skip
         other = deciding_work(composed(*SMALL, more), "cpu")
         assert remembered.remembered("what", other) is None
     # the user's functions and files may be other ones in the next process
