@@ -173,6 +173,18 @@ def test_a_short_decay_holds_its_end_value():
     assert factors[4] == pytest.approx((0.25 + 0.75 * 0.5**0.5) * root, rel=1e-14)
 
 
+def test_a_decay_that_is_longer_than_what_is_left_ends_with_the_run():
+    for f in (schedule.cooldown, schedule.power, schedule.inverse_sqrt):
+        for start in (None, 4):
+            knobs = {"decay_start": start, "end_ratio": 0.0}
+            long, all_left = (
+                [f(u, 10, decay_steps=steps, **knobs) for u in range(10)]
+                for steps in (20, 10 - (start or 0))
+            )
+            assert long == all_left
+            assert long[-1] == 0
+
+
 def test_power_and_inverse_sqrt_refuse_a_warmup_that_reaches_into_the_decay():
     for f in (schedule.power, schedule.inverse_sqrt):
         with pytest.raises(ValueError, match=r"schedule.warmup_steps=9: .* reaches into the decay"):

@@ -96,9 +96,10 @@ def cooldown(
     """Warm-up, stable, then a decay to `end_ratio` (Hu et al. 2024).
 
     The decay starts at update `decay_start` and takes `decay_steps` updates, else all to the end.
-    Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all. After
-    the share t of it the factor is end_ratio + (1 - end_ratio) x shape, where shape is 1 - t
-    (`linear`), sqrt(1 - t) (`sqrt`), 1 - sqrt(t) (`one_minus_sqrt`, Haegele et al. 2024) or
+    Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all. It
+    takes no more updates than are left, so that the last one has the end value. After the share t
+    of it the factor is end_ratio + (1 - end_ratio) x shape, where shape is 1 - t (`linear`),
+    sqrt(1 - t) (`sqrt`), 1 - sqrt(t) (`one_minus_sqrt`, Haegele et al. 2024) or
     (1 + cos(pi t)) / 2 (`cosine`).
     Raises ConfigError where the warm-up reaches into the decay: the rate would fall in one step.
     """
@@ -114,7 +115,7 @@ def cooldown(
         raise refuse(f"schedule.{key}", given, text)
     if update < risen:
         return (update + 1) / risen
-    length = decay_steps or max(1, total_updates - start)
+    length = max(1, min(decay_steps or total_updates, total_updates - start))
     done = min(max(update + 1 - start, 0), length)  # updates of the decay, with this one
     if decay_shape == "linear":  # in this order of operations: runs of before keep their bits
         return 1 + (end_ratio - 1) * done / length

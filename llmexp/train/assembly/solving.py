@@ -173,6 +173,11 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             f"schedule.decay_start={start}: the run ends after {run.max_steps} updates, so the "
             "rate never decays"
         )
+    begin = start if isinstance(start, int) else 0
+    steps = fill(config.schedule.get("decay_steps"), "schedule.decay_steps")
+    if isinstance(steps, int) and 0 < run.max_steps - begin < steps:
+        left = run.max_steps - begin
+        yield f"schedule.decay_steps={steps}: the decay takes the {left} updates that are left"
     begun = {stage.from_tokens for stage in run.stages}
     for tokens in ramp_sizes(config.batch.ramp) if config.batch.ramp else ():
         if tokens not in begun and tokens > min(begun):
