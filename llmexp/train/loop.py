@@ -124,9 +124,10 @@ def train(loop: Loop) -> str:
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
-    if progress.updates == 0:
+    steps = progress.step - loop.run.first_step  # a fork's own
+    if progress.consecutive_skips >= steps:
         raise TrainingFailed(
-            f"none of the {progress.step:,} steps applied an update: every window had no valid "
+            f"none of the {steps:,} steps applied an update: every window had no valid "
             "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an "
             f"outlier; {COMES_AGAIN}"
         )

@@ -526,9 +526,15 @@ def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, mon
     for more, words in (
         (["schedule=cooldown", "schedule.decay_start=20"], "schedule.decay_start=20: the run ends"),
         (["schedule.warmup_steps=21"], "the warm-up of 21 updates is longer than the run of 20"),
+        (
+            ["schedule=cooldown", "schedule.decay_steps=13"],
+            "schedule.decay_steps=13: the decay",
+        ),
     ):
         assert any(text.startswith(words) for text in planned([*fork, *more]).run.warnings)
-    near = planned([*fork, "schedule=cooldown", "schedule.decay_start=19"])
+    near = planned(
+        [*fork, "schedule=cooldown", "schedule.decay_start=19", "schedule.decay_steps=1"]
+    )
     assert not any("decay" in text for text in near.run.warnings)
     config = dataclasses.replace(
         near.config, data={"stages": [{"from_tokens": 1920}, {"from_tokens": 1919}]}
@@ -593,6 +599,16 @@ def test_an_extension_whose_schedule_has_ended_names_the_fork(trunk, monkeypatch
     assert "no checkpoint from before that is kept" in result.err
     assert "of the longer schedule: llmexp train fork.run=short train.max_steps=24\n" in result.err
     assert "warm-up" not in result.out  # nothing goes on
+
+
+def test_a_fork_without_any_update_is_no_success(trunk):
+    cwd = trunk.folder.parent
+    np.save(cwd / "masked.npy", np.full(2000, 7, np.uint16))
+    masked = ["data.train_files=[masked.npy]", "data.ignore_id=7", "data.val_ratio=0"]
+    given = ["fork.run=trunk", "fork.step=4", "hydra.run.dir=masked", *masked]
+    result = llmexp("train", *given, "train.max_steps=6", cwd=cwd)
+    assert result.code == 3, result.out
+    assert "none of the 2 steps applied an update" in result.err
 
 
 def test_a_cooldown_is_a_line_from_its_start_to_the_end_value():
