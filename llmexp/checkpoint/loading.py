@@ -225,7 +225,13 @@ def fill_all(
 ) -> None:
     """Fill what this rank holds of tensors from the pieces of the same names.
 
-    Files of which it holds nothing are not opened. Raises CheckpointError."""
+    Files of which it holds nothing are not opened. Raises CheckpointError, also where the files
+    lack a name."""
+    if missing := sorted(tensors.keys() - pieces.keys()):
+        like = next(iter(pieces.values()))[0].file
+        raise CheckpointError(
+            f"{like} does not hold all tensors; missing: {', '.join(missing[:8])}"
+        )
     _fill(loaded, [(piece_of(tensor), pieces[name]) for name, tensor in tensors.items()])
 
 

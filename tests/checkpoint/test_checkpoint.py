@@ -153,6 +153,22 @@ def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path):
         loading.restore_model(loaded, Tied())
 
 
+def test_an_average_that_lacks_a_parameter_is_refused_by_its_file(tmp_path):
+    model = Tied()
+    average = {"scale": torch.ones(1)}
+    held = saving.snapshot(model, [], 0, 1, False, average)
+    saving.write_pieces(tmp_path, 1, held)
+    path = saving.commit_checkpoint(
+        tmp_path, 1, held, {"progress": {"step": 1}}, {"tokens_seen": 1}, 2, ()
+    )
+    loaded = loading.read_checkpoint(path)
+    own = {name: torch.zeros_like(t) for name, t in named_tensors(model).items()}
+    words = r"ema\.safetensors does not hold all tensors; missing: embed\.weight"
+    with pytest.raises(loading.CheckpointError, match=words):
+        loading.fill_all(loaded, own, loaded.ema)
+    assert not own["scale"].any()  # nothing was filled
+
+
 def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
     """Those of one process, which may have begun from a checkpoint; what is there after them."""
     saved = [] if loaded is None else [loaded]
