@@ -101,8 +101,9 @@ def read_windows(
 ) -> Iterator[Window]:
     """Yield this rank's windows [start_step, max_steps).
 
-    All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
-    reading thread is raised here, and closing the iterator ends the thread.
+    All ranks have equally many micro-batches. Up to `prefetch` windows wait to be taken; small ones
+    are read from the files in blocks of up to 131,072 tokens. An error of the reading thread is
+    raised here, and closing the iterator ends the thread.
     """
     windows = _windows(sampler, part, range(start_step, max_steps), digest, pin_memory)
     return _read_ahead(windows, prefetch, torch.cuda.current_device() if pin_memory else None)

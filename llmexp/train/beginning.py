@@ -98,7 +98,7 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
     if joined.rank == 0:
         saving.remove_leftovers(root)
     listed = hashlib.sha256(" ".join(p.name for p in checkpoint_folders(root)).encode()).digest()
-    # after this no rank can be writing what is cleaned away
+    # The ranks meet here, so that rank 0 has cleaned up before any of them saves.
     if differing := mesh.differing_ranks(joined, listed):
         raise ConfigError(
             f"{root}: rank 0 sees other checkpoints there than {mesh.numbered(differing)}; all "

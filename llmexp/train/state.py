@@ -40,7 +40,7 @@ class Progress:
     outlier_count: int = 0
     # the last OUTLIERS_KEPT of them
     outlier_steps: list[int] = dataclasses.field(default_factory=list)
-    spikes: int = 0  # the next four by `metrics.spikes`
+    spikes: int = 0  # this, and all below, by `metrics.spikes`
     spike_tokens: int = 0  # target tokens of all ranks from each spike until its loss was back
     spike_level: float | None = None  # to which the loss has to come back; None: it is there
     # by module: how many spikes it rose first in

@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation, and the live parts that they work on."""
+"""One optimizer step, and the live parts that it works on."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the figures of a step on the host; `code` says what they mean."""
+    """Hold the figures of a step on the host; `code` says what they mean.
+
+    `code` judges anew what `must_skip` and `skip_outliers` have judged on the device: they agree.
+    """
 
     target_tokens: float
     skipped: bool  # its update was not applied
@@ -170,9 +173,9 @@ def train_step(
     layers = setup.layers if setup.layers and setup.layers.due(window.step + 1) else None
     if layers is not None:
         layers.look(window.micro_batches[0][0])
-    count, weight = loss_factor(setup, window)
+    count, on_loss = loss_factor(setup, window)
     setup.clipping.begin()
-    nll = accumulate(setup, window, weight)
+    nll = accumulate(setup, window, on_loss)
     own_nll = on_host(nll.clone())
     loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
 
@@ -225,31 +228,32 @@ def at_least_one(count: Any) -> Any:
 def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the valid targets of a window on all ranks, and the factor on each micro-batch's loss.
 
-    The gradient is 1 / dp_size x sum_r w dL_r, as DDP and FSDP average: L_r is the summed loss of
-    rank r, w = dp_size / targets the factor. Both have no dimension; the factor is on the device.
+    DDP and FSDP average gradients over the ranks; the factor, dp_size / targets, makes the sum over
+    ranks a mean per target, and has the loss scale in it. It is one number for all ranks, without a
+    dimension, on the device.
     """
     device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
         own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
         count = on_host(mesh.total(setup.mesh, own_count))
-    weight = setup.mesh.dp_size / at_least_one(count)
-    weight = weight.to(dtype) if isinstance(weight, Tensor) else torch.tensor(weight, dtype=dtype)
-    return count, weight * setup.scaler.value if setup.scaler.enabled else weight
+    factor = setup.mesh.dp_size / at_least_one(count)
+    factor = factor.to(dtype) if isinstance(factor, Tensor) else torch.tensor(factor, dtype=dtype)
+    return count, factor * setup.scaler.value if setup.scaler.enabled else factor
 
 
 def accumulate(
     setup: Setup,
     window: Window,
-    weight: Tensor,
+    factor: Tensor,
     look: Callable[[Tensor, int], None] = lambda nll, number: None,
 ) -> Tensor:
-    """Add up the gradients of the micro-batches, times `weight`, over the ranks too.
+    """Add up the gradients of the micro-batches, times `factor`, over the ranks too.
 
     Return the summed loss of this rank's targets. `look` gets that of each micro-batch, and its
     number from 1, before the backward pass.
     """
-    device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(weight)
+    device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(factor)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
@@ -259,20 +263,26 @@ def accumulate(
                 micro_nll = setup.module(tokens_bt, targets_bt)
             look(micro_nll, i)
             with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
-                micro_nll.backward(weight)
+                micro_nll.backward(factor)
         nll += micro_nll.detach()
     return nll
 
 
 def must_skip(loss: Any, norm: Any, count: Any) -> Any:
-    """Return whether a window has no valid target, or a figure that is not finite."""
+    """Return whether a window has no valid target, or a figure that is not finite.
+
+    `Outcome.code` finds the reason on the host; the two must agree.
+    """
     if isinstance(loss, Tensor):
         return ~(loss.isfinite() & norm.isfinite() & (count > 0))
     return not (math.isfinite(loss) and math.isfinite(norm) and count > 0)
 
 
 def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:
-    """Return whether the update is skipped, now also as an outlier's; the same on all ranks."""
+    """Return whether the update is skipped, now also as an outlier's; the same on all ranks.
+
+    `Outcome.code` has the same limits on the host; the two must agree.
+    """
     if isinstance(skip, bool):
         return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
     loss_64, norm_64 = loss.double(), norm.double()  # as `Limits.hold` compares them

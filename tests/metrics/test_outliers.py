@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.outliers import ENOUGH, Outliers, describe
+from llmexp import mesh
+from llmexp.metrics.outliers import ENOUGH, Limits, Outliers, describe
+from llmexp.train.step import OK, OUTLIER, SKIPPED_OUTLIER, Outcome, must_skip, skip_outliers
 
 FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
 
@@ -125,3 +129,22 @@ def test_robust_limits_are_about_the_median_and_early_heights_do_not_widen_them(
     assert limits.norm == pytest.approx((median - reach, median + reach), rel=1e-12, abs=1e-12)
     if len(kept) > 2 * high:
         assert limits.loss[1] <= 10 + 6 * 1.4826 * 10
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_the_step_on_the_device_and_its_outcome_on_the_host_agree(device):
+    """`must_skip` and `skip_outliers` skip what `Outcome.code` has a reason for, and no more."""
+    joined = mesh.join("cpu", "single", 1, 1, 1)
+    limits = Limits((1.0, 3.0), (0.5, 2.0))
+    edges = (math.nan, math.inf, -math.inf, 0.5, 1.0, 2.0, 3.0, math.nextafter(3.0, 4.0), 4.0)
+    for loss, norm, count in itertools.product(edges, edges, (0.0, 5.0)):
+        given = [torch.tensor(x, dtype=torch.float64) if device else x for x in (loss, norm, count)]
+        bad = must_skip(*given)
+        skip = skip_outliers(joined, bad, given[0], torch.tensor(norm).double(), limits)
+        outlying, applied = bool(skip) and not bad, (OK, OUTLIER)
+        assert outlying == (not bad and not limits.hold(loss, norm))
+        figures = (loss, norm, norm, False, 1.0, (), limits)
+        skipping = Outcome(count, bool(skip), *figures).code
+        assert (skipping in applied, skipping == SKIPPED_OUTLIER) == (not skip, outlying)
+        watching = Outcome(count, bool(bad), *figures).code
+        assert (watching in applied, watching == OUTLIER) == (not bad, outlying)

@@ -31,7 +31,7 @@ SAVES_NOTHING = (
 
 @dataclass(frozen=True)
 class Placement:
-    """`reason`: why this precision."""
+    """Hold where a run trains and how it computes there; `reason` says why in this precision."""
 
     device: torch.device
     layout: Layout
