@@ -16,9 +16,8 @@ class Ema:
     """Hold average = decay x average + (1 - decay) x weights, taken after each applied update.
 
     The host does so with the verdict on the step: mostly during the next one, before its update.
-    The average begins as a copy of the initial weights, so there is no start at zero to be
-    corrected for, and it is split over ranks as they are. `average`: the parameters that are
-    trained, by clean name.
+    The average begins as a copy of the initial weights, so no start at zero needs a correction. It
+    is split over ranks as they are. `average`: the parameters that are trained, by clean name.
     """
 
     def __init__(self, decay: float, model: nn.Module, module: nn.Module) -> None:

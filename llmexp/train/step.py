@@ -84,10 +84,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the figures of a step on the host; `code` says what they mean.
-
-    `code` judges anew what `must_skip` and `skip_outliers` have judged on the device: they agree.
-    """
+    """Hold the figures of a step on the host; `code` says what they mean."""
 
     target_tokens: float
     skipped: bool  # its update was not applied
@@ -103,7 +100,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """Return what is wrong with the window, or OK."""
+        """Return what is wrong, or OK; `must_skip` and `skip_outliers` must agree."""
         if self.target_tokens == 0:
             return EMPTY
         if not math.isfinite(self.loss):
@@ -228,9 +225,8 @@ def at_least_one(count: Any) -> Any:
 def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the valid targets of a window on all ranks, and the factor on each micro-batch's loss.
 
-    DDP and FSDP average gradients over the ranks; the factor, dp_size / targets, makes the sum over
-    ranks a mean per target, and has the loss scale in it. It is one number for all ranks, without a
-    dimension, on the device.
+    It is dp_size / targets x loss scale, 0-dimensional, on the device, the same on all ranks. DDP
+    and FSDP average gradients over the ranks: it makes the sum over ranks a mean per target.
     """
     device, dtype = setup.mesh.device, precision.parameter_dtype(setup.arithmetic)
     count: Any = float(window.target_count)
@@ -269,20 +265,14 @@ def accumulate(
 
 
 def must_skip(loss: Any, norm: Any, count: Any) -> Any:
-    """Return whether a window has no valid target, or a figure that is not finite.
-
-    `Outcome.code` finds the reason on the host; the two must agree.
-    """
+    """Return whether no target is valid or a figure not finite; `Outcome.code` must agree."""
     if isinstance(loss, Tensor):
         return ~(loss.isfinite() & norm.isfinite() & (count > 0))
     return not (math.isfinite(loss) and math.isfinite(norm) and count > 0)
 
 
 def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:
-    """Return whether the update is skipped, now also as an outlier's; the same on all ranks.
-
-    `Outcome.code` has the same limits on the host; the two must agree.
-    """
+    """Return whether all ranks skip it, outliers included; `Outcome.code` must agree."""
     if isinstance(skip, bool):
         return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
     loss_64, norm_64 = loss.double(), norm.double()  # as `Limits.hold` compares them
