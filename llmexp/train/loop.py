@@ -124,8 +124,7 @@ def train(loop: Loop) -> str:
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
-    steps = progress.step - loop.run.first_step  # a fork's own
-    if progress.consecutive_skips >= steps:
+    if progress.consecutive_skips >= (steps := progress.step - loop.run.first_step):  # a fork's own
         raise TrainingFailed(
             f"none of the {steps:,} steps applied an update: every window had no valid "
             "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an "
