@@ -45,7 +45,7 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_640,
     "compare": 51_100,
-    "train": 39_824,
+    "train": 39_845,
     "laws": 17_720,
     "evaluate": 2_550,
     "forecast": 11_412,
