@@ -130,8 +130,11 @@ def read_csv(path: Path) -> Ladder:
             heads = [h.strip() for h in reader.fieldnames or ()]
             reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
             lines = [(reader.line_num, line) for line in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        text = "its first line names the columns, such as N,D,loss"
+        raise ConfigError(f"{path}: is no CSV file in UTF-8 ({error}); {text}") from None
     if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
         raise ConfigError(f"{path}: has the column {twice[0]} twice; leave one out")
     columns = [c for c in _COLUMNS if c in heads]

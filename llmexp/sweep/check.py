@@ -16,7 +16,7 @@ from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
-from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
+from llmexp.system.child import STOP, die_with_parent, end_process, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder, sizes
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
@@ -69,7 +69,10 @@ def serve() -> None:
                     found = {"refused": redacted(str(error))}
                 except Exception as error:  # of a function of the user's, or of the disk
                     found = {"refused": redacted(f"{type(error).__name__}: {error}")}
-                print(json.dumps(found), file=answers, flush=True)
+                try:
+                    print(json.dumps(found), file=answers, flush=True)
+                except BrokenPipeError:  # the command that asked is gone
+                    end_process(0)
 
 
 if __name__ == "__main__":

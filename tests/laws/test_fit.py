@@ -356,12 +356,14 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
         (["{thin}"], "needs the columns N (parameters), D (tokens) and loss"),
         (["{few}"], "train at least 3 sizes at 3 budgets"),
         (["{twice}"], "has the column loss twice; leave one out"),
+        (["{bytes}"], "its first line names the columns, such as N,D,loss"),
     ],
 )
 def test_what_is_refused(tmp_path, capsys, words, said):
     good(tmp_path, 3, 4)
     (tmp_path / "bad.csv").write_text("N,D,loss\n\n1e6,x,3\n")
     (tmp_path / "comma.csv").write_text("N,D,loss\n1e6,1e8,2,9\n")
+    (tmp_path / "bytes.csv").write_bytes(b"N,D,loss\n\xff\xfe")
     (tmp_path / "head.csv").write_text("N,D,loss\n")
     (tmp_path / "inf.csv").write_text("N,D,loss\n1e6,2e7,inf\n")
     (tmp_path / "thin.csv").write_text("N,loss\n1e6,3\n")
@@ -373,7 +375,7 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     (tmp_path / "empty").mkdir()
     names = {"csv": "good.csv", "folder": "empty"}
     names |= {n: f"{n}.csv" for n in ("bad", "thin", "few", "one", "flat", "head", "inf")}
-    names |= {n: f"{n}.csv" for n in ("twice", "comma")}
+    names |= {n: f"{n}.csv" for n in ("twice", "comma", "bytes")}
     paths = {k: str(tmp_path / v) for k, v in names.items()}
     assert command(["fit", *(w.format(**paths) for w in words)]) == 2
     assert said in capsys.readouterr().err

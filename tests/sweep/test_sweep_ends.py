@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +30,17 @@ RUN = [
 EARLY = "the process ended with exit code {} before its last step"
 UNSAVED = "stopped before it could save"
 ALONE = "a signal that was not for the whole sweep stopped it"
+
+
+def test_a_check_whose_command_is_gone_says_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    check = [sys.executable, "-P", "-m", "llmexp.sweep.check"]
+    done = subprocess.run(
+        check, input=b'{"compose": [{}]}\n', stdout=writer, stderr=subprocess.PIPE, timeout=120
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(
