@@ -258,7 +258,7 @@ def test_what_would_fit_is_reported_and_fits(scratch, capsys):
     limited = [*LIMITED, "model.n_layers=3", "plan.memory_gib=0.002"]
     out = planned(capsys, *limited, *cut)
     assert re.search(r"fits no: [\d.]+ GiB more than the 0.002 GiB that may be used", out)
-    said = out.partition("would fit ")[2].partition(" time ")[0]
+    said = out.partition("would fit ")[2].partition(" host ")[0]
     changes = [text.rpartition(" (")[0].strip() for text in said.split(";")]
     assert [c.partition("=")[0].partition(" ")[0] for c in changes] == [
         "batch.micro_batch_size",

@@ -82,9 +82,6 @@ def test_a_planted_cause_is_told(tmp_path, case, seed):
     result = planted(tmp_path, case, seed)
     step = spike_of(result, case)
     found = replayed(result, step)
-    if (case, seed) == ("garbage", 6):  # the one window of chance whose norm is no spike
-        assert found["times_here"] < 2
-        assert "but a loss that is" in found["sentence"]
     assert found["cause"] == CAUSE[case], found["sentence"]
     assert found["sentence"].startswith(f"the {CAUSE[case]}: ")
     assert found["equal"] == list(range(21, step + 1))
