@@ -22,6 +22,20 @@ from llmexp.metrics.keys import TIMINGS
 from llmexp.models.loss import WindowLoss
 from tests.conftest import ROOT, Result
 
+# The start of a module of hooks: each rank's part of a checkpoint takes a second longer.
+SLOW_WRITES = """
+import time
+from llmexp.checkpoint import saving
+
+real = saving.write_pieces
+
+def write(*arguments):
+    time.sleep(1)
+    real(*arguments)
+
+saving.write_pieces = write
+"""
+
 
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str) -> Result:
     """`llmexp ARGUMENTS` in this process: most of a command that is refused is its start."""

@@ -22,7 +22,7 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
-from tests.tools import alive, cut_after, exact, wait_for, weights
+from tests.tools import SLOW_WRITES, alive, cut_after, exact, wait_for, weights
 
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
 SETTINGS = [
@@ -251,17 +251,8 @@ def test_ranks_save_by_time_together_and_finish_though_they_fail_to_part(tmp_pat
     assert text in (run.folder / "logs" / "rank-1.log").read_text()
 
 
-SLOW_SAVE = """
-import pathlib, time
-from llmexp.checkpoint import saving
-
-real = saving.write_pieces
-
-def write(*arguments):
-    time.sleep(1)
-    real(*arguments)
-
-saving.write_pieces = write
+SAVED = """
+import pathlib
 
 def hook(event, context):
     if event == "saved":
@@ -270,7 +261,7 @@ def hook(event, context):
 
 
 def test_a_run_that_ends_commits_the_checkpoint_on_its_way(tmp_path, settings):
-    (tmp_path / "late.py").write_text(SLOW_SAVE)
+    (tmp_path / "late.py").write_text(SLOW_WRITES + SAVED)
     more = ["checkpoint.every=2", "checkpoint.last=false", "checkpoint.async=true"]
     more += ["--allow", "late", "hooks=[late.hook]", "train.max_steps=3", "train.eval_every=null"]
     run = train(tmp_path, "run", *settings, *more, *TWO)

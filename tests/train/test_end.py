@@ -30,6 +30,7 @@ from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import Outcome, TrainingFailed
 from llmexp.train.summary import details, say_the_end, summarise
 from tests.conftest import TINY, llmexp
+from tests.tools import SLOW_WRITES
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -293,17 +294,6 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
 
 
 LATE = """
-import time
-from llmexp.checkpoint import saving
-
-real = saving.write_pieces
-
-def write(*arguments):
-    time.sleep(0.5)
-    real(*arguments)
-
-saving.write_pieces = write
-
 def hook(event, context):
     if (event, context.step) == ("step_start", 4):
         raise RuntimeError("late")
@@ -311,7 +301,7 @@ def hook(event, context):
 
 
 def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "late.py").write_text(SLOW_WRITES + LATE)
     failed = llmexp(
         "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=5",
         "checkpoint.every=2",
