@@ -56,7 +56,7 @@ COSTS = {
     "optimizer=lion": ["optimizer=lion"],
     "optimizer=muon": ["optimizer=muon"],
     "optimizer=adafactor": ["optimizer=adafactor"],
-    "optimizer=schedule_free": ["optimizer=schedule_free", "schedule=constant"],
+    "optimizer=schedule_free": ["optimizer=schedule_free"],
     "optimizer=adamw_8bit": ["optimizer=adamw_8bit"],
     "optimizer=soap": ["optimizer=soap"],
 }

@@ -26,6 +26,7 @@ from llmexp.train.step import Setup, StepResult, seed_step, train_step
 COMMON = [
     "data=synthetic", "data.n_ids=null", "data.n_tokens=400000", "tokenizer=bytes",
     "train.max_steps=1000", "tracker=none",
+    "optimizer.lr=1e-3", "schedule=constant", "schedule.warmup_steps=0",  # as by hand
 ]  # fmt: skip
 
 

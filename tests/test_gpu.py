@@ -149,6 +149,8 @@ def test_the_chunked_loss_against_float64(dtype, loss_off, gradient_off):
         ["precision=bf16", "checkpoint.every=5", "checkpoint.async=true"],
         ["precision=bf16", "metrics.spikes=true", "metrics.layers_every=2", "train.ema=0.9"],
         ["precision=bf16", "batch.ramp={0: 4, 2000: 8}"],
+        ["precision=bf16", "parallelism.activation_checkpointing=offload"],
+        ["precision=bf16", "parallelism.activation_checkpointing=offload", *LLAMA],
         *(["precision=bf16", f"optimizer={name}"] for name in ("lion", "sgd")),
         *(["precision=bf16", "optimizer.lr=1e-4", *rule] for rule in RULES.values()),
         ["precision=fp16", *RULES["zscore"]],
@@ -180,7 +182,7 @@ def test_a_step_allocates_nothing_new(tmp_path):
     assert len({row["mine/segments"] for row in rows[3:-1]}) == 1
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["full", "selective", "offload"])
 def test_recomputation_changes_no_bit(tmp_path, kind):
     more = ["precision=bf16", "train.deterministic=true", "model.dropout=0.1"]
     kept = run(tmp_path, "kept", *more)

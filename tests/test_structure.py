@@ -34,7 +34,7 @@ SIZES = {
     "settings": 13_213,
     "run": 9_750,
     "system": 6_725,
-    "models": 15_610,
+    "models": 15_430,
     "mesh": 6_560,
     "update": 13_860,
     "metrics": 7_900,

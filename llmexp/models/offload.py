@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +16,11 @@ from llmexp.models.recompute import blocks_of
 def offload_blocks(model: nn.Module, ranks: int = 1) -> None:
     """Make each block keep what it needs on the host, where it computes on an accelerator.
 
-    The copies are made on a stream of their own, while the block goes on and the next one begins:
-    the device holds what two blocks keep at most, and that of none behind the last one. `ranks`
-    share the tokens of a sequence. The blocks' forward functions are replaced in place.
+    The device holds what one block keeps. `ranks` share the tokens of a sequence. The blocks'
+    forward functions are replaced in place.
     """
-    leaving = deque[_OnHost]()
-    blocks = blocks_of(model)
-    for block in blocks:
-        behind = 0 if block is blocks[-1] else 1
-        block.forward = _offloaded(block.forward, ranks, leaving, behind)
+    for block in blocks_of(model):
+        block.forward = _offloaded(block.forward, ranks)
 
 
 class _OnHost:
@@ -38,9 +32,8 @@ class _OnHost:
 
     def __init__(self, rows: tuple[int, ...], given: set[int]) -> None:
         self._rows, self._given = rows, given
-        # held until they are copied, so that no other gets their place
+        # with the tensors, so that no other one gets their place while the block computes
         self._sent: dict[Any, tuple[Tensor, Any]] = {}
-        self._copied: Any = None  # an event behind the last copy
 
     def pack(self, x: Tensor) -> Any:
         place = x.untyped_storage()._cdata
@@ -49,39 +42,26 @@ class _OnHost:
             return x
         key = place, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
         if key not in self._sent:
-            self._sent[key] = x, (self._send(x), x.device)
+            self._sent[key] = x, (to_host(x), x.device)
         return self._sent[key][1]
 
-    def _send(self, x: Tensor) -> Tensor:
-        """Return a copy on the host, which begins once x is computed."""
-        streams, stream = torch.get_device_module(x.device), _stream_beside(x.device)
-        stream.wait_stream(streams.current_stream())
-        with streams.stream(stream):
-            found = to_host(x)
-            self._copied = streams.Event()
-            self._copied.record(stream)
-        return found
-
-    def leave(self) -> None:
-        """Let what is computed from now on wait for the copies, and take the memory."""
-        if self._copied is not None:
-            self._copied.wait()
-        self._copied = None
-        self._sent.clear()
-
     def unpack(self, packed: Any) -> Tensor:
-        self.leave()
         return packed if isinstance(packed, Tensor) else from_host(*packed)
 
-
-@functools.cache
-def _stream_beside(device: torch.device) -> Any:
-    return torch.get_device_module(device).Stream()
+    def release(self) -> None:
+        """Give the device its memory back: the copies are queued before what comes next."""
+        self._sent.clear()
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Return a copy in the host's memory, pinned beside a CUDA device, which it goes on from."""
-    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+    """Return a copy in the host's memory, pinned beside a CUDA device, which it goes on from.
+
+    A tensor with gaps is copied on its device first: torch would take it through memory that is
+    not pinned, at half the rate.
+    """
+    there = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    whole = x if x.stride() == there.stride() else x.clone()
+    return there.copy_(whole, non_blocking=True)
 
 
 def from_host(x: Tensor, device: torch.device) -> Tensor:
@@ -89,10 +69,8 @@ def from_host(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
-def _offloaded(
-    forward: Callable[..., Any], ranks: int, leaving: deque[_OnHost], behind: int
-) -> Callable[..., Any]:
-    """Return the forward function of a block; `behind`: how many blocks may still be `leaving`."""
+def _offloaded(forward: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+    """Return the forward function of a block."""
 
     def offloaded(h_btd: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -104,9 +82,7 @@ def _offloaded(
         kept = _OnHost((rows, rows * ranks), places)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             out = forward(h_btd, *args, **kwargs)
-        leaving.append(kept)
-        while len(leaving) > behind:
-            leaving.popleft().leave()
+        kept.release()
         return out
 
     return offloaded

@@ -64,11 +64,13 @@ def preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    import torch
     from plotly import graph_objects
 
     from llmexp.update import library
 
-    for name in library.PACKAGES:
+    # torchao looks for devices when it is imported, after which forks could not use CUDA
+    for name in library.PACKAGES if torch.version.cuda is None else ():
         library._imported(name)
     graph_objects.Figure(graph_objects.Scatter(x=[0.0], y=[0.0]), {"template": "plotly"})
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import weakref
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -124,69 +121,28 @@ def test_what_waits_on_the_host_changes_no_bit(kind, dtype, monkeypatch):
     assert len(set(places)) == len(places)
 
 
-class Streams:
-    """A device's module, its streams and its events in one: notes what is asked of them."""
+class Copies(TorchDispatchMode):
+    """Note the strides of what is copied: to, from."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, int]] = []  # with how many copied tensors are held meanwhile
-        self.copied: list[weakref.ref[torch.Tensor]] = []
+        super().__init__()
+        self.strides: list[list[tuple[int, ...]]] = []
 
-    def note(self, what: str) -> None:
-        self.said.append((what, sum(x() is not None for x in self.copied)))
-
-    def current_stream(self) -> Streams:
-        return self
-
-    Stream = Event = current_stream
-
-    def wait_stream(self, other: Streams) -> None:
-        self.note("computed")
-
-    def record(self, stream: Streams) -> None:
-        self.note("record")
-
-    def wait(self) -> None:
-        self.note("wait")
-
-    @contextlib.contextmanager
-    def stream(self, beside: Streams) -> Iterator[None]:
-        self.note("begin")
-        yield
-        self.note("end")
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.strides.append([x.stride() for x in args[:2]])
+        return func(*args, **(kwargs or {}))
 
 
-def test_copies_to_the_host_are_made_beside_the_computation(monkeypatch):
-    """Each begins once its tensor is computed. What a block sends is held until the computation
-    waits for its copies: at the end of the next block, and behind the last one at once."""
-    streams, to_host = Streams(), offload.to_host
-
-    def send(x: torch.Tensor) -> torch.Tensor:
-        assert streams.said[-1][0] == "begin"
-        streams.note("copy")
-        streams.copied.append(weakref.ref(x))
-        return to_host(x)
-
-    monkeypatch.setattr(offload, "to_host", send)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
-    offload._stream_beside.cache_clear()
-    model = model_of("gpt2")
-    offload.offload_blocks(model)
-    counts = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda *_: counts.append(len(streams.copied)))
-    with planned_for("cuda", 1e9):
-        loss = (model.features(torch.randint(0, 50, (3, 16))) ** 2).sum()
-        forward = [what for what, _ in streams.said]
-        loss.backward()
-    offload._stream_beside.cache_clear()
-    each = counts[0]
-    assert counts == [each * n for n in (1, 2, 3)]
-    copies = ["computed", "begin", "copy", "record", "end"] * each
-    assert forward == [*copies, *copies, "wait", *copies, "wait", "wait"]
-    alive = [number for what, number in streams.said if what == "wait"]
-    assert alive[0] >= 2 * (each - 1)  # but what no one else holds
-    assert max(number for _, number in streams.said) <= 2 * each + 1
-    assert all(what != "wait" for what, _ in streams.said[len(forward) :])
+def test_what_is_sent_to_the_host_has_no_gaps_and_keeps_its_layout():
+    """A copy from a tensor with gaps would go through memory that is not pinned."""
+    x = torch.randn(4, 6, 8)
+    for sent in (x, x.transpose(0, 1), x[..., 2:5], x[..., :4].transpose(1, 2)):
+        with Copies() as seen:
+            there = offload.to_host(sent)
+        assert seen.strides == [[there.stride(), there.stride()]]
+        assert there.untyped_storage().nbytes() == there.nbytes
+        torch.testing.assert_close(there, sent, rtol=0, atol=0)
 
 
 LAYERS, WIDTH = 3, 32
