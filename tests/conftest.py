@@ -125,12 +125,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _ports() -> Iterator[int]:
     """Ports below those that the kernel hands out, which any process may get at any moment; others
-    in each process."""
+    in each process, and none of 20000 to 20199: Slurm's job N of the tests meets at 20000 + N."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         end = 32_768
-    known = range(10_000, max(end, 20_000))
+    known = [*range(10_000, 20_000), *range(20_200, max(end, 20_200))]
     for number in itertools.count(os.getpid() * 97):  # the next process's are 97 further
         yield known[number % len(known)]
 

@@ -65,7 +65,7 @@ def cluster() -> Iterator[dict[str, str]]:
     """The environment of a client of two idle nodes, n1 and n2; whatever happens, the daemons end
     with the tests."""
     where = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    port = 20000 + os.getpid() * 3 % 10000
+    port = 20200 + os.getpid() * 3 % 9000  # see `conftest.free_port`
     daemons = {**os.environ, "PATH": PATH, "SLURM_DIR": str(where), "BASE_PORT": str(port)}
     try:
         up = subprocess.run(
