@@ -159,7 +159,7 @@ def test_it_is_the_formula_in_float64(build, formula, more):
     optimizers = optim.as_list(
         build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more)
     )
-    assert optim._guards(optimizers[0])
+    assert optim._skips_on_device(optimizers[0])
     want = [p.detach().clone().numpy() for p in model.parameters()]
     kept = [(np.zeros_like(w), np.zeros_like(w)) for w in want]
     for t in range(1, 6):
@@ -179,14 +179,14 @@ def test_the_host_waits_for_no_update_of_plain_sgd():
     """Without momentum there is no state that a skipped first step could leave uninitialised."""
     model, (plain,) = made("sgd without momentum")
     give_gradients(model, 0)
-    assert optim._guards(plain)
+    assert optim._skips_on_device(plain)
     optim.update([plain], torch.tensor(False))
-    assert optim._guards(plain)
+    assert optim._skips_on_device(plain)
     model, (momentum,) = made("sgd")
-    assert not optim._guards(momentum)
+    assert not optim._skips_on_device(momentum)
     give_gradients(model, 0)
     optim.update([momentum], torch.tensor(False))
-    assert optim._guards(momentum)
+    assert optim._skips_on_device(momentum)
 
 
 def test_muon_gives_the_head_to_adamw_where_the_model_names_it():

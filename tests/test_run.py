@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.run.batch import solve_batch, too_large
-from llmexp.run.budget import TokenPrice, solve_budget, spent_of
+from llmexp.run.budget import TokenCost, solve_budget, spent_of
 from llmexp.run.stages import Begin, stages_of
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.values import ConfigError
@@ -153,12 +153,12 @@ BASE = dict(
 )  # fmt: skip
 
 
-NO_PRICE, NO_BEGIN = TokenPrice(), Begin()
+NO_COST, NO_BEGIN = TokenCost(), Begin()
 
 
-def budget(real=4, length=10, sequences=30, price=NO_PRICE, begin=NO_BEGIN, **more):
+def budget(real=4, length=10, sequences=30, token_cost=NO_COST, begin=NO_BEGIN, **more):
     stages = stages_of({0: real}, length, 1, begin)
-    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, begin, price)
+    return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, begin, token_cost)
 
 
 def test_budgets():
@@ -185,13 +185,13 @@ def test_budgets():
 )
 def test_a_budget_of_the_model_is_spent_to_less_than_a_step(flops, n, budget_in_tokens, real, tail):
     """To a sequence where the last window may be short; and it is the budget in tokens."""
-    price, length = TokenPrice(flops, n), 10
+    token_cost, length = TokenCost(flops, n), 10
     for name, unit in (("max_flops", flops), ("tokens_per_parameter", Fraction(1, n))):
         value = float(f"{float(budget_in_tokens * unit):.9g}")
         exact = Fraction(str(value)) / unit  # the budget in tokens
         if exact < real * length:
             continue
-        found = budget(real, length, 10**6, price, tail=tail, **{name: value})
+        found = budget(real, length, 10**6, token_cost, tail=tail, **{name: value})
         tokens = found.total_sequences * length
         assert tokens <= exact < tokens + length * (real if tail == "drop" else 1)
         assert found == budget(real, length, max_tokens=int(exact), tail=tail)
@@ -200,18 +200,18 @@ def test_a_budget_of_the_model_is_spent_to_less_than_a_step(flops, n, budget_in_
 def test_what_a_budget_of_the_model_leaves_is_printed():
     flops = Train(**{**BASE, "max_flops": 1000.0})
     text = "train.max_flops=1000; the run ends 40 FLOPs (4%) before"
-    assert spent_of(flops, TokenPrice(6), 160) == text
+    assert spent_of(flops, TokenCost(6), 160) == text
     parameters = Train(**{**BASE, "tokens_per_parameter": 20.0})
     text = "train.tokens_per_parameter=20 x 50 parameters; the run ends 8 tokens (0.8%) before"
-    assert spent_of(parameters, TokenPrice(6, 50), 992) == text
+    assert spent_of(parameters, TokenCost(6, 50), 992) == text
     text = "train.tokens_per_parameter=20 x 50 parameters, met exactly"
-    assert spent_of(parameters, TokenPrice(6, 50), 1000) == text
-    assert spent_of(Train(**{**BASE, "max_tokens": 7}), TokenPrice(6, 50), 7) is None
+    assert spent_of(parameters, TokenCost(6, 50), 1000) == text
+    assert spent_of(Train(**{**BASE, "max_tokens": 7}), TokenCost(6, 50), 7) is None
 
 
 def test_a_fork_counts_what_its_parent_has_spent():
     begin = Begin(step=3, sequences=12, tokens=120)
-    found = budget(price=TokenPrice(6, 5), begin=begin, max_flops=6 * 200.0)
+    found = budget(token_cost=TokenCost(6, 5), begin=begin, max_flops=6 * 200.0)
     assert (found.total_sequences, found.max_steps) == (12 + 8, 3 + 2)
 
 
@@ -228,7 +228,7 @@ def test_a_spent_budget_is_refused_with_one_that_leaves_a_fork_a_window(
 ):
     """The parent may have trained on a small part of the data; the data may begin anew."""
     begin = Begin(step, 0 if anew else step * real, 10 * step * real)
-    known = {"price": TokenPrice(6, 5), "begin": begin, "tail": tail}
+    known = {"token_cost": TokenCost(6, 5), "begin": begin, "tail": tail}
     spent = {"max_steps": step, "max_epochs": begin.sequences / sequences}.get(key, 1)
     with pytest.raises(ConfigError, match=f"train.{key}=.*nothing is left") as refused:
         budget(real, 10, sequences, **known, **{key: spent})
@@ -254,7 +254,7 @@ def test_a_spent_budget_is_refused_with_one_that_leaves_a_fork_a_window(
 )
 def test_bad_budgets_are_refused(more, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        budget(**more, price=TokenPrice(6, 1))
+        budget(**more, token_cost=TokenCost(6, 1))
 
 
 def test_flops_of_a_model_that_does_not_count_them_are_no_budget():

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from llmexp.__main__ import run
 from llmexp.metrics.keys import TIMINGS
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from tests.conftest import ROOT, Result
 
 # The start of a module of hooks: each rank's part of a checkpoint takes a second longer.
@@ -174,9 +174,9 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-def by_kernel(model: Any, kernel: str) -> WindowLoss:
+def by_kernel(model: Any, kernel: str) -> SummedLoss:
     """The loss of a model by the "chunked" or the "plain" kernel, whatever its vocabulary."""
-    loss = WindowLoss(model)
+    loss = SummedLoss(model)
     loss.chunked = kernel == "chunked"
     return loss
 

@@ -77,7 +77,7 @@ class OpenFiles:
             os.close(handle)
 
 
-def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
+def open_undamaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
     """Return the files, some of them open, or raise CheckpointError for the first damaged one.
 
     A file is damaged where its size or sha256 is not that of `expected`, from the manifest. Several

@@ -35,8 +35,8 @@ from llmexp.checkpoint.hashes import (
     CheckpointError,
     NewerFormat,
     OpenFiles,
+    open_undamaged,
     refuse_changed,
-    refuse_damaged,
 )
 from llmexp.checkpoint.pieces import (
     Box,
@@ -148,7 +148,7 @@ def read_checkpoint(
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
         if hash_share is not None and number % hash_share[1] == hash_share[0]:
             hashed[file] = expected
-    open_files = refuse_damaged(hashed)
+    open_files = open_undamaged(hashed)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
     try:
@@ -270,10 +270,10 @@ def restore_optimizers(
 ) -> None:
     """Put the checkpoint's states and the `values` of the parameter groups into the optimizers.
 
-    A group takes the values that its first parameter had: the split into groups may have been
-    another one. torch's load_state_dict is not used because it wants whole tensors and casts them
-    to the parameters' dtype. Raises CheckpointError listing the parameters that differ, before
-    anything is changed.
+    A group takes its values (rate, betas, ...) from the group that its first parameter was saved
+    in, as the split into groups may have been another one. torch's load_state_dict is not used
+    because it wants whole tensors and casts them to the parameters' dtype. Raises CheckpointError
+    listing the parameters that differ, before anything is changed.
     """
     refuse_other_model(loaded, named_tensors(model))
     names = names_by_id(model, optimizers)

@@ -101,8 +101,8 @@ def piece_of(tensor: Tensor) -> Piece:
 def is_writer(tensor: Tensor, rank: int) -> bool:
     """Return whether this rank, of those that hold the same piece, is the one that writes it.
 
-    Tensors that tensor parallelism does not split have one FSDP-sharded copy per tensor-parallel
-    rank: the copy that rank 0 belongs to is written. Rank 0 also writes what is not sharded at all.
+    Of a tensor that tensor parallelism leaves whole, each tensor-parallel rank has a copy, sharded
+    by FSDP: the one that rank 0 has a part of is written. Rank 0 writes what is not sharded at all.
     """
     if not is_split(tensor):
         return rank == 0

@@ -56,9 +56,9 @@ def snapshot(
     """Return this rank's pieces of the model, the optimizers and an average of the weights.
 
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
-    on; without it they are the live tensors. `trained`: the weights to train with of parameters
-    that hold others, by their ids. Raises ValueError for an optimizer of parameters that the model
-    does not have.
+    on; without it they are the live tensors. `trained`: of schedule-free optimizers, by the ids of
+    parameters: the weights that training goes on from, while the parameter holds their average.
+    Raises ValueError for an optimizer of parameters that the model does not have.
     """
     names = names_by_id(model, optimizers)
     states: dict[str, Tensor] = {}
@@ -145,9 +145,10 @@ def commit_checkpoint(
 
     For rank 0, with its pieces, after `write_pieces` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
-    into the manifest. The newest `keep` of `step` and `saved` stay, and multiples of `keep_every`;
-    `saved` are the steps that this process loaded or committed, as others may be damaged. Raises
-    OSError; the files of this save are then removed and what was there before is untouched.
+    into the manifest. The newest `keep` of `step` and `saved`, those that this process has loaded
+    or committed, stay, and multiples of `keep_every`; all others that are older go. What others
+    have saved does not count towards `keep`: it may be damaged. Raises OSError; the files of this
+    save are then removed and what was there before is untouched.
     """
     final, temporary = checkpoint_folder(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
-from llmexp.checkpoint.hashes import refuse_damaged
+from llmexp.checkpoint.hashes import open_undamaged
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
@@ -238,7 +238,7 @@ def _is_whole(checkpoint: Path) -> bool:
         # before anything is read, which a pipe would wait for
         there = all(path.parent == checkpoint and path.is_file() for path in paths)
         if there:
-            refuse_damaged(paths)
+            open_undamaged(paths)
         return there and bool(paths)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -42,7 +42,7 @@ def shared_out(n: np.ndarray, weights: list[int]) -> np.ndarray:
     return found
 
 
-class Stage(NamedTuple):
+class WeightSpan(NamedTuple):
     """A stretch of the run with one set of weights."""
 
     start: int  # the first sequence of the run in it
@@ -64,12 +64,12 @@ class Mixture:
     max_epochs: float | None = None  # the most often that a source may be walked
 
     @functools.cached_property
-    def _stages(self) -> list[Stage]:
-        stages: list[Stage] = []
+    def _stages(self) -> list[WeightSpan]:
+        stages: list[WeightSpan] = []
         for start, weights in sorted(self.weights.items()):
             before = stages[-1].counts(start) if stages else np.zeros(len(self.tokens), np.int64)
             whole = whole_weights([weights[name] for name in self.tokens])
-            stages.append(Stage(start, before, whole))
+            stages.append(WeightSpan(start, before, whole))
         return stages
 
     def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

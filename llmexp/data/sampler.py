@@ -82,10 +82,10 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The micro-batches of a window on one rank: its rows [rank*R/dp_size, (rank+1)*R/dp_size)."""
+    """The micro-batches of a window on a rank r: its rows [r*R/dp_size, (r+1)*R/dp_size)."""
 
     micro_batch_size: int
-    rank: int = 0
+    dp_rank: int = 0
     dp_size: int = 1
 
 
@@ -112,8 +112,9 @@ def read_windows(
 def _windows(
     sampler: Sampler, part: RankSlice, steps: range, digest: bool, pin_memory: bool
 ) -> Iterator[Window]:
+    """Yield this rank's windows: which rows it takes of each, and their cut into micro-batches."""
     real, per_rank = sampler.real_batch_size, sampler.real_batch_size // part.dp_size
-    first_row = part.rank * per_rank
+    first_row = part.dp_rank * per_rank
     block = max(1, _BLOCK_TOKENS // (per_rank * sampler.sequence_length))
     step, k_r = steps.start, sampler.offset + first_row + np.arange(per_rank)
     while step < steps.stop:
@@ -164,8 +165,8 @@ def eval_batches(
     micro, all_starts = part.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
     total = len(all_starts)
     per_rank = -(-total // part.dp_size)
-    stop = min(total, (part.rank + 1) * per_rank)
-    for first in range(part.rank * per_rank, (part.rank + 1) * per_rank, micro):
+    stop = min(total, (part.dp_rank + 1) * per_rank)
+    for first in range(part.dp_rank * per_rank, (part.dp_rank + 1) * per_rank, micro):
         starts = all_starts[first : max(first, min(first + micro, stop))]
         found = _read(stream, starts[None], sequence_length, mask)
         ((tokens_bt, targets_bt),) = _micro_batches(found[0], 1, micro, found[1], False)[0][0]

@@ -11,10 +11,9 @@ from torch import Tensor
 class Window:
     """This rank's part of a window: its micro-batches of one optimizer step."""
 
-    step: int  # 0-based
+    step: int  # steps before this one: its row has step + 1
     # (tokens_bt, targets_bt) int64; rows that are missing are masked
     micro_batches: list[tuple[Tensor, Tensor]]
     target_count: int  # valid targets of this rank
-    # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked
-    # for
+    # of this rank's rows; the ranks' sum mod 2**63 does not depend on the cut; 0: not asked for
     digest: int

@@ -20,7 +20,7 @@ from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -97,7 +97,7 @@ class PlacedModel:
     """A model in place, ready to score. `note`: why it does not compute as in its run."""
 
     opened: Opened
-    loss: WindowLoss
+    loss: SummedLoss
     device: torch.device
     precision: str
     note: str
@@ -122,7 +122,7 @@ def placed_model(opened: Opened) -> PlacedModel:
     else:
         opened.model.to(device)
     opened.model.eval()
-    return PlacedModel(opened, opened.loss or WindowLoss(opened.model), device, kind, note)
+    return PlacedModel(opened, opened.loss or SummedLoss(opened.model), device, kind, note)
 
 
 @precision.settings_kept()

@@ -15,7 +15,7 @@ from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.section import PlanKnobs
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
 from llmexp.run.banner import banner_sections
@@ -62,7 +62,7 @@ class Planner:
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
             with planned_for("cuda", device.gib * memory.GIB), torch.device("meta"):
                 where = (parts.run.layout, torch.device("cpu"), self._compiled(config))
-                loss = WindowLoss(parts.build_model())
+                loss = SummedLoss(parts.build_model())
                 whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
         name = parts.run.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)

@@ -104,7 +104,7 @@ def rehearse(
         setup = set_up(made, joined)
         if compiled and setup.loss.chunked and not joined.sharded:
             dtype = OPERANDS.get(precision, parameter_dtype(precision))
-            setup.loss.run_whole = functools.partial(_whole_loss, setup.model, dtype)
+            setup.loss.run_fused = functools.partial(_whole_loss, setup.model, dtype)
         pretend.reduce_at_once(setup.module)
         for method in ("features", "forward"):
             _watch(counting, setup.model, method, "activations")

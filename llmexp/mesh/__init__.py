@@ -30,7 +30,6 @@ from llmexp.mesh.groups import (
     visited_store,
 )
 from llmexp.mesh.split import (
-    across_ranks,
     global_norm,
     inner,
     largest_entry,
@@ -39,7 +38,8 @@ from llmexp.mesh.split import (
     ranks_here,
     share_here,
     share_work,
-    sum_of_parts,
-    summed,
+    summed_over_all,
+    summed_over_ranks,
+    without_partials,
 )
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap

@@ -39,8 +39,8 @@ class Mesh:
     device: torch.device
     sharding: DeviceMesh | None  # of FSDP: (shard,) or (replicate, shard)
     tensor: DeviceMesh | None  # of tensor parallelism
-    once: bool  # FSDP communicates once a step instead of in every micro-batch
-    sequence: bool = False  # tensor-parallel ranks share the tokens between products
+    reduces_once: bool  # FSDP communicates once a step instead of in every micro-batch
+    sequence: bool = False  # tensor-parallel ranks share the tokens outside of matrix products
 
     @property
     def distributed(self) -> bool:
@@ -52,13 +52,13 @@ class Mesh:
         return self.sharding is not None or self.tensor is not None
 
     @property
-    def drawing(self) -> int:
-        """Return a number for seeds: ranks that have to draw the same numbers have the same one."""
+    def random_stream(self) -> int:
+        """Return which random numbers this rank draws: its replica's, or its own ones."""
         return self.rank if self.sequence else self.dp_rank
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that see different sequences; None: all do. Not for dp_size 1."""
+        """Return the group of ranks that see different sequences; None: all. Not for dp_size 1."""
         if self.sharding is None or self.tensor is None:
             return None
         return self.sharding.get_group()

@@ -52,12 +52,12 @@ class Plan:
     max_restarts: int
 
 
-def run_ranks(plan: Plan, lost: Callable[[int, int], bool]) -> int:
+def run_ranks(plan: Plan, note_failure: Callable[[int, int], bool]) -> int:
     """Start this host's ranks, wait for them and return the exit code of the run.
 
-    When a rank fails, `lost(rank, exit_code)` is called at once, and says whether a new start would
-    only fail again. A negative exit code is a signal. Raises SystemExit when a signal stopped the
-    ranks before they could save.
+    When a rank fails, `note_failure(rank, exit_code)` is called at once; it says whether a new
+    start would only fail again. A negative exit code is a signal. Raises SystemExit when a signal
+    stopped the ranks before they could save.
     """
     logs = plan.run_dir / "logs"
     logs.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def run_ranks(plan: Plan, lost: Callable[[int, int], bool]) -> int:
             with started(plan, attempt, ranks):
                 for rank in ranks if stopped else ():  # it may have come before they were there
                     pass_on(rank, stopped[0])
-                code, final = wait(plan, ranks, log, lost)
+                code, final = wait(plan, ranks, log, note_failure)
             if code in (DONE, PREEMPTED) or final or stopped:
                 break
             if attempt < plan.max_restarts:
@@ -132,11 +132,11 @@ def wait(
     plan: Plan,
     ranks: list[subprocess.Popen[bytes]],
     log: BinaryIO,
-    lost: Callable[[int, int], bool],
+    note_failure: Callable[[int, int], bool],
 ) -> tuple[int, bool]:
     """Wait for the ranks, and meanwhile print what comes into `log`.
 
-    Return the exit code of the first one that failed, and what `lost` said of it.
+    Return the exit code of the first one that failed, and what `note_failure` said of it.
     """
     failed: tuple[int, bool] | None = None
     for bad in _watched(ranks, (DONE, PREEMPTED)):
@@ -145,7 +145,7 @@ def wait(
         if bad and failed is None:
             first = min(bad, key=lambda i: _failed_at(plan, i))
             code = ranks[first].returncode
-            failed = code, lost(plan.first_rank + first, code)
+            failed = code, note_failure(plan.first_rank + first, code)
     return failed or (max(rank.returncode for rank in ranks), False)
 
 

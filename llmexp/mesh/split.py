@@ -22,7 +22,7 @@ def is_split(value: Any) -> bool:
     return hasattr(value, "to_local")
 
 
-def summed(value: Any) -> Tensor:
+def without_partials(value: Any) -> Tensor:
     """Return a tensor with what ranks hold as parts of a sum, or of a norm, put together."""
     if not is_split(value) or not any(placement.is_partial() for placement in value.placements):
         return value
@@ -64,10 +64,10 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
         # get_total_norm, without its sorting of tensors by device and dtype
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
     own_n = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    return sum_of_parts(mesh, values, own_n.double().square()).sqrt().to(own_n.dtype)
+    return summed_over_all(mesh, values, own_n.double().square()).sqrt().to(own_n.dtype)
 
 
-def sum_of_parts(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
+def summed_over_all(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
     """Return the sum over tensors and ranks of figures (n, ...) of each tensor's part here.
 
     Every element counts once.
@@ -78,10 +78,10 @@ def sum_of_parts(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tenso
     return value
 
 
-def across_ranks(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
-    """Return the sum over the ranks of figures (n, ...), a row for each tensor's part here.
+def summed_over_ranks(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tensor:
+    """Return the sum over the ranks of figures (n, ...) of each tensor's part here.
 
-    Every element counts once.
+    A row stays for each tensor. Every element counts once.
     """
     value = _counted_once(mesh, values, figures)
     if mesh.sharded:
@@ -92,7 +92,9 @@ def across_ranks(mesh: Mesh, values: Sequence[Tensor], figures: Tensor) -> Tenso
 def norms(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of each tensor, of which each rank may hold a part: (n,)."""
     found = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
-    return across_ranks(mesh, values, found.double().square()).sqrt() if mesh.sharded else found
+    if not mesh.sharded:
+        return found
+    return summed_over_ranks(mesh, values, found.double().square()).sqrt()
 
 
 def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
@@ -102,7 +104,7 @@ def inner(mesh: Mesh, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tens
     """
     pairs = zip(map(local_part, first), map(local_part, second), strict=True)
     products = torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
-    return sum_of_parts(mesh, first, products)
+    return summed_over_all(mesh, first, products)
 
 
 def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmexp.mesh.groups import Mesh, gather_last
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.operands import VocabShard
 from llmexp.models.recompute import blocks_of, recompute_blocks
 
@@ -58,17 +58,17 @@ def tensor_parallel_plan(model: nn.Module, sequence: bool = False) -> dict[str, 
 
 def wrap(
     mesh: Mesh,
-    loss: WindowLoss,
+    loss: SummedLoss,
     *,
     activation_checkpointing: str,
     compiled: bool,
-    gathered: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None = None,
     spread: Spreading | None = None,
 ) -> nn.Module:
     """Wrap a model for its layout and return the module to train.
 
     Parameters keep their names; under sharding they become this rank's parts. FSDP gathers the
-    matrices of blocks in the dtype `gathered`, in which autocast multiplies them anyway, and
+    matrices of blocks in the dtype `gather_dtype`, in which autocast multiplies them anyway, and
     reduces in fp32; None: as they are. `spread`: lets tensor-parallel ranks share the tokens, too.
     """
     if mesh.tensor is not None:
@@ -81,13 +81,13 @@ def wrap(
     if mesh.sharding is not None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        keep = mesh.once  # whole parameters from the first micro-batch to the last
+        keep = mesh.reduces_once  # whole parameters from the first micro-batch to the last
         for block in blocks_of(loss.model):
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
             rest = [m for m in block.modules() if not isinstance(m, nn.Linear) and _has_own(m)]
-            if gathered is not None and not _has_own(block):
+            if gather_dtype is not None and not _has_own(block):
                 policy = dataclasses.replace(
-                    policy, param_dtype=gathered, reduce_dtype=torch.float32
+                    policy, param_dtype=gather_dtype, reduce_dtype=torch.float32
                 )
                 # Norms: autocast computes with their fp32 values. Hooks would cut a compiled graph.
                 if rest and not compiled:
@@ -104,7 +104,7 @@ def wrap(
     return loss
 
 
-def _split_layers(mesh: Mesh, loss: WindowLoss, spread: Spreading | None) -> None:
+def _split_layers(mesh: Mesh, loss: SummedLoss, spread: Spreading | None) -> None:
     """Split a model's layers over tensor-parallel ranks."""
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -189,7 +189,7 @@ def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
         with module.no_sync():
             yield
         return
-    if mesh.sharding is not None and mesh.once:
+    if mesh.sharding is not None and mesh.reduces_once:
         sharded: Any = module  # fully_shard has made it an FSDPModule
         sharded.set_requires_gradient_sync(last)
         sharded.set_reshard_after_backward(last)

@@ -68,7 +68,7 @@ class SmallGradient:
                 handle.remove()
         if norms:
             self._norm = torch.linalg.vector_norm(torch.stack(norms))
-        elif several and (own or not self._mesh.once):
+        elif several and (own or not self._mesh.reduces_once):
             gradients = [p.grad for p in parameters if p.grad is not None]
             self._norm = mesh.global_norm(self._mesh, gradients)
         self._targets = int((micro_batches[0][1] != IGNORE_INDEX).sum())  # they are on the host
@@ -91,7 +91,7 @@ class SmallGradient:
         targets = targets.to(count.device, non_blocking=True)
         if together:
             targets = mesh.total(self._mesh, targets)
-        # The sum is the gradient of nll x loss scale x weight (see train_step).
+        # The sum is the gradient of nll x loss scale x weight (see `loss_factor` in train/step).
         weight = 1 if together else self._mesh.dp_size
         square = (norm.double() * count / (weight * scale.double())).square()
         there = targets > 0

@@ -127,8 +127,8 @@ def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
 class Norm(nn.RMSNorm):
     """RMSNorm in the dtype of its input, computed in fp32.
 
-    With weights of another dtype torch takes six kernels for one. `shared`: takes the weights where
-    several ranks have them.
+    With weights of another dtype torch takes six kernels for one. `shared`: where
+    tensor-parallel ranks all have the weights, returns them so that their gradients are summed.
     """
 
     shared: Callable[..., tuple[Tensor, ...]] | None = None

@@ -1,4 +1,4 @@
-"""The loss end of a model: `WindowLoss`, from token ids to a summed cross-entropy.
+"""The loss end of a model: `SummedLoss`, from token ids to a summed cross-entropy.
 
 Names end in their dimensions: b batch, t time (tokens), d model width, v vocabulary.
 """
@@ -58,10 +58,10 @@ def compiled_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, vocabulary: i
     return torch.where(targets_bt != IGNORE_INDEX, log_z_bt - own_btv.sum(-1), 0.0).sum()
 
 
-class WindowLoss(nn.Module):
-    """The model and its loss: all that a training step calls, once a micro-batch of the window.
+class SummedLoss(nn.Module):
+    """The model and its loss: all that a training step calls, once for each micro-batch.
 
-    It is the cross-entropy, summed over the valid targets of this micro-batch.
+    It is the cross-entropy, summed over the valid targets of the micro-batch.
     `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
     Its parameters are the model's, without copies. The loss is `chunked` where the model allows it
@@ -74,7 +74,7 @@ class WindowLoss(nn.Module):
         self.shard: VocabShard | None = None
         self.chunked = self.has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
-        self.run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.run_fused: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = False
 
     def has_head(self) -> bool:
@@ -95,7 +95,7 @@ class WindowLoss(nn.Module):
         """Return the features for the chunked loss, or the logits for the plain one."""
         return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
 
-    def _whole(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+    def _fused(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the model and the plain loss as one function, for a compiler."""
         if not self.has_head():
             return plain_cross_entropy(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
@@ -106,17 +106,17 @@ class WindowLoss(nn.Module):
         logits_btv = F.linear(self.model.features(tokens_bt), padded)
         return compiled_cross_entropy(logits_btv, targets_bt, vocabulary)
 
-    def is_whole(self, rows: int, device: torch.device) -> bool:
+    def fuses_loss(self, tokens: int, device: torch.device) -> bool:
         """Return whether model and plain loss are compiled as one function.
 
-        They are on CUDA where the logits of `rows` tokens are small beside its memory, or where the
-        model gives logits only; never with a split vocabulary.
+        They are on CUDA where the logits of so many tokens are small beside its memory, or where
+        the model gives logits only; never with a split vocabulary.
         """
         if kind_of(device) != "cuda" or self.shard is not None:
             return False
         if not self.chunked:
             return True
-        logits = rows * self._head_weight().shape[0] * 2
+        logits = tokens * self._head_weight().shape[0] * 2
         return logits <= WHOLE_SHARE * memory_of(device)
 
     def _head_weight(self) -> Tensor:
@@ -136,7 +136,7 @@ class WindowLoss(nn.Module):
         them further. `compiled_rows`: tokens of a micro-batch of a step that `compile_trunk`
         compiles.
         """
-        if compiled_rows is not None and self.is_whole(compiled_rows, device):
+        if compiled_rows is not None and self.fuses_loss(compiled_rows, device):
             return "plain, compiled with the model"
         if not self.chunked:
             return "plain"
@@ -146,7 +146,7 @@ class WindowLoss(nn.Module):
         return f"chunked(rows={rows}, vocab={min(tile, vocab_size)}{whole})"
 
     def compile_trunk(self) -> None:
-        """Run the trunk through torch.compile from now on, with the loss where `is_whole` says so.
+        """Run the trunk through torch.compile from now on, with the loss where `fuses_loss`.
 
         Parameters and their names stay as they are.
 
@@ -154,7 +154,7 @@ class WindowLoss(nn.Module):
         """
         self._compiled = True
         self._run_trunk = torch.compile(self._trunk, dynamic=False)
-        self.run_whole = torch.compile(self._whole, dynamic=False)
+        self.run_fused = torch.compile(self._fused, dynamic=False)
 
     def compile_blocks(self) -> None:
         """Run each of the model's `blocks` through torch.compile from now on.
@@ -182,10 +182,10 @@ class WindowLoss(nn.Module):
         """
         was_training = self.training
         same = getattr(self.model, "same_in_training", lambda: False)
-        served = self.run_whole is not None and same()
-        self.train(served)
+        reuses_graph = self.run_fused is not None and same()
+        self.train(reuses_graph)
         try:
-            with torch.no_grad(), contextlib.nullcontext() if served else self._eager():
+            with torch.no_grad(), contextlib.nullcontext() if reuses_graph else self._eager():
                 yield
         finally:
             self.train(was_training)
@@ -219,10 +219,10 @@ class WindowLoss(nn.Module):
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
             with torch.no_grad(), self._eager():
                 return self._logits(tokens_bt)
-        rows, device = tokens_bt.numel(), tokens_bt.device
+        count, device = tokens_bt.numel(), tokens_bt.device
         # in `evaluating` without a compiled graph, whole logits would only take memory
-        if self.run_whole is not None and self.training and self.is_whole(rows, device):
-            return self._compiled_call(self.run_whole, tokens_bt, targets_bt)
+        if self.run_fused is not None and self.training and self.fuses_loss(count, device):
+            return self._compiled_call(self.run_fused, tokens_bt, targets_bt)
         out = self._compiled_call(self._run_trunk, tokens_bt)
         if self.chunked:
             head, compiled = self._head_weight(), self._compiled
@@ -231,10 +231,10 @@ class WindowLoss(nn.Module):
 
     def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call what may be compiled; in evaluation with the graph of training, if that serves."""
-        served = self.run_whole is not None and self.training and not torch.is_grad_enabled()
-        with torch.enable_grad() if served else contextlib.nullcontext():
+        reuses_graph = self.run_fused is not None and self.training and not torch.is_grad_enabled()
+        with torch.enable_grad() if reuses_graph else contextlib.nullcontext():
             out = run(*inputs)
-        return out.detach() if served else out
+        return out.detach() if reuses_graph else out
 
     def _logits(self, tokens_bt: Tensor) -> Tensor:
         out = self._trunk(tokens_bt)

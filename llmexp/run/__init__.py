@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmexp.run.batch import solve_batch, too_large
-from llmexp.run.budget import BUDGETS, TokenPrice, solve_budget, spent_of
+from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
 from llmexp.run.rules import rate_by_batch
@@ -145,9 +145,9 @@ class Facts:
         return Begin(parent.step, parent.sequences, parent.tokens, parent.tokens_seen)
 
     @property
-    def price(self) -> TokenPrice:
+    def token_cost(self) -> TokenCost:
         """Return what budgets need to know of the model."""
-        return TokenPrice(self.flops_per_token, self.parameters_with_head or self.parameters)
+        return TokenCost(self.flops_per_token, self.parameters_with_head or self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class Run(Facts):
 
     @property
     def first_step(self) -> int:
-        """Return the step that the run begins after: not 0 in a fork."""
+        """Return how many steps were done before this run: by the parents of a fork, else 0."""
         return self.begin.step
 
     @property
@@ -289,7 +289,7 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
 
 
 def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
-    """Return the stages of a run without an end; one, where there is no ramp."""
+    """Return the stages of a run without an end, which its end is solved from; no ramp: one."""
     batch = solve_batch(config.batch, facts.dp_size)
     real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.dp_size
     sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
@@ -319,7 +319,7 @@ def solve(
         )
     stages = endless_stages(config, facts)
     budget = solve_budget(
-        config.train, stages, length, facts.train_sequences, facts.begin, facts.price
+        config.train, stages, length, facts.train_sequences, facts.begin, facts.token_cost
     )
     stages = tuple(stage for stage in stages if stage.first_step < budget.max_steps)
     if max(stage.real_batch_size for stage in stages) > facts.train_sequences:
@@ -339,7 +339,7 @@ def solve(
         stages=stages,
         **vars(budget),
         max_tokens=max_tokens,
-        budget_given=spent_of(config.train, facts.price, max_tokens),
+        budget_given=spent_of(config.train, facts.token_cost, max_tokens),
         max_epochs=budget.total_sequences / facts.train_sequences,
         val_sequences=val_sequences,
         eval_sequences=min(val_sequences, -(-eval_tokens // length)),

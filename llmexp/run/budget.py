@@ -22,7 +22,7 @@ DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 
 @dataclass(frozen=True)
-class TokenPrice:
+class TokenCost:
     """Hold what budgets in FLOPs and in tokens per parameter need to know of a model."""
 
     flops_per_token: int | None = None
@@ -59,42 +59,42 @@ def sized_by(flat: Mapping[str, Any]) -> str:
 
 
 def keep_warmup(schedule: dict[str, Any], warmup: Any) -> None:
-    """Keep the warm-up of a run that gets another budget at its updates.
+    """Fix a warm-up that is a share of the budget at its number of updates.
 
-    That changes one that was a share of the old budget.
+    So another budget leaves it as it was.
     """
     relative = schedule.get("warmup_steps", 0) is None and schedule.get("warmup_ratio")
     if relative and isinstance(warmup, int):
         schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
 
 
-def tokens_of(train: Train, price: TokenPrice) -> int | None:
+def tokens_of(train: Train, token_cost: TokenCost) -> int | None:
     """Return the tokens of a budget in tokens, FLOPs or tokens per parameter; None for others.
 
     Raises ConfigError for FLOPs of a model that does not count them.
     """
     if train.tokens_per_parameter is not None:
-        return int(_exact(train.tokens_per_parameter) * price.parameters)
+        return int(_exact(train.tokens_per_parameter) * token_cost.parameters)
     if train.max_flops is None:
         return train.max_tokens
-    if price.flops_per_token is None:
+    if token_cost.flops_per_token is None:
         text = "the model does not count its FLOPs (`flops_per_token`); give train.max_tokens"
         raise refuse("train.max_flops", train.max_flops, text)
-    return int(_exact(train.max_flops) / price.flops_per_token)
+    return int(_exact(train.max_flops) / token_cost.flops_per_token)
 
 
-def spent_of(train: Train, price: TokenPrice, tokens: int) -> str | None:
-    """Return a budget in FLOPs or tokens per parameter, and what so many tokens leave of it.
+def spent_of(train: Train, token_cost: TokenCost, tokens: int) -> str | None:
+    """Say what a budget in FLOPs or tokens per parameter has left after so many tokens.
 
-    They are those of a fork's parents too. None for other budgets.
+    Those of a fork's parents are among them. None for other budgets.
     """
-    if train.max_flops is not None and price.flops_per_token is not None:
-        asked, spent, unit = _exact(train.max_flops), tokens * price.flops_per_token, "FLOPs"
+    if train.max_flops is not None and token_cost.flops_per_token is not None:
+        asked, spent, unit = _exact(train.max_flops), tokens * token_cost.flops_per_token, "FLOPs"
         given = f"train.max_flops={train.max_flops:g}"
     elif train.tokens_per_parameter is not None:
-        asked, spent = _exact(train.tokens_per_parameter) * price.parameters, tokens
+        asked, spent = _exact(train.tokens_per_parameter) * token_cost.parameters, tokens
         given = f"train.tokens_per_parameter={train.tokens_per_parameter:g} x "
-        given, unit = f"{given}{price.parameters:,} parameters", "tokens"
+        given, unit = f"{given}{token_cost.parameters:,} parameters", "tokens"
     else:
         return None
     if asked == spent:
@@ -114,18 +114,18 @@ def solve_budget(
     sequence_length: int,
     train_sequences: int,
     begin: Begin,
-    price: TokenPrice,
+    token_cost: TokenCost,
 ) -> Budget:
     """Return the one budget that is given, in sequences and optimizer steps.
 
     In a fork it counts what the runs before it have done, too. `stages`: of the run without an end.
-    `price`: that of a token. Raises ConfigError where several budgets are given, and where nothing
-    is left to train.
+    `token_cost`: that of a token. Raises ConfigError where several budgets are given, and where
+    nothing is left to train.
     """
     key, value = _one_budget(train)
     if train.max_epochs is not None:
         total = int(_exact(train.max_epochs) * train_sequences)
-    elif (wanted := tokens_of(train, price)) is not None:
+    elif (wanted := tokens_of(train, token_cost)) is not None:
         total = begin.sequences + (wanted - begin.tokens) // sequence_length
     else:
         total = stage_at(stages, value).sequences_at(value)
@@ -137,12 +137,12 @@ def solve_budget(
             f"counts the parent's part too, and that is {begin.step:,} steps, "
             f"{begin.tokens:,} tokens and {epochs:.4g} epochs at fork.step={begin.step}: "
             "nothing is left to train",
-            _longer(key, begin, stages, sequence_length, train_sequences, price),
+            _longer(key, begin, stages, sequence_length, train_sequences, token_cost),
         )
     if total < 1:
         text, least = f"is less than one sequence of {sequence_length} tokens", None
         if key == "train.max_flops":
-            least = float(f"{sequence_length * (price.flops_per_token or 0) * 1.01:.3g}")
+            least = float(f"{sequence_length * (token_cost.flops_per_token or 0) * 1.01:.3g}")
         raise refuse(key, value, text, least)
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
@@ -172,7 +172,7 @@ def _longer(
     stages: Sequence[BatchStage],
     sequence_length: int,
     train_sequences: int,
-    price: TokenPrice,
+    token_cost: TokenCost,
 ) -> float:
     """Return a budget of which a fork gets a fifth, or one window where that is more."""
     if key == "train.max_steps":
@@ -184,7 +184,7 @@ def _longer(
     if key == "train.max_epochs":
         least = (begin.sequences + more) / train_sequences
     elif key == "train.max_flops":
-        least = tokens * (price.flops_per_token or 0)
+        least = tokens * (token_cost.flops_per_token or 0)
     else:
-        least = tokens / price.parameters
+        least = tokens / token_cost.parameters
     return float(f"{least * 1.01:.3g}")  # rounded to no less

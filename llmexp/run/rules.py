@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, solve_batch
-from llmexp.run.budget import DEFAULT_MAX_STEPS, TokenPrice, tokens_of
+from llmexp.run.budget import DEFAULT_MAX_STEPS, TokenCost, tokens_of
 from llmexp.settings.config import Batch, Config
 from llmexp.settings.convert import checked_knob
 from llmexp.settings.rules import (
@@ -169,24 +169,24 @@ def rate_by_batch(optimizer: dict[str, Any], ratio: float) -> float:
     return 1.0 if law is None else ratio**law.B
 
 
-def solve_rule(config: Config, dp_size: int, price: TokenPrice) -> tuple[Config, str | None]:
+def solve_rule(config: Config, dp_size: int, token_cost: TokenCost) -> tuple[Config, str | None]:
     """Return the config with what optimizer.rule sets, and that in words; None without a rule.
 
-    Values that are given stay, so a config with all that was set is solved into itself. `price`:
-    of the model. Raises ConfigError.
+    Values that are given stay, so a config with all that was set is solved into itself.
+    `token_cost`: of the model. Raises ConfigError.
     """
     if (found := _chosen(config.optimizer)) is None:
         return config, None
     optimizer, words = dict(config.optimizer), []
     _check_optimizer(found, optimizer)
-    known = _sizes(config, price)
+    known = _sizes(config, token_cost)
     batch = config.batch
     if found.law("B") is not None:
         batch, said = _batch(found, batch, dp_size, known)
         words.append(said)
     solved = solve_batch(batch, dp_size)
     known["B"] = solved.real_batch_size * batch.sequence_length
-    known = _sizes(config, price, known["B"]) | known
+    known = _sizes(config, token_cost, known["B"]) | known
     for target in ("lr", "weight_decay"):
         if found.law(target) is not None and target in optimizer:
             given = fill(optimizer[target], SET[target])
@@ -223,19 +223,19 @@ def _is_adam(optimizer: dict[str, Any]) -> bool:
 
 
 def _sizes(
-    config: Config, price: TokenPrice, tokens_per_step: float | None = None
+    config: Config, token_cost: TokenCost, tokens_per_step: float | None = None
 ) -> dict[str, float]:
     """Return parameters N, tokens D and FLOPs C of the whole run, as far as they are known."""
-    known: dict[str, float] = {"N": price.parameters}
+    known: dict[str, float] = {"N": token_cost.parameters}
     train = config.train
-    tokens: float | None = tokens_of(train, price)
+    tokens: float | None = tokens_of(train, token_cost)
     in_steps = tokens is None and train.max_epochs is None
     if in_steps and tokens_per_step and config.batch.ramp is None and config.fork.run is None:
         tokens = (train.max_steps or DEFAULT_MAX_STEPS) * tokens_per_step
     if tokens is not None:
         known["D"] = tokens
-        if price.flops_per_token is not None:
-            known["C"] = tokens * price.flops_per_token
+        if token_cost.flops_per_token is not None:
+            known["C"] = tokens * token_cost.flops_per_token
     return known
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from llmexp import mesh
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import WindowLoss, plain_cross_entropy
+from llmexp.models.loss import SummedLoss, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.values import ConfigError
 from llmexp.tasks.items import Item
@@ -117,7 +117,7 @@ def pad(chosen: Sequence[Request]) -> tuple[Tensor, Tensor]:
 
 def likelihoods(
     requests: Sequence[Request],
-    loss: WindowLoss,
+    loss: SummedLoss,
     joined: mesh.Mesh,
     kind: str,
     tokens: int,
@@ -152,7 +152,7 @@ def likelihoods(
 
 
 def score_task(
-    task: Task, loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
+    task: Task, loss: SummedLoss, joined: mesh.Mesh, kind: str, tokens: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the figures of a task, and the scores of each item.
 

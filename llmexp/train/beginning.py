@@ -33,7 +33,7 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up
 from llmexp.train.spikes import forget_after
-from llmexp.train.state import Loop, Outputs, Progress, saved_parts
+from llmexp.train.state import Loop, Outputs, Progress, stateful_parts
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
 
@@ -90,7 +90,8 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
 def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
     """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
 
-    It is the same on all ranks. Raises ConfigError where ranks see different folders."""
+    It is the same on all ranks. What killed saves have left is removed first. Raises ConfigError
+    where ranks see different folders."""
     if (text := os.environ.get(rundir.REPLAY_ASKED)) is not None:
         asked = json.loads(text)
         return whole_checkpoint(Path(asked["checkpoints"]), joined, console, asked["begin"])
@@ -147,7 +148,10 @@ def restore(
 
 
 def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
-    """Yield what a fork does not go on with, as its parent's settings are others, or not known."""
+    """Yield the names of the saved parts that a fork begins anew.
+
+    The settings that they depend on are not its parent's, or the parent's are not known.
+    """
     there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
     known = [key for key in here if key.startswith("clip.") and key in there]
     if not known or any(here[key] != there[key] for key in known):
@@ -161,8 +165,9 @@ def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
     """Return the loop at the step from which the run goes on.
 
-    `accepted()` is called as soon as checkpoint and rows were read without a refusal; from then on
-    the folder may be written to. Raises ConfigError and CheckpointError.
+    `accepted()` is called as soon as checkpoint and rows were read without a refusal. Before it
+    only train.log is written, and what killed saves have left is removed. Raises ConfigError and
+    CheckpointError.
     """
     console = open_console(path, parts, joined)
     loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
@@ -174,7 +179,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
-        saved = saved_parts(setup, norms, noise)
+        saved = stateful_parts(setup, norms, noise)
         progress, meter = restore(parts, setup, loaded, forked, saved)
         source = loaded.path if forked else loaded.path.name
         console.line(

@@ -20,7 +20,7 @@ from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
-from llmexp.train.verdicts import finish_step
+from llmexp.train.verdicts import finish_previous
 
 ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
 FILE = "calibration.json"  # in its folder
@@ -76,7 +76,7 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
         stopped, through = mesh.any_rank(loop.mesh, STOP.requested, enough)
         if stopped or through or loop.progress.step >= end:
             break
-    finish_step(loop)
+    finish_previous(loop)
     return at, functools.partial(report_step, loop, step, window, Due(row=True)), stopped
 
 

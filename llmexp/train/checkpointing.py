@@ -21,7 +21,7 @@ from llmexp.checkpoint import saving
 from llmexp.data.stream import DataChanged
 from llmexp.runs import rundir
 from llmexp.train.hooks import call_hooks
-from llmexp.train.state import Loop, Saving, saved_parts
+from llmexp.train.state import Loop, Saving, stateful_parts
 from llmexp.train.step import TrainingFailed
 from llmexp.update import faces
 
@@ -47,7 +47,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
     geometry = {name: getattr(run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
-    parts = saved_parts(setup, loop.norms, loop.noise)
+    parts = stateful_parts(setup, loop.norms, loop.noise)
     state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
@@ -94,27 +94,27 @@ def refuse_changed_data(loop: Loop) -> None:
 
 
 def advance_save(loop: Loop, must: bool = False) -> None:
-    """Take the next stage of the checkpoint that is on its way; all ranks are at the same step.
+    """Take the next task of the checkpoint that is on its way; all ranks are at the same step.
 
     Raises TrainingFailed as `save` does."""
-    due = loop.saving
-    assert due is not None
+    saving = loop.saving
+    assert saving is not None
     error: OSError | None = None
     try:
-        due.stage.result()
+        saving.task.result()
     except OSError as failed:
         error = failed
     if failing := mesh.ranks_where(loop.mesh, error is not None):
         loop.saving = None
-        warn_of_failed(loop, due.step, error, mesh.numbered(failing), must)
-    elif not due.committing:
-        due.committing = True
+        warn_of_failed(loop, saving.step, error, mesh.numbered(failing), must)
+    elif not saving.committing:
+        saving.committing = True
         if loop.out.main:
-            due.stage = loop.writer.submit(due.commit)
+            saving.task = loop.writer.submit(saving.commit)
     else:
         loop.saving, loop.failed_saves = None, 0
-        loop.saved.append(due.step)
-        call_hooks(loop, "saved", due.step)
+        loop.saved.append(saving.step)
+        call_hooks(loop, "saved", saving.step)
 
 
 def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:
@@ -166,7 +166,7 @@ def finish_alone(loop: Loop) -> None:
     try:
         if loop.mesh.distributed and not due.committing:
             raise OSError("another rank may not have written its part")
-        due.stage.result()
+        due.task.result()
         if not due.committing:
             due.commit()
         loop.saved.append(due.step)

@@ -30,7 +30,7 @@ def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loade
         run.sequence_length,
         run.train_sequences,
         run.begin,
-        run.price,
+        run.token_cost,
     )
     given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
     key = next((k for k, value in given.items() if value is not None), BUDGETS[0])

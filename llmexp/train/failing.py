@@ -44,13 +44,13 @@ class Failure:
     state: str = "failed"
 
 
-def meaning(
+def failure_of(
     error: BaseException,
     path: Path | None = None,
     parts: Parts | None = None,
     joined: mesh.Mesh | None = None,
 ) -> Failure:
-    """Return what an exception means, as far as what is known of the run tells."""
+    """Return how an exception ends the run: exit code, words, and whether a restart would help."""
     if isinstance(error, SystemExit) and not STOP.training:  # by a signal
         code = error.code if isinstance(error.code, int) else FAILED
         return Failure(code, "stopped before the first step", state="preempted")
@@ -85,7 +85,7 @@ def meaning(
         return Failure(code, text, final=False)
     elif path is not None and parts is not None and joined is not None and not local:
         timeout_s = parts.config.parallelism.timeout_s
-        absent = group.absent_ranks(path, joined.rank, joined.world_size, text, timeout_s)
+        absent = group.why_absent(path, joined.rank, joined.world_size, text, timeout_s)
         if absent:
             return Failure(code, absent, final=False)
     where = own_line(error, or_any=False)

@@ -46,7 +46,7 @@ def is_finished(path: Path, max_steps: int | None = None) -> bool:
     return True
 
 
-def parent_of(path: Path) -> Parent | None:
+def recorded_parent(path: Path) -> Parent | None:
     """Return the recorded parent of the fork in the folder, None where there is none.
 
     Raises ConfigError."""
@@ -66,7 +66,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     if not request["fixed"]:
         return {}
     tried = rundir.newest_step(path) is not None or rundir.REPLAY_ASKED in os.environ
-    return {"tried": tried, "parent": parent_of(path)}
+    return {"tried": tried, "parent": recorded_parent(path)}
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
@@ -118,7 +118,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     A run is known by its newest checkpoint, since config.yaml could have been edited; without one,
     by config.yaml and run.json. Nothing is written. Raises CheckpointError where all are damaged.
     """
-    # of its files the state alone; the start of the loop warns of damage
+    # kinds=(): only manifest and state.pt are read here; `start_loop` looks at all, and warns
     loaded = loading.newest_whole(path / rundir.CHECKPOINTS, lambda text: None, kinds=())
     there, recorded = loaded.manifest if loaded else {}, rundir.read_run(path)
     known, here = there.get("config"), fixed_facts(parts)

@@ -113,19 +113,19 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
     outlives that process while its ranks still save. Raises ConfigError, on all ranks.
     """
     env = os.environ
-    alone = ranks.STARTED not in env or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]
+    takes_first = ranks.STARTED not in env or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]
     with contextlib.ExitStack() as stack:
         refused: ConfigError | None = None
         if joined.rank == 0:
             try:
-                if alone:
+                if takes_first:
                     stack.enter_context(rundir.locked(path))
                 stack.enter_context(rundir.locked(path, ".lock-ranks"))
             except ConfigError as error:
                 refused = error
         if mesh.any_rank(joined, refused is not None)[0]:
             raise refused or ConfigError(f"{path}: another process is training in this folder")
-        yield alone
+        yield takes_first
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def absence_named(path: Path, parts: Parts) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = absent_ranks(path, rank, parts.run.world_size, str(error), timeout_s)
+        text = why_absent(path, rank, parts.run.world_size, str(error), timeout_s)
         if not text:
             raise
         raise TrainingFailed(text) from None
@@ -153,7 +153,7 @@ def waiting(path: Path, rank: int) -> Iterator[None]:
     note_file(path, rank).unlink(missing_ok=True)
 
 
-def absent_ranks(path: Path, rank: int, world_size: int, error: str, timeout_s: float) -> str:
+def why_absent(path: Path, rank: int, world_size: int, error: str, timeout_s: float) -> str:
     """Return why other ranks were not there, after a communication that failed; "" if they were."""
     late = re.search(r"time(d )?-?out", error, re.I)
     lost = re.search(r"connection (closed|reset|was likely closed)|broken pipe", error, re.I)

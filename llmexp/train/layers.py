@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmexp import mesh
 from llmexp.models.documents import Documents
 from llmexp.models.logits import divisor_of, seen_by
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.settings.values import is_ours
 from llmexp.update import precision
@@ -42,7 +42,7 @@ class Layers:
     """
 
     def __init__(
-        self, joined: mesh.Mesh, loss: WindowLoss, arithmetic: str, every: int | None, always: bool
+        self, joined: mesh.Mesh, loss: SummedLoss, arithmetic: str, every: int | None, always: bool
     ) -> None:
         self._mesh, self._loss, self._arithmetic = joined, loss, arithmetic
         self._every, self._always = every, always

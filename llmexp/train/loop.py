@@ -29,7 +29,7 @@ from llmexp.train.profiling import start_profiler
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
-from llmexp.train.verdicts import finish_step
+from llmexp.train.verdicts import finish_previous
 
 WEIGHT_NORM_EVERY = 10  # rows
 
@@ -93,7 +93,7 @@ def train(loop: Loop) -> str:
         if stop or progress.step >= stop_step:
             show_rows(loop)
             loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
-            finish_step(loop)
+            finish_previous(loop)
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
@@ -124,7 +124,7 @@ def train(loop: Loop) -> str:
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
-    if progress.consecutive_skips >= (steps := progress.step - loop.run.first_step):  # a fork's own
+    if progress.consecutive_skips >= (steps := progress.step - loop.run.first_step):  # all of them
         raise TrainingFailed(
             f"none of the {steps:,} steps applied an update: every window had no valid "
             "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an "
@@ -150,14 +150,14 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         hook("backward_start", window=window)  # before the seed: it may draw random numbers
         loop.seed(progress.step)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
-        step = train_step(loop.setup, window, lambda: finish_step(loop), gradients_ready)
+        step = train_step(loop.setup, window, lambda: finish_previous(loop), gradients_ready)
         progress.step += 1
         loop.pending = step
         if step.layers is not None:
             loop.last_layers.append((progress.step, step.layers))
         meter.add(step.target_tokens)
         if due.verdict:
-            finish_step(loop)
+            finish_previous(loop)
     return window, step
 
 

@@ -38,8 +38,8 @@ from llmexp.train.step import (
     loss_factor,
     on_host,
 )
-from llmexp.train.verdicts import FINDINGS, finish_step
-from llmexp.train.windows import order_of
+from llmexp.train.verdicts import FINDINGS, finish_previous
+from llmexp.train.windows import sampler_of
 from llmexp.update import precision
 
 _OTHERS = 8  # windows near the step whose gradient norms are the usual ones
@@ -78,7 +78,7 @@ def _take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
     """Take a step of the run; return it, and why it ended the run if it did."""
     _, step = take_step(loop, windows, Due())
     try:
-        finish_step(loop)
+        finish_previous(loop)
     except TrainingFailed as error:
         return step, str(error)
     return step, ""
@@ -245,7 +245,7 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
         (t[None], g[None]) for batch in window.micro_batches for t, g in zip(*batch, strict=True)
     ]
     begin, end = loop.run.sequences_at(window.step), loop.run.sequences_at(window.step + 1)
-    starts = order_of(loop.parts).starts(np.arange(begin, end)[None])[0]
+    starts = sampler_of(loop.parts).starts(np.arange(begin, end)[None])[0]
     found: list[dict[str, Any]] = []
     for owner, number in itertools.product(range(joined.dp_size), range(len(rows))):
         tokens_1t, targets_1t = rows[number]

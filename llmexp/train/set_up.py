@@ -8,7 +8,7 @@ from llmexp import mesh
 from llmexp.mesh.sequence import share_tokens
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
@@ -29,7 +29,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     model = parts.build_model()
     if not joined.sharded:
         parts.begin_model(model, joined.device, fresh)
-    loss = WindowLoss(model)
+    loss = SummedLoss(model)
     if config.parallelism.activation_checkpointing == "offload":
         offload_blocks(model, joined.tensor.size() if joined.tensor and joined.sequence else 1)
     module = mesh.wrap(
@@ -37,19 +37,19 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         loss,
         activation_checkpointing=config.parallelism.activation_checkpointing,
         compiled=config.train.compile is True,
-        gathered=torch.bfloat16 if parts.precision == "bf16" else None,
+        gather_dtype=torch.bfloat16 if parts.precision == "bf16" else None,
         spread=share_tokens if joined.sequence else None,
     )
     if joined.sharded:
         parts.begin_model(model, joined.device, fresh)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if module is loss:  # DDP has buckets
+    if module is loss:  # not under DDP, which has them in buckets
         # Gradients live as long as the run: born between activations in each step they would
         # fragment the heap, and accumulation would cost memory. A parameter that a window does not
         # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
-    optimizers, rows = parts.build_optimizers(model), parts.run.micro_batch_size
+    optimizers, micro_batch_size = parts.build_optimizers(model), parts.run.micro_batch_size
     every, spikes = config.metrics.layers_every, config.metrics.spikes
     return Setup(
         mesh=joined,
@@ -64,7 +64,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
             config.precision.init_scale,
             config.precision.growth_interval,
         ),
-        clipping=Rule(joined, model, parameters, optimizers, config.clip, rows),
+        clipping=Rule(joined, model, parameters, optimizers, config.clip, micro_batch_size),
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
         ema=None if config.train.ema is None else Ema(config.train.ema, model, module),

@@ -18,7 +18,7 @@ from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.layers import row_of
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, BAD_NORM, Outcome
-from llmexp.train.windows import order_of
+from llmexp.train.windows import sampler_of
 
 CALM = 5  # the first of the recorded steps, whose largest value is a module's level
 RISE = 2  # a norm has risen that is more than this many times its level
@@ -55,7 +55,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
         progress.rose_first[first["module"]] = count + 1
     if not loop.out.main:
         return
-    order, run = order_of(loop.parts), loop.run
+    order, run = sampler_of(loop.parts), loop.run
     begin, end = run.sequences_at(progress.step - 1), run.sequences_at(progress.step)
     starts = order.starts(np.arange(begin, end)[None])[0].tolist()
     folder = loop.out.path / SPIKES

@@ -30,7 +30,7 @@ from llmexp.train.windows import read_ahead
 
 @dataclass
 class Progress:
-    """Hold the position of the run: everything besides tensors that a checkpoint has to restore."""
+    """Hold how far the run is; what else a checkpoint keeps beside tensors: `stateful_parts`."""
 
     step: int = 0  # windows consumed
     updates: int = 0  # applied updates: the schedule's position
@@ -69,12 +69,12 @@ class Saving:
 
     step: int
     commit: Callable[[], Path]
-    stage: Future[Any]  # what this rank does for it now
+    task: Future[Any]  # what this rank does for it now
     committing: bool = False
 
 
-def saved_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
-    """Return what besides the progress has a state that a checkpoint keeps, by name."""
+def stateful_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
+    """Return the objects whose `state_dict` a checkpoint keeps, by name."""
     rule = setup.clipping
     found: dict[str, Any] = {
         "norms": norms,
@@ -135,13 +135,13 @@ class Loop:
 
     def seed(self, step: int) -> None:
         """Seed the random numbers of the window that follows `step` steps."""
-        drawing, foreign = self.mesh.drawing, self.parts.foreign_code
-        seed_step(self.config.train.seed, step, drawing, self.mesh.device, foreign)
+        stream, foreign = self.mesh.random_stream, self.parts.foreign_code
+        seed_step(self.config.train.seed, step, stream, self.mesh.device, foreign)
 
     @property
     def is_writing(self) -> bool:
-        """Return whether this rank is at a stage of a save."""
-        return self.saving is not None and not self.saving.stage.done()
+        """Return whether this rank is at a task of a save."""
+        return self.saving is not None and not self.saving.task.done()
 
     @property
     def newest_step(self) -> int | None:

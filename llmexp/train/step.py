@@ -18,7 +18,7 @@ from llmexp.data.window import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.initial import seed_of
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers, Taken
 from llmexp.update import optim, precision
@@ -66,19 +66,19 @@ class Setup:
 
     mesh: mesh.Mesh
     model: nn.Module
-    loss: WindowLoss  # model + loss, unwrapped: evaluation and compile
+    loss: SummedLoss  # model + loss, unwrapped: evaluation and compile
     module: nn.Module  # the same, wrapped for the mesh: training
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
     clipping: _Clipping
-    small: SmallGradient
+    small: SmallGradient  # that of a small batch, for the noise scale
     outliers: Outliers
     ema: Ema | None
     layers: Layers | None
     arithmetic: str  # fp32, bf16, ...: the kind of precision
-    rate_factor: Callable[[int], float]  # on the learning rate, after so many updates
-    stage_rate: Callable[[int], float]  # on it, too, by the batch of a window
+    rate_factor: Callable[[int], float]  # of the learning rate, after so many updates
+    stage_rate: Callable[[int], float]  # a second one, after so many steps: by the batch
     skip_outliers: bool
 
 
@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """Return what is wrong, or OK; `must_skip` and `skip_outliers` must agree."""
+        """Return what is wrong, or OK: what `must_skip` and `skip_outliers` found on the device."""
         if self.target_tokens == 0:
             return EMPTY
         if not math.isfinite(self.loss):
@@ -156,52 +156,52 @@ class StepResult:
 def train_step(
     setup: Setup,
     window: Window,
-    finish_last: Callable[[], int],
+    finish_previous: Callable[[], int],
     gradients_ready: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number.
-    `finish_last` returns the number of applied updates. It waits for the verdict on the previous
-    step; asked this late, the device has finished that step and the wait is short.
+    `finish_previous` returns the number of applied updates. It waits for the verdict on the step
+    before; asked this late, the device has finished that step and the wait is short.
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
     layers = setup.layers if setup.layers and setup.layers.due(window.step + 1) else None
     if layers is not None:
         layers.look(window.micro_batches[0][0])
-    count, on_loss = loss_factor(setup, window)
+    targets, loss_weight = loss_factor(setup, window)
     setup.clipping.begin()
-    nll = accumulate(setup, window, on_loss)
+    nll = accumulate(setup, window, loss_weight)
     own_nll = on_host(nll.clone())
-    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(count)
+    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(targets)
 
     gradients = [p.grad for p in setup.parameters if p.grad is not None]
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     setup.scaler.unscale(held)
     gradients_ready()
     norm = mesh.global_norm(setup.mesh, gradients)
-    skip = must_skip(loss, norm, count)
+    skip = must_skip(loss, norm, targets)
     if layers is not None:
         layers.before_update()
-    updates = finish_last()
-    norm_after, clipped, factor = setup.clipping.before_update(gradients, norm)
+    updates = finish_previous()
+    norm_after, clipped, clip_factor = setup.clipping.before_update(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
-    limits = setup.outliers.limits  # by the finished steps: all before this one
-    if limits is not None and setup.skip_outliers:
-        skip = skip_outliers(setup.mesh, skip, loss, norm, limits)
+    outlier_limits = setup.outliers.limits  # by the finished steps: all before this one
+    if outlier_limits is not None and setup.skip_outliers:
+        skip = skip_outliers(setup.mesh, skip, loss, norm, outlier_limits)
     scale = setup.scaler.value
-    small = setup.small.take(count, scale)
-    optim.update(setup.optimizers, skip, factor)
+    small = setup.small.take(targets, scale)
+    optim.update(setup.optimizers, skip, clip_factor)
     clipped, measured = setup.clipping.after_update(skip, clipped)
     taken = None if layers is None else layers.after_update()
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     figures = {
-        "target_tokens": count,
+        "target_tokens": targets,
         "skipped": skip,
         "loss": loss,
         "grad_norm": norm,
@@ -210,7 +210,7 @@ def train_step(
         "loss_scale": scale,
         **small,
     }
-    return StepResult(lr, own_nll, taken, limits, figures, measured)
+    return StepResult(lr, own_nll, taken, outlier_limits, figures, measured)
 
 
 def on_host(value: Tensor) -> Any:
@@ -241,15 +241,15 @@ def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
 def accumulate(
     setup: Setup,
     window: Window,
-    factor: Tensor,
+    loss_weight: Tensor,
     look: Callable[[Tensor, int], None] = lambda nll, number: None,
 ) -> Tensor:
-    """Add up the gradients of the micro-batches, times `factor`, over the ranks too.
+    """Add up the gradients of the micro-batches, times `loss_weight`, over the ranks too.
 
     Return the summed loss of this rank's targets. `look` gets that of each micro-batch, and its
     number from 1, before the backward pass.
     """
-    device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(factor)
+    device, kind, nll = setup.mesh.device, setup.arithmetic, torch.zeros_like(loss_weight)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
@@ -259,7 +259,7 @@ def accumulate(
                 micro_nll = setup.module(tokens_bt, targets_bt)
             look(micro_nll, i)
             with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
-                micro_nll.backward(factor)
+                micro_nll.backward(loss_weight)
         nll += micro_nll.detach()
     return nll
 
@@ -282,15 +282,15 @@ def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits:
 
 
 def seed_step(
-    seed: int, step: int, drawing: int, device: torch.device, everywhere: bool = True
+    seed: int, step: int, random_stream: int, device: torch.device, everywhere: bool = True
 ) -> None:
-    """Seed the RNG of a window from (seed, step, `Mesh.drawing`) alone.
+    """Seed the RNG of a window from (seed, step, `Mesh.random_stream`) alone.
 
     Tensor-parallel ranks draw the same, unless each has tokens of its own. Nothing that happens
     between two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere`
     only torch's is seeded: nobody draws from the others.
     """
-    number = seed_of(f"{seed}/{step}/{drawing}")
+    number = seed_of(f"{seed}/{step}/{random_stream}")
     # torch.manual_seed queues a call a step where CUDA is not started
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

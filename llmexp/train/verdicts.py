@@ -32,7 +32,7 @@ FINDINGS = {
 }
 
 
-def finish_step(loop: Loop) -> int:
+def finish_previous(loop: Loop) -> int:
     """Read the outcome of the last step and return the number of applied updates.
 
     Raises TrainingFailed.
@@ -42,19 +42,20 @@ def finish_step(loop: Loop) -> int:
         return progress.updates
     step, loop.pending = loop.pending, None
     seen = step.read()
-    count_outcome(loop, seen)
+    take_in(loop, seen)
     if not seen.skipped:
         progress.updates += 1
         if loop.setup.ema is not None:
             loop.setup.ema.follow()
         progress.consecutive_skips = 0
     else:
+        # without a loss scale a figure that is not finite ends the run, below
         if seen.code in (EMPTY, SKIPPED_OUTLIER) or loop.setup.scaler.enabled:
             progress.skipped_steps += 1
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
             raise TrainingFailed(words)
-        if seen.code != SKIPPED_OUTLIER:  # of which `count_outcome` prints more
+        if seen.code != SKIPPED_OUTLIER:  # of which `take_in` prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {FINDINGS[seen.code]}{how}; its update was skipped"
             loop.out.console.line(text)
@@ -133,7 +134,7 @@ def diagnosed(loop: Loop) -> str:
         return f"where is not known: {error!r}"
 
 
-def count_outcome(loop: Loop, seen: Outcome) -> None:
+def take_in(loop: Loop, seen: Outcome) -> None:
     """Keep what is measured of the last step; its figures are on the host now."""
     progress, outliers = loop.progress, loop.setup.outliers
     if seen.code in (OUTLIER, SKIPPED_OUTLIER):

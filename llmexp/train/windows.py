@@ -11,8 +11,8 @@ from llmexp.run.stages import BatchStage
 from llmexp.train.assembly.assemble import Parts
 
 
-def order_of(parts: Parts, stage: BatchStage | None = None) -> Sampler:
-    """Return the order in which a run reads its training data; the windows are those of a stage."""
+def sampler_of(parts: Parts, stage: BatchStage | None = None) -> Sampler:
+    """Return the sampler of the windows of one batch stage: the first, unless another is given."""
     run, config = parts.run, parts.config
     stage = stage or run.stages[0]
     return Sampler(
@@ -31,13 +31,13 @@ def order_of(parts: Parts, stage: BatchStage | None = None) -> Sampler:
 def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
     run = parts.run
-    part = RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size)
+    rank_slice = RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size)
     ends = [stage.first_step for stage in run.stages[1:]] + [run.max_steps]
     for stage, end in zip(run.stages, ends, strict=True):
         if start_step < end:
             yield from read_windows(
-                order_of(parts, stage),
-                part,
+                sampler_of(parts, stage),
+                rank_slice,
                 max(start_step, stage.first_step),
                 end,
                 digest=parts.config.train.data_digest,

@@ -66,7 +66,7 @@ def main(argument: str) -> int:
         return code
     # a function of the user's, such as that of the data, may raise anything
     except BaseException as error:
-        failure = failing.meaning(error)
+        failure = failing.failure_of(error)
         refused = failure.exit_code == REFUSED
         if refused and folder.answer_command(request, error=error_record(error)):
             return REFUSED
@@ -79,7 +79,7 @@ def go_on(path: Path) -> int:
         rundir.check_plain(path)
     if folder.is_finished(path):
         return DONE
-    parent, config, once = folder.parent_of(path), rundir.built_config(path), Cache()
+    parent, config, once = folder.recorded_parent(path), rundir.built_config(path), Cache()
     if "RANK" not in os.environ and config.parallelism.nnodes == 1:
         config = sizes.found_alone(config)
     parts = assemble(config, once, tried=True, parent=parent)
@@ -111,10 +111,12 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: b
     With `record_late`, for a command that waits, ranks of one host that refuse the checkpoint or
     the rows leave the folder as it was, but for logs and provenance of this start.
     """
-    alone = parts.run.layout.nnodes == 1  # else rank 0 locks and records, once all hosts are there
+    one_host = (
+        parts.run.layout.nnodes == 1
+    )  # else rank 0 locks and records, once all hosts are there
     before: dict[Path, bytes] = {}
     with contextlib.ExitStack() as stack:
-        if alone:
+        if one_host:
             stack.enter_context(rundir.locked(path))
             if record_late and "folder" in request:  # of a command
                 before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
@@ -122,12 +124,12 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: b
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            end = replace(failing.meaning(stopped), text="stopped before it could save")
-            return failing.record_failure(path, end, ours=alone)
+            end = replace(failing.failure_of(stopped), text="stopped before it could save")
+            return failing.record_failure(path, end, ours=one_host)
         if code == FAILED:
             text = f"{text}; the logs of all ranks are in {path / 'logs'}"
         if text:  # on several hosts the run may be another start's
-            ours = alone or not rundir.is_alive(path, rundir.read_status(path))
+            ours = one_host or not rundir.is_alive(path, rundir.read_status(path))
             failing.record_failure(path, Failure(code, text), ours=ours)
         for file, content in before.items() if code == REFUSED else ():
             fileio.write_whole(file, content)
@@ -137,27 +139,27 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: b
 def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = False) -> int:
     """Train (this rank's part of) the run in the folder; return the exit code.
 
-    With `record_late` the folder is written to only once its newest checkpoint and its rows were
-    accepted: a refusal leaves it as it was, but for its log, which holds what the console showed,
-    and its status where no command waits: nothing else tells Slurm's and torchrun's users.
+    With `record_late` nothing but train.log is written before the newest checkpoint and the rows
+    were accepted. A refusal leaves the rest as it was. Where no command waits for an answer, under
+    Slurm and torchrun, it is written to status.json too.
     """
     joined: mesh.Mesh | None = None
-    ours = False  # until the folder's lock is, another process may be at work in it
-    records = False
+    holds_lock = False  # until then another process may be at work in the folder
+    writes_folder = False
 
     def accepted() -> None:
-        if records and record_late:
+        if writes_folder and record_late:
             folder.record_run(path, parts, request)
 
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
             joined = group.join_ranks(path, parts)
-            alone = locks.enter_context(group.held(path, joined))
-            ours = True
-            records = joined.rank == 0 and alone
-            if joined.rank == 0 and not alone:  # again, after a restart
+            took_first = locks.enter_context(group.held(path, joined))
+            holds_lock = True
+            writes_folder = joined.rank == 0 and took_first
+            if joined.rank == 0 and not took_first:  # again, after a restart
                 rundir.write_status(path, "running", **rundir.NO_END)
-            elif records and not record_late:
+            elif writes_folder and not record_late:
                 folder.record_run(path, parts, request)
             code = run_training(path, parts, joined, accepted)
             locks.close()
@@ -166,9 +168,9 @@ def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = 
             # torchrun would take any other code for a failure, and start the ranks again
             return DONE if code == PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ else code
         except BaseException as error:
-            failure = failing.meaning(error, path, parts, joined)
+            failure = failing.failure_of(error, path, parts, joined)
             untouched = record_late and failure.exit_code == REFUSED and "folder" in request
-            return failing.record_failure(path, failure, ours=ours and not untouched)
+            return failing.record_failure(path, failure, ours=holds_lock and not untouched)
 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:

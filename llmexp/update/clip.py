@@ -114,7 +114,7 @@ def clip_units(joined: mesh.Mesh, weights: Sequence[Tensor], ratio: float) -> tu
     by_weight = on_ladder(norms_n / least_n, ratio).split(sizes)
     counted = torch.stack([units.sum(0) for units in by_weight])
     clipped = mesh.maximum(joined, above_n.any().to(norms_n.dtype)) > 0
-    return clipped, mesh.sum_of_parts(joined, of_gradients, counted)
+    return clipped, mesh.summed_over_all(joined, of_gradients, counted)
 
 
 def on_ladder(values: Tensor, limit: float) -> Tensor:
@@ -170,7 +170,7 @@ class UpdateLimit:
         Return (whether anything was limited, the sum of `on_ladder` of the tensors' RMS).
         """
         parameters = [p for *_, p in self._limited]
-        squares = mesh.across_ranks(self._mesh, parameters, self._squares().double())
+        squares = mesh.summed_over_ranks(self._mesh, parameters, self._squares().double())
         rms = (squares / self._sizes).sqrt()
         factors = (self._threshold / rms).clamp(max=1.0)
         factors = torch.where(torch.as_tensor(skip, device=factors.device), 1.0, factors)
@@ -213,5 +213,5 @@ def _unit_norms(values: Tensor) -> Tensor:
     """Return the norm of each unit, in a shape that values can be multiplied with."""
     if values.ndim > 1:
         dims = tuple(range(1, values.ndim))
-        return mesh.summed(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
-    return mesh.summed(torch.linalg.vector_norm(values))
+        return mesh.without_partials(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+    return mesh.without_partials(torch.linalg.vector_norm(values))

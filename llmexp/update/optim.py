@@ -222,9 +222,9 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def set_rate(optimizers: list[Optimizer], factor: float) -> float:
-    """Set every group to its base rate x its own factor x factor; return the first base rate x it.
+    """Set every group to its base rate x its own factor x `factor`; return the rows' rate.
 
-    A group has a factor of its own where `groups` gave it one.
+    That is the first base rate x `factor`. `groups` may have given groups factors of their own.
     """
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
@@ -233,8 +233,8 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     return optimizers[0].param_groups[0]["initial_lr"] * factor
 
 
-def _guards(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can leave everything as it is by a flag on the device."""
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a flag on the device can skip its update; else the host has to wait."""
     if isinstance(optimizer, (Muon, Lion)):  # which choose between whole tensors
         return not any(
             hasattr(p, "device_mesh") for g in optimizer.param_groups for p in g["params"]
@@ -251,7 +251,7 @@ def takes_factor(optimizer: Optimizer) -> bool:
     torch's fused kernels can, unless a hook looks at the gradients before them.
     """
     ours = type(optimizer) in (AdamW, SGD)
-    return ours and _guards(optimizer) and not optimizer._optimizer_step_pre_hooks
+    return ours and _skips_on_device(optimizer) and not optimizer._optimizer_step_pre_hooks
 
 
 def check_limited(optimizers: Sequence[Optimizer]) -> None:
@@ -287,7 +287,7 @@ def update(optimizers: list[Optimizer], skip: Tensor | bool, factor: Tensor | No
     so the host does not wait; with any other optimizer in the list the host reads `skip` first.
     """
     found_inf: Tensor | None = None
-    if isinstance(skip, Tensor) and all(map(_guards, optimizers)):
+    if isinstance(skip, Tensor) and all(map(_skips_on_device, optimizers)):
         found_inf = skip.to(torch.float32)
     elif skip:
         return

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the number of applied updates.
 
 Each returns the factor on the base rate for update u = 0 .. total_updates-1. Warm-up over W updates
-is (u+1)/W; the end value is reached on the last planned update.
+is (u+1)/W; a schedule that decays to an end value reaches it on the last planned update.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from llmexp.system.devices import cpu_count
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.inputs import works_to_prepare
-from llmexp.train.windows import order_of
+from llmexp.train.windows import sampler_of
 from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.reference import starts_of
 
@@ -164,7 +164,7 @@ def check_order(parts: Parts) -> list[Check]:
 
     Windows are looked at over all ranks.
     """
-    run, order = parts.run, order_of(parts)
+    run, order = parts.run, sampler_of(parts)
     n, real, begin = run.train_sequences, run.real_batch_size, run.first_step
     if order.mixed is None:
         checks = [covers(epoch, order.seed, n, order.shuffle) for epoch in (0, 1)]
@@ -183,7 +183,7 @@ def check_order(parts: Parts) -> list[Check]:
     for step in sampled:
         for rank in ranks:
             cut = RankSlice(run.micro_batch_size, rank, run.dp_size)
-            if text := other_window(order_of(parts, run.stage_at(step)), cut, step):
+            if text := other_window(sampler_of(parts, run.stage_at(step)), cut, step):
                 differing.append(f"step {step + 1:,} on rank {rank}: {text}")
     cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
     place = "of their place in the ramp" if run.ramp else f"[s x {real}, (s + 1) x {real})"
@@ -247,7 +247,7 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     """
     (window,) = read_windows(order, cut, step, step + 1)
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
-    first = order.offset + step * order.real_batch_size + cut.rank * per_rank
+    first = order.offset + step * order.real_batch_size + cut.dp_rank * per_rank
     last = max(first, min(first + per_rank, order.total_sequences))
     starts = starts_of(order, np.arange(first, last))
     tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmexp.data.order import sequence_index
 from llmexp.data.sampler import Sampler
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.windows import order_of
+from llmexp.train.windows import sampler_of
 from llmexp.update import faces
 from llmexp.update.optim import set_rate
 from llmexp.verify.clipping import Clipping
@@ -58,7 +58,7 @@ def windows_in_order(parts: Parts, sizes: Sequence[int]) -> list[Tensor]:
 
     `sizes`: sequences of each step.
     """
-    order = order_of(parts)
+    order = sampler_of(parts)
     starts = starts_of(order, np.arange(sum(sizes)))
     ids = [order.stream.read(start, order.sequence_length + 1) for start in starts]
     rows = list(map(torch.from_numpy, ids))

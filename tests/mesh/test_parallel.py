@@ -218,7 +218,7 @@ from llmexp.train import step
 
 if os.environ["GATHER"] == "fp32":
     step.mesh.wrap = functools.partial(
-        lambda wrap, *a, gathered, **k: wrap(*a, **k), step.mesh.wrap
+        lambda wrap, *a, gather_dtype, **k: wrap(*a, **k), step.mesh.wrap
     )
 
 def hook(event, context):

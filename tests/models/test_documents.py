@@ -18,7 +18,7 @@ from llmexp.models import documents
 from llmexp.models.documents import find_documents
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from tests.tools import by_kernel
 
 END = 31
@@ -106,7 +106,7 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
         monkeypatch.setattr(documents, "_SHORT", short)
         assert (find_documents(tokens, END).spans is None) == (short == 10**6)
         model.zero_grad()
-        WindowLoss(model)(tokens, target_of(tokens)).backward()
+        SummedLoss(model)(tokens, target_of(tokens)).backward()
         found[short] = [p.grad.clone() for p in model.parameters()]
     assert find_documents(tokens, END).mask_b1ts is not None
     for spans, masks in zip(*found.values(), strict=True):
@@ -160,7 +160,7 @@ def test_blocks_are_compiled_once_whatever_the_documents(kind, monkeypatch):
     original = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(original, backend=count))
     model = model_of(kind)
-    loss, eager = WindowLoss(model), WindowLoss(copy.deepcopy(model))
+    loss, eager = SummedLoss(model), SummedLoss(copy.deepcopy(model))
     loss.compile_blocks()
     torch.manual_seed(0)
     for ends in ([], [37], [3, 50], list(range(64))):

@@ -16,7 +16,7 @@ from llmexp.mesh.pretend import pretended
 from llmexp.models import common, documents, offload
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama, RopeScaling
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import keep_products, recompute_blocks
 
@@ -56,7 +56,7 @@ def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too
     monkeypatch.setattr(common, "in_one_product", lambda _: True)
     with pretended(2):
         joined = mesh.join("cpu", "tp", 1, 1, 2)
-        loss = WindowLoss(model_of(kind))
+        loss = SummedLoss(model_of(kind))
         mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
         for block in loss.model.blocks:
             block.compile(backend="eager")
@@ -84,7 +84,7 @@ def test_tensor_parallelism_reduces_activations_in_the_types_that_the_docs_name(
     bf16, fp32 = torch.bfloat16, torch.float32
     with pretended(2):
         joined = mesh.join("cpu", "tp", 1, 1, 2)
-        loss = WindowLoss(model_of(kind))
+        loss = SummedLoss(model_of(kind))
         mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
         tokens = torch.randint(0, 50, (2, 8))
         with Reduced() as there, torch.autocast("cpu", bf16):

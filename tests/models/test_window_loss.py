@@ -24,7 +24,7 @@ from llmexp.models import rows as by_rows
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import WindowLoss, compiled_cross_entropy, plain_cross_entropy
+from llmexp.models.loss import SummedLoss, compiled_cross_entropy, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
 from tests.tools import by_kernel
 
@@ -527,7 +527,7 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(kind: str) -> None:
         assert max(errors) < 2e-6
 
 
-# WindowLoss
+# SummedLoss
 
 
 @pytest.mark.parametrize(
@@ -550,11 +550,11 @@ def test_kernels_agree_on_whole_models(make) -> None:
 def test_auto_chooses_by_vocabulary_and_model() -> None:
     with torch.device("meta"):
         small, large = GPT2(320, 16, 1, 1, 8, 8), GPT2(50304, 16, 1, 1, 8, 8)
-    assert WindowLoss(small).loss_kernel(torch.device("cpu")) == "plain"
+    assert SummedLoss(small).loss_kernel(torch.device("cpu")) == "plain"
     assert by_kernel(large, "plain").loss_kernel(torch.device("cpu")) == "plain"
-    assert WindowLoss(nn.Linear(3, 50304)).loss_kernel(torch.device("cpu")) == "plain"
+    assert SummedLoss(nn.Linear(3, 50304)).loss_kernel(torch.device("cpu")) == "plain"
     assert (
-        WindowLoss(GPT2(2048, 16, 1, 1, 8, 8)).loss_kernel(torch.device("cpu"))
+        SummedLoss(GPT2(2048, 16, 1, 1, 8, 8)).loss_kernel(torch.device("cpu"))
         == "chunked(rows=512, vocab=2048)"
     )
 
@@ -570,7 +570,7 @@ def test_without_targets_it_returns_the_models_logits(kernel: str) -> None:
 
 def test_a_head_that_is_split_is_chunked() -> None:
     shard = Threads(1).shard(0, 50)
-    assert not WindowLoss(Foreign()).has_head()
+    assert not SummedLoss(Foreign()).has_head()
     window_loss = by_kernel(tiny(), "plain")
     window_loss.share_vocabulary(shard)
     assert window_loss.loss_kernel(torch.device("cpu")) == "chunked(rows=512, vocab=50 of 50)"
@@ -592,17 +592,17 @@ def test_a_foreign_model_needs_only_logits(dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     model = Foreign().to(dtype)
     tokens, targets = torch.randint(0, 50, (2, 3, 16))
-    nll = WindowLoss(model)(tokens, targets)
+    nll = SummedLoss(model)(tokens, targets)
     nll.backward()
     value, _, _ = reference(model.table(tokens).flatten(0, 1), torch.eye(50), targets.flatten())
     assert nll.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert nll.item() == pytest.approx(value, rel=1e-6)
-    assert WindowLoss(model)(tokens, torch.full_like(targets, -100)).item() == 0
+    assert SummedLoss(model)(tokens, torch.full_like(targets, -100)).item() == 0
 
 
 def test_a_foreign_model_with_another_output_is_named() -> None:
     tokens = torch.randint(0, 50, (3, 16))
-    window_loss = WindowLoss(nn.Sequential(nn.Embedding(50, 2), nn.Flatten()))
+    window_loss = SummedLoss(nn.Sequential(nn.Embedding(50, 2), nn.Flatten()))
     with pytest.raises(ValueError, match=r"model\._target_: Sequential returned \(3, 32\)"):
         window_loss(tokens, tokens)
     with pytest.raises(ValueError, match=r"Sequential returned \(3, 32\)"):
@@ -611,7 +611,7 @@ def test_a_foreign_model_with_another_output_is_named() -> None:
 
 def test_parameters_are_the_models_own_and_modes_reach_it() -> None:
     model = tiny()
-    window_loss = WindowLoss(model)
+    window_loss = SummedLoss(model)
     assert [id(p) for p in window_loss.parameters()] == [id(p) for p in model.parameters()]
     window_loss.eval()
     assert not model.training
@@ -621,7 +621,7 @@ def test_initial_loss_is_near_the_log_of_the_vocabulary() -> None:
     torch.manual_seed(9)
     model = GPT2(3000, 64, 2, 4, 64, 256)
     tokens, targets = torch.randint(0, 3000, (2, 4, 64))
-    mean = WindowLoss(model)(tokens, targets).item() / targets.numel()
+    mean = SummedLoss(model)(tokens, targets).item() / targets.numel()
     # Logits have deviation 0.02 x sqrt(64) = 0.16: half its square on top, and noise of 0.16 /
     # sqrt(256).
     assert mean == pytest.approx(math.log(3000) + 0.16**2 / 2, abs=4 * 0.16 / math.sqrt(256))
@@ -635,7 +635,7 @@ def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
     torch.manual_seed(10)
     model = GPT2(2048, 16, 1, 2, 16, 32)
     tokens, targets = torch.randint(0, 2048, (2, 2, 16))
-    window_loss = WindowLoss(model)
+    window_loss = SummedLoss(model)
     eager = window_loss(tokens, targets)
     eager_gradients = torch.autograd.grad(eager, list(model.parameters()))
     names = list(model.state_dict())
@@ -660,7 +660,7 @@ def test_compiled_blocks_share_a_graph_and_leave_names_and_values(
     torch.manual_seed(14)
     model = make()
     tokens, targets = torch.randint(0, 50, (2, 2, 16))
-    window_loss = WindowLoss(model)
+    window_loss = SummedLoss(model)
     eager = window_loss(tokens, targets)
     eager_gradients = torch.autograd.grad(eager, list(model.parameters()))
     logits = model(tokens[:, :7])
@@ -686,11 +686,11 @@ def test_evaluation_compiles_nothing_of_its_own(
     evaluation another function it runs eagerly."""
     graphs = compile_counter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
-    monkeypatch.setattr(WindowLoss, "is_whole", lambda *_: whole)
+    monkeypatch.setattr(SummedLoss, "fuses_loss", lambda *_: whole)
     torch.manual_seed(15)
     model = GPT2(2048, 16, 1, 2, 16, 32, dropout).double()
     tokens, targets = torch.randint(0, 2048, (2, 2, 16))
-    window_loss = WindowLoss(model)
+    window_loss = SummedLoss(model)
     with window_loss.evaluating():
         expected = window_loss(tokens, targets)
     window_loss.compile_trunk()
@@ -707,7 +707,7 @@ def test_evaluation_compiles_nothing_of_its_own(
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     if not dropout:
         assert trained.item() == pytest.approx(expected.item(), rel=1e-12)
-        eager = torch.autograd.grad(WindowLoss(model)(tokens, targets), list(model.parameters()))
+        eager = torch.autograd.grad(SummedLoss(model)(tokens, targets), list(model.parameters()))
         torch.testing.assert_close(gradients, eager, rtol=1e-11, atol=1e-12)
 
 
@@ -718,17 +718,17 @@ def test_logits_are_whole_in_a_compiled_step_while_they_are_small_beside_the_mem
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     device = torch.device("cuda")
     with torch.device("meta"):
-        window_loss = WindowLoss(GPT2(50257, 16, 1, 1, 8, 8))
+        window_loss = SummedLoss(GPT2(50257, 16, 1, 1, 8, 8))
     most = 2**30 // (2 * 50257)  # rows whose logits take a tenth of the memory in 16 bits
-    assert window_loss.is_whole(most, device)
-    assert not window_loss.is_whole(most + 1, device)
-    assert not window_loss.is_whole(1, torch.device("cpu"))
+    assert window_loss.fuses_loss(most, device)
+    assert not window_loss.fuses_loss(most + 1, device)
+    assert not window_loss.fuses_loss(1, torch.device("cpu"))
     assert window_loss.loss_kernel(device, most) == "plain, compiled with the model"
     assert window_loss.loss_kernel(device, most + 1).startswith("chunked(")
     assert window_loss.loss_kernel(device).startswith("chunked(")
-    assert WindowLoss(Foreign()).is_whole(10**9, device)  # it has logits only
+    assert SummedLoss(Foreign()).fuses_loss(10**9, device)  # it has logits only
     window_loss.share_vocabulary(Threads(1).shard(0, 50257))
-    assert not window_loss.is_whole(1, device)
+    assert not window_loss.fuses_loss(1, device)
 
 
 @pytest.mark.parametrize("vocab_size", [37, 64, 130])
@@ -740,7 +740,7 @@ def test_the_loss_of_a_compiled_step(vocab_size):
     tokens, targets = torch.randint(0, vocab_size, (2, 3, 16))
     targets[torch.rand(3, 16) < 0.3] = -100
     found = []
-    compiled = WindowLoss(model)._whole(tokens, targets)
+    compiled = SummedLoss(model)._fused(tokens, targets)
     for loss in (compiled, plain_cross_entropy(model(tokens), targets)):
         model.zero_grad()
         loss.backward()

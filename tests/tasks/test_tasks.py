@@ -184,7 +184,7 @@ def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch
     monkeypatch.chdir(folder)
     opened = open_run(folder / "run", 4)
     task = scoring.prepare_task("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
-    loss = scoring.WindowLoss(opened.model.eval())
+    loss = scoring.SummedLoss(opened.model.eval())
     alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
     found = [
         scoring.likelihoods(task.requests, loss, alone, "fp64", tokens)
@@ -230,7 +230,7 @@ def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path
     task = scoring.prepare_task(
         "mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH
     )
-    loss = scoring.WindowLoss(opened.model.eval())
+    loss = scoring.SummedLoss(opened.model.eval())
     alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
     figures, _ = scoring.score_task(task, loss, alone, "fp64", 10**6)
     for key, value in figures.items():

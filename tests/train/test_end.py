@@ -197,13 +197,13 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     on_its_way(loop, tmp_path)
     loop.pending = overflow()
     monkeypatch.setattr(verdicts, "finish_save", lambda loop: pytest.fail("waited"))
-    assert verdicts.finish_step(loop) == 0
+    assert verdicts.finish_previous(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()
     monkeypatch.setattr("llmexp.train.checkpointing.call_hooks", lambda *arguments: {})
     loop.pending = overflow()
     with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
-        verdicts.finish_step(loop)
+        verdicts.finish_previous(loop)
     assert (tmp_path / "committed").exists()  # the run ends here
 
 
@@ -243,12 +243,12 @@ def test_a_save_that_fails_then_is_reported(tmp_path):
 def test_only_known_errors_of_files_are_final():
     """What a file server or a user's code raises gets its trace, and a restart."""
     for error in (TrainingFailed("x"), Unwritable("x"), DataChanged("x")):
-        found = failing.meaning(error)
+        found = failing.failure_of(error)
         assert (found.text, found.final, found.trace, found.exit_code) == ("x", True, "", 3)
     try:
         raise OSError(errno.ESTALE, "Stale file handle", "data.bin")
     except OSError as error:
-        found = failing.meaning(error)
+        found = failing.failure_of(error)
     assert found.text == f"OSError: [Errno {errno.ESTALE}] Stale file handle: 'data.bin'"
     assert not found.final
     assert "Traceback" in found.trace
@@ -290,7 +290,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     )
     assert [name for name, *_ in ended] == ["rows", "tracker", "console"]
     assert ended[1][2] == 3
-    assert failing.meaning(lost).exit_code == 3
+    assert failing.failure_of(lost).exit_code == 3
 
 
 LATE = """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmexp.run import Run
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import TokenPrice, solve_budget
+from llmexp.run.budget import TokenCost, solve_budget
 from llmexp.run.stages import Begin, stage_at, stages_of, step_after
 from llmexp.settings.config import Batch, Train
 from llmexp.settings.convert import convert_section
@@ -196,7 +196,7 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
 
     def solved(**budget):
         chosen = Train(**BASE | {"tail": keep} | budget)
-        return solve_budget(chosen, stages, length, 100, Begin(), TokenPrice())
+        return solve_budget(chosen, stages, length, 100, Begin(), TokenCost())
 
     if not full and not tail and len(windows) == 1:
         with pytest.raises(ConfigError, match="no window of"):

@@ -20,7 +20,7 @@ from llmexp.compare.records import Record, Setting
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.compose.command_line import opened
 from llmexp.run.batch import solve_batch
-from llmexp.run.budget import TokenPrice
+from llmexp.run.budget import TokenCost
 from llmexp.run.rules import solve_rule
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build, renamed, with_knobs
@@ -105,7 +105,7 @@ def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
     given_batch = SCALING_RULES[rule].powers.B is None
     if given_batch:
         config = with_knobs(config, batch={"real_batch_size": 3 * micro * dp})
-    solved, words = solve_rule(config, dp, TokenPrice(flops, n))
+    solved, words = solve_rule(config, dp, TokenCost(flops, n))
     real = solved.batch.real_batch_size
     assert real % (micro * dp) == 0
     b = real * LENGTH
@@ -123,9 +123,9 @@ def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
         else:
             assert found == pytest.approx(expected, rel=1e-12)
     assert words.startswith(f"{rule} ({SCALING_RULES[rule].source}), ")
-    assert solve_rule(solved, dp, TokenPrice(flops, n)) == (solved, words)  # solved into itself
+    assert solve_rule(solved, dp, TokenCost(flops, n)) == (solved, words)  # solved into itself
     cut = dataclasses.replace(solved, batch=solve_batch(solved.batch, dp))
-    assert solve_rule(cut, dp, TokenPrice(flops, n)) == (cut, words)
+    assert solve_rule(cut, dp, TokenCost(flops, n)) == (cut, words)
 
 
 powers = st.dictionaries(st.sampled_from("NDC"), st.floats(-2, 2).map(lambda x: round(x, 3)))
@@ -142,11 +142,11 @@ def test_a_reference_gives_itself_at_its_own_size(usual, of_batch, of_rate, of_d
     n, d, flops = 1000, 64_000, 7000
     at = {"lr": 1e-3, "weight_decay": 0.2, "N": n, "D": d, "C": flops * d, "B": 32 * LENGTH}
     config = ruled(usual, "reference", train={"max_tokens": d}, reference=at, exponents=exponents)
-    solved, _ = solve_rule(config, 1, TokenPrice(flops, n))
+    solved, _ = solve_rule(config, 1, TokenCost(flops, n))
     assert solved.batch.real_batch_size == 32
     assert (solved.optimizer["lr"], solved.optimizer["weight_decay"]) == (1e-3, 0.2)
     given_batch = with_knobs(config, batch={"real_batch_size": 64}, train={"max_tokens": 2 * d})
-    larger, _ = solve_rule(given_batch, 1, TokenPrice(2 * flops, 2 * n))
+    larger, _ = solve_rule(given_batch, 1, TokenCost(2 * flops, 2 * n))
 
     def grown(law: dict[str, float]) -> float:  # N and D twice as large, C four times
         return 2 ** (law.get("N", 0) + law.get("D", 0) + 2 * law.get("C", 0))
@@ -166,7 +166,7 @@ def test_what_is_given_stays_and_is_said(usual, rule, names):
     optimizer = {k: v for k, v in values.items() if k in names or not papers(rule, 1, 1, 1, 1, k)}
     batch = {"real_batch_size": 40} if "B" in names or SCALING_RULES[rule].powers.B is None else {}
     config = ruled(usual, rule, batch, {"max_tokens": 10**9}, **optimizer)
-    solved, words = solve_rule(config, 1, TokenPrice(10**7, 10**6))
+    solved, words = solve_rule(config, 1, TokenCost(10**7, 10**6))
     for name, value in optimizer.items():
         assert solved.optimizer[name] == value
         if papers(rule, 1, 1, 1, 1, name):
@@ -180,22 +180,24 @@ def test_what_is_given_stays_and_is_said(usual, rule, names):
 
 def test_the_order_knows_no_circle(usual):
     """Tokens come before the batch, but where a budget in steps counts them by it."""
-    price = TokenPrice(10**7, 10**6)
+    token_cost = TokenCost(10**7, 10**6)
     steps = ruled(usual, "step_law", {"real_batch_size": 40}, {"max_steps": 100})
-    solved, words = solve_rule(steps, 1, price)
+    solved, words = solve_rule(steps, 1, token_cost)
     assert solved.optimizer["lr"] == pytest.approx(1.79 * 1e6**-0.713 * 32_000**0.307)
     assert "N 1,000,000, D 32,000: B 320 is given" in words
     by_size = ruled(usual, "porian", train={"max_steps": 100})  # of the parameters alone
-    assert solve_rule(by_size, 1, price)[0].batch.real_batch_size == round(
+    assert solve_rule(by_size, 1, token_cost)[0].batch.real_batch_size == round(
         327680 * (1 / 108) ** (2 / 3) / 8
     )
     flops = ruled(usual, "deepseek", train={"max_flops": 1e12})
-    assert solve_rule(flops, 1, price)[0].optimizer["lr"] == pytest.approx(0.3118 / 1e12**0.125)
+    assert solve_rule(flops, 1, token_cost)[0].optimizer["lr"] == pytest.approx(
+        0.3118 / 1e12**0.125
+    )
     ratio = ruled(usual, "step_law", train={"tokens_per_parameter": 20})
-    assert "D 20,000,000: " in str(solve_rule(ratio, 1, price)[1])
+    assert "D 20,000,000: " in str(solve_rule(ratio, 1, token_cost)[1])
     for budget in ({"max_steps": 100}, {"max_epochs": 1.0}, {}):
         with pytest.raises(ConfigError, match="needs a budget in tokens: "):
-            solve_rule(ruled(usual, "step_law", train=budget), 1, price)
+            solve_rule(ruled(usual, "step_law", train=budget), 1, token_cost)
 
 
 SAYS = [
@@ -222,7 +224,7 @@ SAYS = [
 def test_what_a_rule_cannot_use_is_refused(usual, section, says):
     config = with_knobs(usual, optimizer=section)
     with pytest.raises(ConfigError) as refused:
-        solve_rule(config, 1, TokenPrice(10**7, 10**6))
+        solve_rule(config, 1, TokenCost(10**7, 10**6))
     assert says in str(refused.value)
 
 
@@ -387,7 +389,7 @@ def test_what_a_rule_sets_is_no_setting_of_its_own(usual, swept):
         batch = {} if "optimizer.rule" in swept else {"real_batch_size": 8 * depth}
         config = ruled(usual, rule, batch, {"max_tokens": 10**6}, beta2=0.95)
         config = with_knobs(config, model={"depth": depth, "n_layers": depth})
-        solved, _ = solve_rule(config, 1, TokenPrice(1000, 1000 * depth))
+        solved, _ = solve_rule(config, 1, TokenCost(1000, 1000 * depth))
         flat = flatten(plain(solved))
         record = Record(Path("run"), "run", None, "finished", flat, {}, {}, {}, swept=tuple(swept))
         entries.append(Setting("run", (record,), flat, {}, {}, "finished"))

@@ -53,8 +53,8 @@ ORDER = """
 import dataclasses, os
 from llmexp.train import windows
 
-order_of = windows.order_of
-windows.order_of = lambda *given: dataclasses.replace(order_of(*given), seed=os.getpid())
+sampler_of = windows.sampler_of
+windows.sampler_of = lambda *given: dataclasses.replace(sampler_of(*given), seed=os.getpid())
 """
 
 

@@ -21,7 +21,7 @@ from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
 from llmexp.run.rules import check_batch, solve_rule
@@ -39,7 +39,7 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parent import find_trunk, parent_of
+from llmexp.train.assembly.parent import find_parent_run, parent_of
 from llmexp.train.assembly.parts import (
     begin_model,
     build_model,
@@ -143,7 +143,7 @@ def assemble(
 
     `tried`: a checkpoint of the run is there, so its model and first weights were checked before.
     `parent`: that of a fork, from its run.json. Raises ConfigError."""
-    once = cache or Cache()
+    cached = cache or Cache()
     variables.remember_names(plain(config))
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
@@ -152,12 +152,12 @@ def assemble(
     check_batch(config, dp_size := place.layout.dp_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
     # inputs: tokenizer and vocabulary
-    tokenizer = once(build_tokenizer, config.tokenizer)
+    tokenizer = cached(build_tokenizer, config.tokenizer)
     kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)
     # model: without memory, with its optimizers and its loss; a user's own model is tried
-    sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, once)
+    sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, cached)
     section = sized, kind, end
-    model = once(build_on_meta, *section)
+    model = cached(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
     loss, known = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
@@ -166,21 +166,21 @@ def assemble(
     ids = _check_sizes(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings += built_whole(solved.model, model, place.layout)
-    warnings += [] if tried or parent else once(initial_warnings, *begins_with)
+    warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
         at = str(place.device), place.deterministic
-        once(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
+        cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
-    parent_run = None if parent else find_trunk(solved, model)
+    parent_run = None if parent else find_parent_run(solved, model)
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
-    tasks = once(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
-    corpus = once(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
+    tasks = cached(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
+    corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = parent or parent_of(solved, parent_run, corpus)
     known |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
     facts = run_facts(solved, place, loss, tokenizer, corpus, known)
-    run = solve_run(config, solved, facts, corpus, once)
+    run = solve_run(config, solved, facts, corpus, cached)
     return Parts(
         config=solved,
         run=run,
@@ -204,7 +204,7 @@ def _loss_on_meta(
     section: tuple[Any, ...],
     clip: Clip,
     place: Placement,
-) -> tuple[WindowLoss, dict[str, Any]]:
+) -> tuple[SummedLoss, dict[str, Any]]:
     """Return the model with its loss, without memory, and facts about its optimizers.
 
     Raises ConfigError, also for a rule of clipping or ranks that do not go with them.
@@ -216,7 +216,7 @@ def _loss_on_meta(
         check_clip(clip, bare, optimizers)
         check_ranks(optimizers, place.layout)
         known = {"groups": group_shares(optimizer, bare, optimizers)}
-        return WindowLoss(model), known | {"parametrization": width_words(bare, optimizers)}
+        return SummedLoss(model), known | {"parametrization": width_words(bare, optimizers)}
 
 
 def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:

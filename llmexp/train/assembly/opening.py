@@ -17,7 +17,7 @@ from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import give_memory
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
@@ -44,7 +44,7 @@ class Opened:
     config: Config
     tokenizer: Tokenizer
     model: nn.Module
-    loss: WindowLoss | None = None
+    loss: SummedLoss | None = None
 
 
 def open_run(
@@ -66,9 +66,9 @@ def open_run(
     return Opened(path, loaded.step, config, tokenizer, model, loss)
 
 
-def _shared(model: nn.Module, joined: mesh.Mesh) -> WindowLoss:
+def _shared(model: nn.Module, joined: mesh.Mesh) -> SummedLoss:
     """Share a model among ranks; return its loss, through which all of it is called."""
-    loss = WindowLoss(model)
+    loss = SummedLoss(model)
     mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
     if any(p.is_meta for p in model.parameters()):
         give_memory(model, joined.device)

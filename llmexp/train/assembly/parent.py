@@ -40,7 +40,7 @@ class ParentRun:
     loaded: loading.Loaded
 
 
-def find_trunk(config: Config, model: nn.Module) -> ParentRun | None:
+def find_parent_run(config: Config, model: nn.Module) -> ParentRun | None:
     """Return what a fork with this solved config goes on from, None for a run that is no fork.
 
     `model` may be without memory. Raises ConfigError for a run, a step or a checkpoint that the

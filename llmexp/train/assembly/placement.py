@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from llmexp import mesh
 from llmexp.models.common import LanguageModel
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 from llmexp.settings.config import Config
@@ -128,7 +128,7 @@ def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
             raise refuse("optimizer.name", traits.name, text)
 
 
-def check_parallel(config: Config, place: Placement, loss: WindowLoss) -> list[str]:
+def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[str]:
     """Refuse a model or an optimizer that the ranks cannot share; return what saves nothing.
 
     Raises ConfigError.

@@ -14,9 +14,9 @@ from torch import nn
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.models.common import parameter_counts
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import SummedLoss
 from llmexp.run import Facts, Run, solve
-from llmexp.run.budget import TokenPrice
+from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
 from llmexp.runs import provenance
@@ -39,7 +39,7 @@ from llmexp.update import schedule
 def run_facts(
     config: Config,
     place: Placement,
-    loss: WindowLoss,
+    loss: SummedLoss,
     tokenizer: Tokenizer,
     corpus: Corpus,
     known: dict[str, Any],
@@ -78,15 +78,15 @@ def run_facts(
     )
 
 
-def price_of(model: nn.Module, length: int) -> TokenPrice:
+def price_of(model: nn.Module, length: int) -> TokenCost:
     """Return what budgets and rules need to know of a model with sequences of a length."""
     flops = getattr(model, "flops_per_token", None)
     parameters = parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
-    return TokenPrice(flops(length) if flops else None, parameters)
+    return TokenCost(flops(length) if flops else None, parameters)
 
 
 def kernel_of(
-    config: Config, loss: WindowLoss, layout: Layout, device: torch.device, compiled: bool
+    config: Config, loss: SummedLoss, layout: Layout, device: torch.device, compiled: bool
 ) -> str:
     """Return which kernel computes the loss of a run on the device."""
     if (tp := layout.tensor_parallel_size) > 1:
