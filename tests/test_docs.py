@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from llmexp.metrics.keys import ROW_KEYS
+from tests import rooms
 from tests.codes import codes
 from tests.conftest import ROOT
-from tests.test_structure import MODULES, ROOMS
+from tests.test_structure import MODULES
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -80,7 +81,7 @@ def test_the_keys_of_a_row_are_those_of_the_table():
 
 
 def test_the_rooms_are_those_of_the_house():
-    assert tuple(row[0].strip("`") for row in table("Rooms")) == ROOMS
+    assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tests.rooms"
 
 
 def test_what_decides_is_there():

@@ -2,11 +2,11 @@
 
 In reading order:
 
-folders       their names
+folders       names of their folders: what is a checkpoint and what the rest of a killed save
 pieces        the tensors of a model and its optimizers, and the boxes of them that a rank holds
 tensor_files  one file of tensors, hashed while it is written
 hashes        damage and change, found by size, sha256 and time; files that are opened once
 stored        pieces in files: the index of all, the header of one, the box that is read
-loading       the format; the newest whole checkpoint; parameters and optimizer state from its files
+loading       the format, its files and their names; the newest whole checkpoint; filling of tensors
 saving        a snapshot, one file a rank, then the commit: manifest, rename
 """

@@ -3,15 +3,16 @@
 In reading order, along the data flow:
 records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
-figures        which runs take part, and their figures at their end or at a common position
+figures        which runs take part, and their figures
+position       the tokens, steps or seconds at which losses are compared
 target         where runs first reach a figure
 folding        which runs are one setting, and which settings are one computation
-inference      one statistical model of all settings of a sweep
-statistics     means, intervals, differences, seeds that would be needed
+inference      one statistical model of all settings of a sweep: whether a difference is real
+statistics     means and their intervals, quantiles, seeds that would be needed
 spending       5 % of error, shared out over the looks of a sweep that decides by itself
 looks          how settings stand at one look, or at several
 evidence       what runs show: differences over seeds, rounding, effects of single keys
-judging        budgets, who leads, how the others stand
+judging        verdicts: budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
 searching      what a search has found: its choice with fresh seeds, which knobs mattered

@@ -1,12 +1,12 @@
 """Start ranks, arrange them, spread a model over them, sum over them.
 
 The only room that touches torch.distributed. In reading order:
-groups  the process group and device mesh of a rank, and the store of keys; sums over all ranks
-split   tensors of which each rank may hold a part
-wrap    DDP, FSDP, tensor parallelism and compilation, from outside
-sequence tokens between products, spread over tensor-parallel ranks
-ranks   start the ranks of a host, and again when one is lost
-pretend one rank of a run, played alone
+groups    the process group and device mesh of a rank, its store and timeouts; sums over ranks
+split     tensors of which each rank may hold a part
+wrap      DDP, FSDP, tensor parallelism and compilation, from outside
+sequence  tokens between products, spread over tensor-parallel ranks
+ranks     start the ranks of a host, watch them, start again when one is lost
+pretend   one rank of a run, played alone
 """
 
 from llmexp.mesh.groups import (

@@ -8,7 +8,7 @@ ratio     the standard error of a ratio of sums
 norms     gradient norms: the clip table
 rules     the same for what other rules of clipping look at
 noise     the gradient noise scale
-outliers  steps far off those before
+outliers  steps far off those before, by moving limits
 lines     a row as a line of the console
-plot      loss.png
+plot      loss.png; running means of curves
 """

@@ -2,13 +2,13 @@
 
 In reading order:
 
-rundir      claim and lock a folder; read and write its config and status
+rundir      claim and lock a folder; its config and status; whether its process is alive
 rows        read metrics.jsonl, and write it while a run trains
 layers      read layers.jsonl, the figures layer by layer
 folder      read what a run has left, strict or not: its files, state and lost rows
 ledger      sweep.json: the points of a sweep
 find        the runs and sweeps that paths mean
 naming      names of checkpoints, such as RUN@STEP
-ending      how a run ended, in one table
+ending      how a run ended, in one table, whoever watched it
 provenance  commit, diff, packages and drivers
 """

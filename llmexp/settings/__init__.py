@@ -2,7 +2,7 @@
 
 In reading order:
 
-values     how a knob is declared, and how a value is refused
+values     how a knob is declared, and how a value is refused; the spelling of "Did you mean"
 variables  variables of the environment in values, and which hold secrets
 config     the closed sections: meaning, unit, range and effect of each knob
 clipping   those of the section clip
@@ -10,8 +10,8 @@ execution  the closed sections that change no result
 parts      the arguments that models, data sources, optimizers and schedules share
 rules      what of these follows from few numbers: shapes, and hyperparameters by optimizer.rule
 convert    from a mapping to a checked `Config`
-targets    `_target_`: from a dotted name to a function, if its package is allowed
+targets    `_target_`: from a dotted name to a function, of allowed packages only; its arguments
 tracking   wandb's variables in the section `tracker`
-knobs      where a knob acts and what it changes
-labels     short names of swept values
+knobs      what of a config decides its result and what its work; what a resume may change
+labels     short names of swept values: `accum=1 clip=0.5`
 """

@@ -2,11 +2,11 @@
 
 In reading order:
 
-child     start a process, pass on signals, exit codes
+child     processes, the signals that they get and pass on, exit codes
 fileio    small files, written whole or not at all
-text      numbers, sizes, times, errors and tables for a reader
+text      numbers, sizes, times, intervals, errors and tables for a reader
 redact    replace the secrets of this machine by their names
 console   lines, banner and progress bar
-devices   accelerators by name, from data sheets
-hardware  device names, memory, peak rates
+devices   accelerators by name, with the rates and memory of their data sheets
+hardware  what this machine has: names, memory, peak rates
 """

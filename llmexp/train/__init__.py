@@ -3,7 +3,7 @@
 No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
-step           one optimizer step, and what it works on
+step           one optimizer step: the factor of the loss, whether it is skipped
 clipping       the rule of clipping of a step
 set_up         builds that from the parts of a run
 layers         figures of a step layer by layer
@@ -12,13 +12,13 @@ evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to evaluate, save, stop; the rows
 spikes         records a spike, and what rose first before it
-verdicts       what follows from the verdict on a step; words for a run that cannot go on
+verdicts       finishes each step, one later: counts it, or ends the run with words
 profiling      a trace of some steps
-state          what the loop holds, and what a checkpoint restores
+state          what the loop holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
-worker         the process: request or folder -> trained run, status, exit code
-folder         the run folder: made or found, compared with the run that it holds, written
+worker         the process: request or folder -> trained run, status, exit code, after Ctrl-C too
+folder         the run folder: made or found, what makes it another run, written
 extending      another budget for a run that would have come as far as it has
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
 calibration    a run's steps and what comes between them, timed before it is started
@@ -28,5 +28,5 @@ group          a run on several ranks: watch them, join them, collect their repo
 sizes          batch.micro_batch_size=auto, found where the run starts
 summary        figures of the end
 sampling       text from a model
-diagnose       find the first module that is not finite
+diagnose       the module of a step gone wrong
 """

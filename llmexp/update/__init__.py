@@ -1,17 +1,16 @@
 """From gradients to new parameters.
 
 In reading order:
-
-precision  autocast, loss scale, dtype of parameters
+precision  which one `auto` is, autocast, loss scale, dtype of parameters
 clip       limit a gradient by norms, values or units, or the update of a tensor
 limits     the limit of the norm: fixed, or from the norms before
-heads      limit the logits of attention
+heads      limit the logits of attention (clip.qk_limit)
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 muon       its polynomials, and its work shared among ranks
-optim      the optimizers, and an update that the device can skip
+optim      adamw, sgd, muon, lion; rates, decay, and an update that the device can skip
 states     what an optimizer keeps, taken apart into tensors and plain values
-faces      optimizers that train at one point and are evaluated at another
+faces      optimizers that train at one point and are evaluated at another (schedule-free)
 library    optimizers of torch.optim and of other packages, by name
 options    those of them that conf/ ships, with their knobs
 groups     factors on the rate and the weight decay of single parameters
