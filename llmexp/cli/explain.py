@@ -170,15 +170,17 @@ def of_no_knob(
     """
     if knobs := knobs_in(key, every, flat):
         return {"key": key, "knobs": knobs}
+    if key in (swept := swept_in(cfg)):  # the config that all points share lacks it
+        return {"key": key, "swept": swept[key], "affects": changes(key)}
     if row := row_key(key):
         return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
     if refusal := not_in_option(cfg.hydra.runtime.choices, key, "", flat):
-        raise ConfigError(refusal)
+        raise ConfigError(refusal, key)
     own = [str(k) for k in cfg if k != "hydra"]
     tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
     known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
     near = nearest_key(key, known)
-    raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}")
+    raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}", key)
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:

@@ -45,9 +45,14 @@ def main(arguments: list[str]) -> int:
     if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
     _, step = named_checkpoint(str(path))  # it says what is missing
-    words = " ".join([typed("fork.run", path), *map(pasteable, args.overrides)])
     way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
-    raise ConfigError(f"{path}: {way}: llmexp train {words}{rundir.allowed_again()}")
+    raise ConfigError(f"{path}: {way}: {forking(path, args.overrides)}")
+
+
+def forking(path: Path, overrides: Sequence[str]) -> str:
+    """Return the command that forks a run with these overrides."""
+    words = [pasteable(o) for o in overrides if not key_of(o).startswith("fork.")]
+    return f"llmexp train {' '.join([typed('fork.run', path), *words])}{rundir.allowed_again()}"
 
 
 def resume_run(path: Path, overrides: Sequence[str]) -> int:
@@ -57,13 +62,9 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     budget = set(given).intersection(BUDGETS)
     if rundir.read_status(path).get("state") == "finished" and not budget:
         if overrides:
-            words = shlex.join(overrides)
-            text = f"this run is finished, so {words} would change nothing"
-            fork = typed("fork.run", path)
+            text = f"this run is finished, so {shlex.join(overrides)} would change nothing"
             way = "to train on, give a longer budget (train.max_steps=...), or fork it"
-            raise ConfigError(
-                f"{path}: {text}; {way}: llmexp train {fork} {words}{rundir.allowed_again()}"
-            )
+            raise ConfigError(f"{path}: {text}; {way}: {forking(path, overrides)}")
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):

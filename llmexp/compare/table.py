@@ -23,7 +23,7 @@ from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
-from llmexp.system.text import padded_cells
+from llmexp.system.text import in_lines, padded_cells
 
 _STYLES = {
     "best": "bold green",
@@ -89,11 +89,12 @@ def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = F
     c, encoding = comparison, getattr(to, "encoding", None) or sys.stdout.encoding or "utf-8"
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
     if c.headline:
-        console.print(Text(child.printable(c.headline, encoding), style="bold"))
+        line = child.printable(c.headline, encoding)
+        console.print(Text(in_lines(line, console.width), style="bold"))
     for row in _rows(c, _fitting(c, console.width, encoding)):
         console.print(row, no_wrap=True, overflow="ellipsis")
     for line in (*c.notes, *(c.why if why else ())):
-        console.print(Text(child.printable(line, encoding)))
+        console.print(Text(in_lines(child.printable(line, encoding), console.width)))
     for setting in c.settings if why else ():
         if setting.note:
             console.print(Text(f"{setting.label or setting.name}: {setting.note}", style="dim"))

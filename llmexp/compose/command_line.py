@@ -120,6 +120,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
             way = "--config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
             text = "has no meaning here; your own files are options of the groups"
             raise ConfigError(f"{name}: {text}: {way}")
+    args.command += " --measure" * getattr(args, "measure", False)
     args.overrides = [opened(override, args.overrides) for override in args.overrides]
     if getattr(args, "screen", False):
         args.multirun = True

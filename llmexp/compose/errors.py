@@ -48,7 +48,9 @@ def user_errors(overrides: Sequence[str] = (), sweep: Sequence[str] = ()) -> Ite
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(in_words(error, overrides, sweep or overrides)) from None
+        text = in_words(error, overrides, sweep or overrides)
+        key = re.match(r"[\w.]+(?=[:=])", text)
+        raise ConfigError(text, key and key[0]) from None
 
 
 def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -> str:
@@ -130,7 +132,7 @@ def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
         choices[section] = lacking[0]
     own = own_options(key, given)
     if refusal := not_in_option(choices, key, value, flat):
-        return refusal + own
+        return f"{refusal.partition('; for example ')[0]}{own}" if own else refusal
     if own:
         return f"{key}: the option {section}={choices[section]} has no such knob{own}"
     near = _longer_in_option(choices, key, value)

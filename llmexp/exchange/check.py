@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors import safe_open
 
 from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.exchange.tokenizer import doubts
+from llmexp.models.hf import transformers
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import first_of, one_line
 
@@ -33,7 +33,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     a tensor of its model in the folder.
     """
     try:
-        library = importlib.import_module("transformers")
+        library = transformers()
     except ImportError:
         return [_MISSING]
     model, written = _model(library, folder), dict(_written(folder))

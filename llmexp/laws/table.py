@@ -17,7 +17,7 @@ from llmexp.laws.fitting import Surface
 from llmexp.laws.law import Estimate
 from llmexp.laws.power import Power
 from llmexp.laws.words import big, bracketed, flops_text, sized
-from llmexp.system.text import aligned, loss_text
+from llmexp.system.text import aligned, in_lines, loss_text
 
 _HEADS = ("FLOPs", "runs", "best N", "tokens", "tokens/N", "val loss", "lowest run", "its N")
 _MOST = 12  # rungs of a table
@@ -27,14 +27,14 @@ _DROPPED = (4, 7, 6, 1, 3)  # columns that give way in a narrow terminal, the fi
 def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
     """Print the answer in a line, a table of each ladder, and what must be known."""
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
-    console.print(Text(words.headline(answer), style="bold"))
+    console.print(Text(in_lines(words.headline(answer), width), style="bold"))
     for law in answer.laws:
         if len(answer.laws) > 1:
             console.print(Text(law.ladder.name, style="bold"))
         for i, line in enumerate(_lines(law, width)):
             console.print(Text(line, style="" if i else "dim"), no_wrap=True, overflow="ellipsis")
     for line in (*words.notes(answer), *(words.why(answer) if why else ())):
-        console.print(Text(line))
+        console.print(Text(in_lines(line, width)))
 
 
 def _lines(law: Surface | Power, width: int) -> list[str]:

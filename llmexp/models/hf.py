@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,13 @@ class HuggingFace(nn.Module):
         return logits
 
 
+def transformers() -> Any:
+    """Return the library, without the warnings of torchao, which it imports. Raises ImportError."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return importlib.import_module("transformers")
+
+
 def _config(path: str | None) -> tuple[Any, Any]:
     """Return the library, and the config of the folder. Raises ConfigError."""
     wrong = _wrong(path)
@@ -82,7 +90,7 @@ def _config(path: str | None) -> tuple[Any, Any]:
             "hf download NAME --local-dir FOLDER"
         )
     try:
-        library = importlib.import_module("transformers")
+        library = transformers()
     except ImportError:
         raise ConfigError(
             "model=hf needs the package transformers, which is not installed; "

@@ -172,7 +172,8 @@ def load_points(
             point = Point(entry, where, list(overrides), swept, config, composer)
             points.append(point.moved(number, where))
         except ConfigError as error:
-            entry.refused = redacted(f"{error}{own_options(error.key or '', command, overrides)}")
+            key = None if BESIDE in str(error) else error.key
+            entry.refused = redacted(f"{error}{own_options(key or '', command, overrides)}")
             refused.append(entry)
     return points, refused
 

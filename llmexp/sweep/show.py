@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +21,7 @@ from llmexp.sweep.local import by_plan
 from llmexp.sweep.section import Sweep
 from llmexp.system.child import say
 from llmexp.system.redact import redacted
-from llmexp.system.text import aligned, duration, number, one_line
+from llmexp.system.text import aligned, duration, in_lines, number, one_line
 
 REFRESH_S = 0.5
 _UNFINISHED = ("failed", "infeasible", "preempted")
@@ -210,9 +209,7 @@ def width_of(stream: TextIO, otherwise: int | None = None) -> int | None:
 def fitted(text: str, stream: TextIO | None = None) -> str:
     """Wrap text to a terminal; what goes into a file stays one line."""
     width = width_of(stream or sys.stdout)
-    if width is None:
-        return text
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    return text if width is None else in_lines(text, width)
 
 
 def naming(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -138,6 +139,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 def columns() -> int:
     """Return the width of the terminal; COLUMNS goes before, and 120 where there is none."""
     return max(20, shutil.get_terminal_size((120, 24)).columns)
+
+
+def in_lines(text: str, width: int) -> str:
+    """Return text in lines of a width, without spaces at their ends; a longer word stays whole."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:

@@ -21,6 +21,8 @@ NO_FILE = ["data=text", "data.train_files=nope"]
         (["plan", "optimizer.lr=-1"], "E-CONVERT-CHECK_RANGE", "optimizer.lr"),
         (["plan", *SPLIT], "E-BATCH-DIVIDE", "batch.real_batch_size"),
         (["plan", "-m", "train.max_steps=1,2", "a.b"], "E-COMMAND_LINE-CHECK_OVERRIDES", None),
+        (["plan", "batch={max_steps: 3}"], "E-ERRORS-USER_ERRORS", "batch.max_steps"),
+        (["explain", "train.sed"], "E-EXPLAIN-OF_NO_KNOB", "train.sed"),
         (["train", "optimizer.lr=x"], "E-CONVERT-SCALAR", "optimizer.lr"),
         (["plan", "model=hf"], "E-HF-CONFIG", "model.path"),
         (["compare", "nothing-here"], "E-COMPARE-MAIN", None),

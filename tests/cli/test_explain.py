@@ -192,6 +192,9 @@ def test_sections_figures_of_rows_and_keys_that_end_a_run(capsys):
     assert (sources["value"], sources["history"][0]["from"]) == ({}, "conf/data/corpus.yaml")
     with pytest.raises(ConfigError, match="data=stdlib has no such knob; these have it: corpus"):
         told([], "data.sources")
+    weights = ["-m", "data=corpus", "data.sources.a.files=x", "data.sources.a.weight=1,2"]
+    assert run(["explain", "data.sources.a.weight", *weights]) == 0
+    assert "  swept      1,2\n" in capsys.readouterr().out
     given = "data.sources={a: {files: [x.txt], weight: 2}}"
     (section,) = told(command_line.parse("plan", ["data=corpus", given]).overrides, "data.sources")
     assert {k["key"]: k["value"] for k in section["knobs"]} == {

@@ -91,7 +91,8 @@ def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path):
     for width in (120, 80, 60):
         out = io.StringIO()
         show(made, out, width)
-        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines = out.getvalue().splitlines()
+        assert lines == [line.rstrip() for line in lines]
         assert max(map(cell_len, lines)) <= width
         told = dict(line.split(maxsplit=1) for line in lines if line.split()[:1][0] in SEEN)
         assert all("25% steps" in told[kind] for kind in ("norm", "zscore", "value", "per_group"))

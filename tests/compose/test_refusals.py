@@ -392,6 +392,13 @@ def test_a_wrong_value_of_a_knob_of_some_options_gets_no_files(capsys, home):
     assert "beside the others: mkdir" in lacks
 
 
+def test_a_recipe_of_a_measured_plan_measures_too(capsys, home):
+    swept = ["optimizer=adamw,muon", "optimizer.momentum=0.3", "optimizer.lr=-1"]
+    message = refused(capsys, home, "plan", "-m", *SYNTHETIC, *swept, "--measure")
+    assert "&& llmexp plan --measure -m --config-dir own" in message
+    assert "for example optimizer=" not in message
+
+
 def test_a_screen_is_given_files_where_it_has_two_options_with_them(capsys, home):
     swept = ["sweep.screen=auto", "clip=norm,value", "optimizer.lr=1,2", "model.dropout=0,0.1"]
     two = refused(capsys, home, "plan", "-m", *SYNTHETIC, *swept, "clip.max_norm=0.5")

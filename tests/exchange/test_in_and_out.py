@@ -336,6 +336,8 @@ def test_an_export_is_checked_where_transformers_is(
     page = (tmp_path / "out" / "README.md").read_text()
     assert "| stored as | bfloat16, rounded from float32 |" in page
     shutil.rmtree(tmp_path / "out")
+    assert llmexp(*export, cwd=tmp_path).err == ""  # in a process of its own
+    shutil.rmtree(tmp_path / "out")
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = run_here(capfd, *export)
     assert done.code == 0

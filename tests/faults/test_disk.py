@@ -93,7 +93,9 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
             ]
             assert line.startswith("WARNING: ")
             assert why in line
-            assert f"the newest is of step {newest}; failure {count} of at most 2 in a row" in line
+            assert (
+                f"); the newest is of step {newest}; failure {count} of at most 2 in a row" in line
+            )
         assert failed.out.count("could not be saved") == 4
         assert (
             failed.out.count(

@@ -495,7 +495,7 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
 def test_resume_from_a_step_names_the_fork(trunk, tmp_path, monkeypatch, capsys):
     (tmp_path / "a trunk").symlink_to(trunk.folder)
     monkeypatch.chdir(tmp_path)
-    assert run(["resume", "a trunk@8", "train.max_steps=20"]) == 2
+    assert run(["resume", "a trunk@8", "train.max_steps=20", "fork.step=4"]) == 2
     *_, command = capsys.readouterr().err.partition("from step 8 a fork does: llmexp ")
     assert shlex.split(command) == ["train", "fork.run=a trunk@8", "train.max_steps=20"]
     monkeypatch.setenv("LLMEXP_ALLOW", "json")
