@@ -41,7 +41,7 @@ SIZES = {
     "data": 31_600,
     "tasks": 3_100,
     "checkpoint": 6_935,
-    "runs": 12_196,
+    "runs": 12_202,
     "exchange": 10_550,
     "tracker": 9_640,
     "compare": 51_100,

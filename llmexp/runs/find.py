@@ -34,9 +34,11 @@ class SweepFolder:
 
     def point_of(self, run: Path) -> LedgerEntry | None:
         """Return the point of a run below the sweep's folder, if its ledger has one."""
-        if not self.points or self.path is None:
+        if self.path is None:
             return None
-        return self.points.get(str(run.absolute().relative_to(self.path.absolute())))
+        # both without links: a path may name the sweep otherwise than the first one did
+        own, its = run.parent.resolve() / run.name, self.path.resolve()
+        return self.points.get(os.path.relpath(own, its))
 
     @cached_property
     def left(self) -> int:
@@ -69,11 +71,12 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], l
 
 def _sweep_of(run: Path, sweeps: dict[Path, SweepFolder], problems: list[str]) -> SweepFolder:
     """Return the sweep of a run: its parent folder, or one above whose ledger has the run."""
-    deeper = [] if ledger.is_sweep(run.parent) else run.absolute().parents[1:DEPTH]
-    for path in [*filter(ledger.is_sweep, deeper), run.parent]:
+    parent = run / ".." if run.name in ("", "..") else run.parent
+    deeper = [] if ledger.is_sweep(parent) else run.absolute().parents[1:DEPTH]
+    for path in [*filter(ledger.is_sweep, deeper), parent]:
         if path.resolve() not in sweeps:
             sweeps[path.resolve()] = _sweep(path, problems)
-        if path is run.parent or sweeps[path.resolve()].point_of(run):
+        if path is parent or sweeps[path.resolve()].point_of(run):
             break
     return sweeps[path.resolve()]
 

@@ -257,3 +257,17 @@ def test_a_run_in_a_deeper_folder_is_of_the_sweep_whose_ledger_has_it(tmp_path):
     where, point = found["0-a"]
     assert (where, point.number) == (path, 0)
     assert found["alone"] == (None, None)
+
+
+def test_a_sweep_that_paths_name_in_two_ways_is_one_sweep(tmp_path, monkeypatch):
+    path = make_sweep(tmp_path / "s", {"a": {}, "b": {}}, ["optimizer.lr"])
+    (tmp_path / "link").symlink_to("s")
+    for first in (tmp_path / "link" / "0-a", tmp_path / "s" / ".." / "s" / "0-a"):
+        found, problems = find([first, path])
+        assert [sweep.point_of(run).number for run, sweep in found] == [0, 1]
+        assert not problems
+    monkeypatch.chdir(path / "0-a")
+    for here in (".", "checkpoints/.."):
+        (path / "0-a" / "checkpoints").mkdir(exist_ok=True)
+        ((run, sweep),) = find([here])[0]
+        assert sweep.point_of(run).number == 0
