@@ -20,12 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.conftest import Result, llmexp, train
-from tests.tools import by_kernel, exact
+from tests.tools import by_kernel, exact, needs_cuda
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, needs_cuda]
 SETTINGS = [
     "data=synthetic", "data.n_tokens=40000", "train.max_steps=10", "train.log_every=5",
     "batch.micro_batch_size=4", "batch.sequence_length=128", "model.max_position_embeddings=128",

@@ -31,7 +31,7 @@ from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
-from tests.tools import PACKAGE_OF, option
+from tests.tools import HAS_CUDA, PACKAGE_OF, option
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -132,9 +132,8 @@ def kinds_of_models() -> list[str]:
 
 def rounds() -> list[list[tuple[str, str]]]:
     """Runs that together take every option of every group, as many as the largest group needs."""
-    import torch
 
-    missing = NEEDS_FILES | (set() if torch.cuda.is_available() else NEEDS_A_GPU)
+    missing = NEEDS_FILES | (set() if HAS_CUDA else NEEDS_A_GPU)
     missing |= {("tracker", name) for name in STORES if find_spec(name) is None}
     missing |= {("optimizer", n) for n, package in PACKAGE_OF.items() if find_spec(package) is None}
     there = {g: [o for o in OPTIONS[g] if (g, o) not in missing] for g in GROUPS}

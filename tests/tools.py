@@ -37,6 +37,17 @@ saving.write_pieces = write
 """
 
 
+def _has_cuda() -> bool:
+    """Whether there is a CUDA device, asked past the driver: after that no fork could use one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        return torch.cuda.is_available()
+
+
+HAS_CUDA = _has_cuda()
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+
+
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str) -> Result:
     """`llmexp ARGUMENTS` in this process: most of a command that is refused is its start."""
     capfd.readouterr()

@@ -272,6 +272,7 @@ sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import numpy as np
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import TokenStream
+from tests.tools import needs_cuda
 stream = TokenStream([np.zeros(1_000_000, np.uint16)])
 windows = read_windows(
     Sampler(stream, 64, 512, 10**12, seed=0), RankSlice(1), 0, 10**6, prefetch=100
@@ -285,7 +286,7 @@ next(windows)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_pinned_windows_hold_the_same_rows() -> None:
     plain, pinned = list(_windows()), list(_windows(pin_memory=True))
     for a, b in zip(plain, pinned, strict=True):
