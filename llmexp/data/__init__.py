@@ -19,8 +19,8 @@ prepared     the token shards of a source in the cache
 overlap      documents of a validation set that are trained on
 beside       the files beside a shard of documents, and its record
 text_bytes   bytes of text that ids stand for
-work         a source of documents: its splits, units of its files, and the parts of them
-shards       documents -> token shards, in order, by all cores
+work         a source of documents: its splits, units of its files; parts, for several processes
+shards       documents -> token shards, in order, by threads of one process
 remote       files here, and addresses that fsspec reads
 encode       pieces of text that are encoded one by one, by several threads
 token_files  ids that somebody else has prepared

@@ -13,7 +13,7 @@ matching        which points an existing sweep has already; another budget for a
 running         the loop that drives local, Slurm or Ray: retries, rungs of successive halving
 deciding        seeds until it is decided which setting is best
 local           process trees on this machine, a device slot each
-slurm           job arrays, and their jobs; slurm_job is what runs inside
+slurm           job arrays, and their jobs; slurm_job runs inside, and goes on after a preemption
 ray             tasks of a Ray cluster
 search          points that Optuna chooses, and the best of them with fresh seeds
 show            the live table; a warning of losses that will not compare

@@ -7,6 +7,6 @@ fileio    small files, written whole or not at all
 text      numbers, sizes, times, intervals, errors and tables for a reader
 redact    replace the secrets of this machine by their names
 console   lines, banner and progress bar
-devices   accelerators by name, with the rates and memory of their data sheets
+devices   cores, threads of a rank; accelerators by name, with rates and memory of data sheets
 hardware  what this machine has: names, memory, peak rates
 """

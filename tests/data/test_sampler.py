@@ -26,6 +26,7 @@ from llmexp.data.sampler import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
+from tests.tools import needs_cuda
 
 LENGTH = 5
 
@@ -272,7 +273,6 @@ sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import numpy as np
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import TokenStream
-from tests.tools import needs_cuda
 stream = TokenStream([np.zeros(1_000_000, np.uint16)])
 windows = read_windows(
     Sampler(stream, 64, 512, 10**12, seed=0), RankSlice(1), 0, 10**6, prefetch=100
