@@ -17,6 +17,7 @@ import itertools
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -250,7 +251,8 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
     while True:
         at = _after_space(held, at)
         if not number and held.startswith("]", at):
-            return
+            at += 1
+            break
         try:
             record, end = DECODER.raw_decode(held, at)
             end = _after_space(held, end)
@@ -266,7 +268,12 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
         number, at = number + 1, end + 1
         yield record_of(f"{key}={place}, item {number:,}", record, text_key)
         if after == "]":
-            return
+            break
+    if any(text.strip() for text in itertools.chain((held[at:],), texts)):
+        way = (
+            f"put all into one array, or into lines: jq -c '.[]' {shlex.quote(place)} > FILE.jsonl"
+        )
+        raise refuse(key, place, f"there is more behind its array of {number:,} items; {way}")
 
 
 def _after_space(text: str, at: int) -> int:

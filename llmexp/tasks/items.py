@@ -63,7 +63,7 @@ def read_items(path: Path) -> list[Item]:
     """Return the items of a request file. Raises ConfigError with file and line."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

@@ -60,6 +60,12 @@ def prepare_task(name: str, items: Sequence[Item], tokenizer: Tokenizer, length:
                     f"{item.place}: the context is empty, and {tokenizer.name} has no token for "
                     "the start of a document to put there"
                 )
+            if not ids:
+                raise ConfigError(
+                    f"{item.place}: the choice {choice!r} has no token of its own, as "
+                    f"{tokenizer.name} makes one of its letters and of those before it; leave the "
+                    "item out"
+                )
             if len(ids) > length:
                 raise ConfigError(
                     f"{item.place}: a choice has {len(ids):,} tokens, and the longest input of the "
@@ -173,6 +179,8 @@ def score_task(
 def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
     sizes = [len(choice.encode()) for choice in item.choices]
     normed = [ll / size for ll, size in zip(lls, sizes, strict=True)]
+    context = item.contexts[item.answer]
+    space = context[len(context.rstrip()) :]  # it is scored, too
     return {
         "id": item.id,
         "answer": item.answer,
@@ -180,7 +188,7 @@ def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
         "acc": float(hit if item.completed else int(np.argmax(lls)) == item.answer),
         "acc_norm": float(hit if item.completed else int(np.argmax(normed)) == item.answer),
         "nll": -lls[item.answer],
-        "bytes": 1 + sizes[item.answer],  # with the space before it
+        "bytes": len(f"{space} {item.choices[item.answer]}".encode()),
     }
 
 

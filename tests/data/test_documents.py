@@ -186,6 +186,16 @@ def test_a_json_array_with_a_bad_item(tmp_path):
             read(path, skip=True)
 
 
+def test_nothing_behind_a_json_array_is_passed_over(tmp_path, monkeypatch):
+    """Such as a second one, of files that were joined."""
+    monkeypatch.setattr("llmexp.data.documents.BLOCK_BYTES", 64)
+    path = tmp_path / "a.json"
+    for first, count in (([{"text": "a" * 100}] * 2, 2), ([], 0)):
+        path.write_text(f"{json.dumps(first)}{' ' * 200}\n{json.dumps([{'text': 'b'}])}\n")
+        with pytest.raises(ValueError, match=f"more behind its array of {count} items; put all"):
+            read(path, skip=True)
+
+
 NESTED = [
     {"content": {"body": "one", "n": 1}},
     {"content": {"body": ""}},

@@ -20,7 +20,7 @@ from llmexp.compare.figures import columns_of
 from llmexp.evaluate import harness, sets
 from llmexp.settings.values import ConfigError
 from llmexp.tasks import make, scoring
-from llmexp.tasks.items import SHIPPED, read_items, read_task
+from llmexp.tasks.items import SHIPPED, Item, read_items, read_task
 from llmexp.train.assembly.opening import Opened, open_run
 from tests.conftest import llmexp, train
 
@@ -118,7 +118,9 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
         per_byte = [ll / len(c.encode()) for ll, c in zip(lls, item.choices, strict=True)]
         normed.append(np.argmax(per_byte) == item.answer)
         nll -= lls[item.answer]
-        size += len(f" {item.choices[item.answer]}".encode())
+        context = item.contexts[item.answer]
+        size += len(f"{context} {item.choices[item.answer]}".encode())
+        size -= len(context.rstrip().encode())
     n = len(items)
     assert found["items"] == n == 20
     assert found["acc"] == pytest.approx(np.mean(right))
@@ -313,6 +315,26 @@ def test_a_bad_item_is_named_by_file_and_line(folder, tmp_path, monkeypatch, cap
     said = capsys.readouterr().err
     assert f"{tmp_path}/bad.jsonl:3" in said
     assert words in said
+
+
+def test_a_line_separator_in_a_text_ends_no_line(tmp_path):
+    item = {**GOOD, "context": "one\u2028two\x85"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(item, ensure_ascii=False) + "\n")
+    (found,) = read_items(tmp_path / "mine.jsonl")
+    assert found.contexts == ("one\u2028two\x85",) * 2
+
+
+def test_a_choice_that_the_tokenizer_joins_to_its_context_is_refused():
+    class Joining:
+        name, eot_token = "joining", None
+
+        def encode_ordinary(self, text: str) -> list[int]:
+            return [1] if text == "the cat" else list(text.encode())
+
+    item = Item("mine.jsonl:1", "1", ("the", "the"), ("dog", "cat"), 1)
+    words = "mine.jsonl:1: the choice 'cat' has no token of its own, as joining makes one"
+    with pytest.raises(ConfigError, match=words):
+        scoring.prepare_task("mine", [item], Joining(), LENGTH)  # type: ignore[arg-type]
 
 
 def test_tasks_without_files_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
