@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from llmexp.models import offload
 from tests.conftest import Result, llmexp, train
 from tests.tools import by_kernel, exact, needs_cuda
 
@@ -165,6 +166,18 @@ def test_steps_without_a_row_do_not_wait_for_the_device(tmp_path, more):
     )
     hooked = ["--allow", "syncs", "hooks=[syncs.watch]", "train.eval_every=null"]
     run(tmp_path, "run", *hooked, *more)
+
+
+def test_what_waits_on_the_host_goes_there_through_pinned_memory():
+    """Queries, keys and values are slices of one tensor: they have gaps."""
+    x = torch.randn(4, 128, 3 * 64, device="cuda")
+    heads = [part.view(4, 128, 2, 32).transpose(1, 2) for part in x.split(64, -1)]
+    with torch.profiler.profile() as seen:
+        sent = [offload.to_host(part) for part in heads]
+        torch.cuda.synchronize()
+    copies = {e.key for e in seen.key_averages() if e.key.startswith("Memcpy DtoH")}
+    assert copies == {"Memcpy DtoH (Device -> Pinned)"}
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(sent, heads, strict=True))
 
 
 def test_a_step_allocates_nothing_new(tmp_path):
