@@ -21,7 +21,7 @@ from llmexp.runs.folder import STATES, RunFolder, clean_name
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
-from llmexp.system.child import DONE, REFUSED
+from llmexp.system.child import DONE
 from llmexp.system.console import banner
 from llmexp.system.redact import clean, warn
 from llmexp.system.text import columns, duration, number, one_line, padded_cells, readable_size
@@ -40,7 +40,7 @@ _ARGUMENTS = {
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit code.
 
-    1 where something could not be removed, 2 where there is no run. Raises ConfigError.
+    1 where something could not be removed. Raises ConfigError, also where there is no run.
     """
     args = Parser("llmexp runs", "List runs and sweeps; clear up.", _ARGUMENTS).parse_args(
         arguments
@@ -50,11 +50,14 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--state {args.state}: {text}")
     if args.yes and not args.remove_checkpoints:
         raise ConfigError("--yes: add --remove-checkpoints, which it confirms")
+    if args.json and args.remove_checkpoints:
+        raise ConfigError("--json: lists runs; leave it out beside --remove-checkpoints")
     found, problems = find(args.folders or ["outputs"])
+    if not found:
+        text = "there is no run to show; for example llmexp runs outputs/default"
+        raise ConfigError("\n".join([*problems, text]))
     for problem in problems:
         warn(problem)
-    if not found:
-        return REFUSED
     lines = [_line(path, sweep) for path, sweep in found]
     lines = [line for line in lines if args.state in (None, line["state"])]
     lines = [line for line in lines if fnmatch.fnmatch(line["name"], args.name or "*")]

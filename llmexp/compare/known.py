@@ -19,6 +19,8 @@ from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import duration, number
 
+_PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.")
+
 
 @dataclass(frozen=True)
 class Step:
@@ -154,7 +156,13 @@ class Known:
         tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
         gone = {*changed, *(BUDGETS if "train.max_tokens" in changed else ())}
         words = [f"{k}={first[k]}" for k in same if k not in gone]
-        return words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
+        return self.place() + words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
+
+    def place(self) -> list[str]:
+        """Return the words of the sweep's command that say where its options and its points are."""
+        given = self.sweep.arguments if self.sweep else []
+        pairs = zip(["", *given], given, strict=False)
+        return [w for before, w in pairs if w.lstrip("+").startswith(_PLACE) or before in _PLACE]
 
     def hours(self, tokens: float) -> float | None:
         """Return the hours that so many tokens take at the rate of the runs' own steps."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def rest(k: Known) -> Step | None:
     records = {r.path.resolve(): r for r in k.runs}
     if going := [r for r in k.runs if r.state == "running"]:
         return Step("wait", f"{plural(len(going), 'run')} did not come to the end yet.")
-    unchosen = 0
+    unchosen, more = 0, ""
     if k.sweep:
         points, where = k.sweep.points, k.sweep.path
         at = [p for p in points if p.state in ledger.TO_TRAIN and p.rung is None]
@@ -60,11 +61,12 @@ def rest(k: Known) -> Step | None:
     else:
         stopped = [r.path for r in k.runs if r.state in ("preempted", "cut") and r.rung is None]
         left, where = [path.resolve() for path in stopped[:1]], next(iter(stopped), Path())
+        more = f" Of {len(stopped)} such runs this is the first." * (len(stopped) > 1)
     if not left and not unchosen:
         return None
     tokens = round(sum(_left(records[p]) if p in records else k.tokens for p in left))
     tokens += unchosen * k.tokens
-    why = f"{plural(len(left), 'run')} did not come to the end."
+    why = f"{plural(len(left), 'run')} did not come to the end.{more}"
     if unchosen:
         why = "the search was stopped before its end."
     return Step("rest", why, ("resume", str(where)), len(left) + unchosen, tokens, k.hours(tokens))
@@ -163,13 +165,16 @@ def _lines(k: Known) -> list[tuple[str, float, dict[float, Setting | None]]]:
     return found
 
 
-def _with(k: Known, key: str, value: float, rule: str, why: str) -> Step | None:
-    """Return the step that trains the best setting with another value of a key."""
+def _with(
+    k: Known, key: str, value: float, rule: str, why: str, line: Collection[float]
+) -> Step | None:
+    """Return the step that trains the best setting with another value of a key than its `line`."""
     lead = k.f.ranked[0]
     own = k.settings[lead]
     whole = all(text.isdigit() for text in _values(k.settings.values(), key))
     text = str(round(value)) if whole else f"{value:.2g}"
-    if text == own[key]:
+    steps = number(lead.taking_part[0].facts.get("max_steps")) or math.inf
+    if float(text) in line or (key.endswith("_steps") and float(text) > steps):
         return None
     with contextlib.suppress(ConfigError):  # beyond what the knob takes
         if knob := fields().get(key.lstrip("+")):
@@ -197,7 +202,7 @@ def wider(k: Known) -> Step | None:
                 why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "
                 why += "and the loss still falls towards it."
                 beyond = here * here / inner[0] if inner[0] else 2 * here
-                if step := _with(k, key, beyond, "wider", why):
+                if step := _with(k, key, beyond, "wider", why, line):
                     return step
     return None
 
@@ -261,7 +266,7 @@ def finer(k: Known) -> Step | None:
             continue
         why = f"between {below:g} and {above:g} the losses bend as if another {k.name(key)} "
         why += f"gained {gain:.2g}."
-        if step := _with(k, key, here * math.exp(-tilt / (2 * bend)), "finer", why):
+        if step := _with(k, key, here * math.exp(-tilt / (2 * bend)), "finer", why, line):
             return step
     return None
 

@@ -56,8 +56,8 @@ class Surface(Law):
         x, compute = np.log([self.sizes, self.tokens]), np.log(self.flops)
         if why := self.lacking(x):
             text = (
-                f"{ladder.name}: has {why}; train at least 3 sizes at 3 budgets, or fit one axis: "
-                "llmexp fit PATH --form power --by tokens"
+                f"{ladder.name}: has {why}; train at least 3 sizes at 3 budgets, or fit one axis; "
+                "for example --form power --by tokens"
             )
             raise ConfigError(". ".join([text, *ladder.notes]))
         super().__init__(ladder, x, losses, seed)

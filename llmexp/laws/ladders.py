@@ -36,6 +36,7 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     and the model's sizes make none. `axis`: a knob that a law is to be over.
     """
     found: list[Ladder] = []
+    files: set[Path] = set()
     runs: dict[Path, tuple[Path, SweepFolder]] = {}
     places: dict[Path, Path] = {}
     problems: list[str] = []
@@ -45,7 +46,9 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
         of_files = any(name.lower().endswith(".csv") for name in names)
         for path in map(Path, names if of_files else [str(given)]):
             if path.suffix.lower() == ".csv" and path.is_file():
-                found.append(read_csv(path))
+                if path.resolve() not in files:  # paths may name one twice
+                    found.append(read_csv(path))
+                files.add(path.resolve())
                 continue
             of_path, more = find([path])
             problems += more

@@ -96,7 +96,7 @@ def _as_arguments(text: str, given: Mapping[str, Any]) -> str:
     """Return a refusal of flags with their names and values as a program has them."""
     for name, value in given.items():
         text = text.replace(f"--{name} {value}:", f"{name}={value!r}:")
-        text = re.sub(rf"for example --{name} (\S+)", rf"for example {name}='\1'", text)
+        text = re.sub(rf"(for example .*?)--{name} (\S+)", rf"\1{name}='\2'", text)
         text = text.replace(f"--{name}", f"{name}=")
     return text
 

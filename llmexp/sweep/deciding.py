@@ -227,7 +227,7 @@ class Deciding:
         if not any(r.verdict in OPEN and self.setting_of(r) in going for r in f.ranked[1:]):
             return 0, "decided" if not f.those(*OPEN) else "nothing is left but what failed"
         if count >= most:
-            return 0, f"all {plural(most, 'seed')} are trained (sweep.max_seeds)"
+            return 0, f"all {plural(count, 'seed')} are trained (sweep.max_seeds)"
         wanted = known or following(count, most)
         while not (known or level_of(wanted, most, f.looks)):
             wanted += 1

@@ -115,7 +115,7 @@ def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
         return f"{known['runs']} runs ({known['tokens']:,} tokens{time})"
 
     limits = [
-        f"sweep.{name}={value:g}"
+        f"sweep.{name}={value:.12g}"
         for name in ("max_hours", "max_tokens")
         if (value := getattr(knobs, name)) is not None
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from llmexp.metrics.keys import figures_in
 from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
-from llmexp.runs.folder import RunFolder
+from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
@@ -70,7 +70,7 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
     if args.dry_run:
         code = max([_take(run, args.anew, dry=True) for run in runs])
         for sweep in sweeps:
-            print(clean(f"{sweep.name}: its answer"))
+            print(f"{clean_name(sweep)}: its answer")
         return code
     if unused := [name for name in OF_ONE_RUN if os.environ.pop(name, None)]:
         names = ", ".join(unused)
@@ -97,7 +97,7 @@ def upload_answer(sweep: Path, answer_of: Callable[[Path], SweepAnswer], args: N
         lines.append(f"{'workspace' if lines else 'answer'} not uploaded: {why}")
         complete = False
     for line in lines:
-        print(clean(f"{sweep.name}: {line}"), flush=True)
+        print(f"{clean_name(sweep)}: {clean(line)}", flush=True)
     return complete
 
 
@@ -107,14 +107,15 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
     for run in runs:
         codes.append(_take(run, anew, dry=False, to=to))
         if codes[-2:] == [NOT_UPLOADED] * 2 and len(codes) < len(runs):
-            left = len(runs) - len(codes)
-            print(f"stopped: two runs in a row were not uploaded; {left} are left")
+            left = plural(len(runs) - len(codes), "run")
+            print(f"stopped: two runs in a row were not uploaded; left: {left}")
             return INCOMPLETE
     behind = sum(code != COMPLETE for code in codes)
     if not behind:
         return COMPLETE
     again = "the same command without --anew" if anew else "the same command"
-    print(f"{behind} of {len(runs)} runs are not complete in the tracker; {again} completes them")
+    of = f"{behind} of {plural(len(runs), 'run')} {'is' if behind == 1 else 'are'} not complete"
+    print(f"{of} in the tracker; {again} tries once more")
     return INCOMPLETE
 
 
@@ -188,7 +189,7 @@ def _take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
         line, code = f"not uploaded: {error}", NOT_UPLOADED
     except (ConfigError, OSError) as error:
         line, code = f"cannot be uploaded: {error}", INCOMPLETE
-    print(clean(f"{run.name}: {line}"), flush=True)
+    print(f"{clean_name(run)}: {clean(line)}", flush=True)
     return code
 
 

@@ -166,6 +166,14 @@ def test_no_range_is_widened_past_what_a_knob_takes_no_limit_or_a_failure(tmp_pa
     assert step_of(failed).rule == "nothing"
 
 
+def test_nothing_is_proposed_that_was_trained_in_other_words_or_is_longer_than_the_runs(tmp_path):
+    losses = {"1e-2": 0.5, "1.2e-2": 0.0, "1.45e-2": 0.38}  # lowest at 0.0122
+    assert step_of(planted(tmp_path / "s", losses)).rule == "nothing"
+    warmup = {100: 0.5, 300: 0.0}  # of 400 steps
+    long = planted(tmp_path / "w", warmup, key="schedule.warmup_steps")
+    assert step_of(long).rule == "nothing"
+
+
 def test_a_bend_between_two_values_is_looked_into(tmp_path):
     step = step_of(planted(tmp_path / "s", {1e-3: 0.31, 1e-2: 0.0, 1e-1: 1.0}))
     assert step.rule == "finer"
@@ -187,6 +195,9 @@ def test_what_is_left_or_failed_once_goes_first(tmp_path):
     assert step_of(path).words == ("resume", str(path))
     alone = make_run(tmp_path / "alone", state="preempted")
     assert step_of(alone).words == ("resume", str(alone))
+    other = make_run(tmp_path / "other", state="preempted", seed=2)
+    assert step_of(alone, other).words == ("resume", str(alone))
+    assert step_of(alone, other).why.endswith("Of 2 such runs this is the first.")
 
 
 def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
@@ -267,6 +278,21 @@ def test_unequal_budgets_are_made_equal(tmp_path, known):
     assert step.rule == "budget"
     grid = ("model=gpt_tiny", "tracker=none", "optimizer.lr=0.003,0.001", "train.seed=1")
     assert step.words == ("train", "-m", *grid, f"train.max_tokens={200 * 8 * 128}")
+
+
+def test_a_sweep_anew_finds_the_same_options_and_hosts(tmp_path):
+    points = {}
+    for micro in (4, 8):
+        words = ["model=mine", f"batch.micro_batch_size={micro}"]
+        given = {"overrides": words}
+        points[str(micro)] = dict(micro=micro, facts=given, point=given)
+    path = make_sweep(tmp_path / "s", points, ["batch.micro_batch_size"])
+    tree = json.loads((path / "sweep.json").read_text())
+    place = ["--config-dir", "my conf", "hydra/launcher=slurm", "hydra.launcher.partition=gpu"]
+    tree["arguments"] = ["-m", *place, "model=mine", "batch.micro_batch_size=4,8"]
+    (path / "sweep.json").write_text(json.dumps(tree))
+    step = step_of(path)
+    assert (step.rule, step.words[:7]) == ("budget", ("train", "-m", *place, "model=mine"))
 
 
 def test_runs_without_a_sweep_get_a_sweep_of_their_own(tmp_path):

@@ -341,6 +341,8 @@ def test_only_old_checkpoints_of_finished_runs_go_and_only_when_asked(sweep, tmp
     assert len(list((failed / "checkpoints").iterdir())) == 4
     make_checkpoint(run, 60)
     capsys.readouterr()
+    assert llmexp(["runs", str(tmp_path), "--remove-checkpoints", "--json"]) == 2
+    assert "leave it out" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert llmexp(["runs", str(tmp_path), "--remove-checkpoints"]) == 0
     assert "\n1 checkpoint, " in capsys.readouterr().out
 
@@ -413,7 +415,7 @@ def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capsys):
     assert (run / "checkpoints" / "step_00000005").is_dir()
 
 
-@pytest.mark.parametrize("command", ["compare", "next"])
+@pytest.mark.parametrize("command", ["compare", "next", "runs"])
 def test_a_program_is_told_which_path_is_not_there(command, tmp_path, capsys):
     assert llmexp([command, str(tmp_path / "nope"), "--json"]) == 2
     message = json.loads(capsys.readouterr().out)["error"]["message"]

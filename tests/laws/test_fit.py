@@ -82,7 +82,9 @@ def test_two_ladders_of_one_name_as_json(tmp_path, capsys):
     assert all(isinstance(one["knows_e"], bool) for one in found["ladders"])
     names = [one.name for one in ladders([tmp_path / "*" / "ladder.csv"])[0]]
     assert names == ["d1/ladder", "d2/ladder"]
-    assert [one.name for one in ladders(paths[:1] * 2)[0]] == ["ladder (1)", "ladder (2)"]
+    other = shutil.copy(paths[0], tmp_path / "d1" / "ladder.CSV")
+    names = [one.name for one in ladders([paths[0], other])[0]]
+    assert names == ["ladder (1)", "ladder (2)"]
 
 
 @pytest.mark.parametrize("rates", [[1e-4], [1e-5, 1e-4]])
@@ -304,6 +306,12 @@ def test_paths_with_another_number_are_two_ladders_and_parts_of_one_are_one(tmp_
     assert [len(one.points) for one in found] == [15]
 
 
+def test_a_csv_that_paths_name_twice_is_one_ladder(tmp_path):
+    path = good(tmp_path, 4, 5)
+    found = llmexp.fit(path, tmp_path / "*.csv", tmp_path / ".." / tmp_path.name / path.name)
+    assert [ladder["name"] for ladder in found.data["ladders"]] == ["good"]
+
+
 def test_a_csv_with_any_case_and_without_tokens(tmp_path):
     """A blank may follow a comma."""
     path = good(tmp_path, 4, 5)
@@ -381,6 +389,8 @@ def test_what_is_refused(tmp_path, capsys, words, said):
     assert said in capsys.readouterr().err
     with pytest.raises(ConfigError, match="form='line': must be one of surface"):
         llmexp.fit(paths["csv"], form="line")  # as Python has it
+    with pytest.raises(ConfigError, match=r"; for example form='power' by='tokens'$"):
+        llmexp.fit(paths["few"], form="surface")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from llmexp.runs import ledger as ledgers
 from llmexp.runs.ledger import LedgerEntry, Look
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.deciding import Deciding, seeded
+from llmexp.sweep.planning import seeds_in_words
+from llmexp.sweep.section import build_sweep
 from llmexp.sweep.show import values_of
 from tests.conftest import TINY, llmexp, start
-from tests.sweep.running import current_sweep
+from tests.sweep.running import DEFAULTS, current_sweep
 from tests.tools import all_gone, wait_for
 
 FULL = 8
@@ -208,6 +210,10 @@ def test_error_that_was_spent_stays_spent_under_a_lower_limit_of_seeds(tmp_path,
     assert lower == first == last[:3]
     assert [x.why for x in found[2]][-1] == "all 3 seeds are trained (sweep.max_seeds)"
     assert math.fsum(level for _, level in last) == pytest.approx(ALPHA)
+    between = Simulated(tmp_path, losses, max_seeds=4)  # a limit that looks have gone beyond
+    between.current.ledger.looks = found[1]
+    between.run()
+    assert between.current.ledger.looks[-1].why == "all 5 seeds are trained (sweep.max_seeds)"
 
 
 RUN = [
@@ -373,3 +379,6 @@ def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path):
     asked = llmexp("plan", "-m", "--json", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
     found = json.loads(asked.out)["total"]["sweep.decide"]
     assert found["least"]["runs"] <= found["expected"]["runs"] <= found["most"]["runs"]
+    limits = {"max_tokens": 1234567, "max_hours": 0.5}
+    within = seeds_in_words(found, build_sweep(DEFAULTS | limits))
+    assert ", within sweep.max_hours=0.5 and sweep.max_tokens=1234567; about" in within

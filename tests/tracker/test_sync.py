@@ -248,6 +248,13 @@ def test_a_path_without_runs_is_refused(
         find_runs([text])
 
 
+def test_a_run_that_is_named_by_a_dot_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_run(tmp_path / "s" / "0-a", 1))
+    assert dry_run(Path(), capsys)[1].startswith("0-a: 1 row")
+
+
 def test_each_run_is_taken_once(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "s" / "0-a", 1), make_run(tmp_path / "s" / "1-b", 1)
     assert find_runs([str(b), str(tmp_path / "s"), str(tmp_path / "s" / "*")]) == [b, a]
@@ -338,7 +345,7 @@ def test_a_run_that_lost_its_last_rows_is_never_complete(
         code, (line, total), _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert (code, lost in line) == (1, True)
         assert "finished: " not in line
-        assert "1 of 1 runs are not complete" in total
+        assert "1 of 1 run is not complete in the tracker; the same command tries" in total
         assert server.run.exit_code == 1
         assert "final val/loss" not in server.run.summary
         assert upload_command(run) is not None
