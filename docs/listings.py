@@ -38,7 +38,7 @@ class Listing:
     small: tuple[str, ...] = ()  # overrides that make the same lines in a few seconds
     code: int = 0  # exit code
     before: tuple[str, ...] = ()  # commands that run first, in the same folder
-    corpus: bool = False  # the folder holds the files that docs/corpus.md makes
+    corpus: bool = False  # the folder holds the files that its page makes
 
     @property
     def line(self) -> str:
@@ -256,11 +256,14 @@ def find(listing: Listing, text: str) -> re.Match[str]:
 
 
 def lay_out(listing: Listing, folder: Path) -> None:
-    """Make the files that docs/corpus.md makes, if a listing needs them."""
+    """Make the files that the page of a listing makes, if it needs them."""
     if not listing.corpus:
         return
-    text = (ROOT / "docs" / "corpus.md").read_text()
-    code, mix = (re.search(rf"```{kind}\n(.*?)```", text, re.S) for kind in ("python", "yaml"))
+    pages = {"python": listing.file, "yaml": "docs/corpus.md"}
+    code, mix = (
+        re.search(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.S)
+        for kind, page in pages.items()
+    )
     assert code is not None
     assert mix is not None
     subprocess.run([sys.executable, "-c", code[1]], cwd=folder, check=True)

@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import zstandard
 
 from tests.conftest import ROOT, llmexp
 
@@ -114,6 +115,9 @@ def test_each_example_with_its_output_is_a_listing():
 )
 def test_a_listing_is_what_its_command_prints(listing, tmp_path):
     listings.lay_out(listing, tmp_path)
+    if listing.corpus and listing.file == "README.md":  # its own, not those of docs/corpus.md
+        held_back = (tmp_path / "prose-val.jsonl.zst").read_bytes()
+        assert len(zstandard.decompress(held_back).splitlines()) == 9
     for command in listing.before:
         small = listings.SMALL if command.startswith("train") else ()
         assert llmexp(*command.split(), *small, cwd=tmp_path).code == 0

@@ -45,7 +45,7 @@ SIZES = {
     "exchange": 10_550,
     "tracker": 9_640,
     "compare": 51_232,
-    "train": 39_847,
+    "train": 39_879,
     "laws": 17_770,
     "evaluate": 2_550,
     "forecast": 11_412,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 from llmexp import mesh
 from llmexp.runs import ending, provenance, rundir
 from llmexp.settings.convert import build
-from llmexp.settings.values import error_record
+from llmexp.settings.values import ConfigError, error_record
 from llmexp.system import fileio
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import calibration, failing, folder, group, sizes
@@ -95,7 +96,11 @@ def go_on(path: Path) -> int:
 def begin_run(
     path: Path, parts: Parts, request: dict[str, Any], *, record_late: bool = False
 ) -> int:
-    """Queue or train the run in the folder; return the exit code."""
+    """Queue or train the run in the folder; return the exit code. Raises ConfigError."""
+    if not os.access(path, os.W_OK | os.X_OK):
+        copied = f"cp -r {shlex.quote(str(path))} /tmp/run && llmexp resume /tmp/run"
+        way = f"copy it to one that can, and go on there: {copied}{rundir.allowed_again()}"
+        raise ConfigError(f"{path}: this folder cannot be written; {way}")
     if request.get("queue"):
         with rundir.locked(path):
             folder.record_run(path, parts, request, "queued")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import ledger
+from llmexp.train import worker
 from tests.conftest import Result, llmexp
 from tests.faults.helpers import (
     assert_as_undisturbed,
@@ -193,6 +195,23 @@ def test_a_disk_that_is_full_from_the_start(here, settings, ranks):
             intact="no checkpoint yet",
             command="the same command",
         )
+
+
+def test_a_run_on_a_read_only_disk_goes_on_in_a_copy(here, settings, monkeypatch, capfd):
+    with small_disk(here / "disk", "2m") as disk:
+        stopped = ["train.stop_step=4", "hydra.run.dir=disk/run"]
+        assert llmexp("train", *settings, *stopped, cwd=here).code == 75
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        refused = llmexp("resume", "disk/run", cwd=here)
+        assert refused.code == 2
+        assert refused.err.startswith("llmexp: disk/run: this folder cannot be written; copy it")
+        command = refused.err.strip().rpartition("go on there: ")[2]
+        assert command == "cp -r disk/run /tmp/run && llmexp resume /tmp/run"
+        assert "Traceback" not in refused.err
+        monkeypatch.chdir(here)
+        monkeypatch.setattr(worker.STOP, "importing", True)
+        assert worker.main("disk/run") == 2  # as python -m llmexp.train
+        assert capfd.readouterr().err == refused.err
 
 
 @pytest.mark.slow
