@@ -46,7 +46,7 @@ SIZES = {
     "tracker": 9_640,
     "compare": 51_232,
     "train": 39_879,
-    "laws": 17_770,
+    "laws": 17_941,
     "evaluate": 2_550,
     "forecast": 11_412,
     "compose": 11_247,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.known import Known, Step
-from llmexp.compare.records import Result
+from llmexp.compare.records import TWIN, Result
 from llmexp.laws.answer import fit
 from llmexp.laws.fitting import Surface
 from llmexp.laws.surface import slopes
@@ -25,10 +25,14 @@ AHEAD = 10  # times the largest budget: where the loss is predicted
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Runs that could be added: what is given, their log sizes and tokens."""
+    """Runs that could be added: what is given, their log sizes and tokens.
+
+    All settings of the sweep get them, of which a law takes the best one.
+    """
 
     key: str
     value: float
+    runs: int  # of all settings
     sizes: np.ndarray
     tokens: np.ndarray
 
@@ -60,7 +64,7 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
     s = answer.surfaces[0]
     if predict is None:
         s.target = AHEAD * math.exp(s.span[1])
-    found = _candidates(s, c, budget[0], size[0])
+    found = _candidates(s, known, budget[0], size[0])
     half = (s.predicted.loss.high - s.predicted.loss.low) / 2
     widths = [half * _narrowed(s, one) for one in found]
     best = found[int(np.argmin(widths))]
@@ -77,13 +81,12 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
         )  # fmt: skip
     words = {}
     for one, width in zip(found, widths, strict=True):
-        flops = float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).sum())
+        flops = one.runs * float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).mean())
         words[one] = f"{one.given} to about ±{width:.2g} for {flops_text(flops)} FLOPs"
     why += f" (its interval is ±{half:.2g}): {'; '.join([words.pop(best), *words.values()])}."
     words_of_step = ("resume", str(known.sweep.path), best.given)
-    tokens = round(float(np.exp(best.tokens).sum()))
-    hours = known.hours(tokens)
-    return Step("rung", why, words_of_step, len(best.sizes), tokens, hours)
+    tokens = round(best.runs * float(np.exp(best.tokens).mean()))
+    return Step("rung", why, words_of_step, best.runs, tokens, known.hours(tokens))
 
 
 def _values(c: Result, key: str) -> list[float]:
@@ -91,18 +94,26 @@ def _values(c: Result, key: str) -> list[float]:
     return sorted(v for v in found if v)
 
 
-def _candidates(s: Surface, c: Result, budget: str, size: str) -> list[Candidate]:
+def _candidates(s: Surface, known: Known, budget: str, size: str) -> list[Candidate]:
     """Return the next size on both sides, the next budget, and all runs with another seed."""
+    c, swept = known.f, {key for r in known.runs for key in r.swept}
+    grid = [(r.config, known.overrides[r.path]) for r in known.runs if not r.config.get(TWIN)]
+
+    def runs(key: str) -> int:
+        """Return how many points of the sweep differ in more than a key."""
+        rest = swept - {key, TWIN}
+        return len({tuple(repr(own.get(k, given.get(k))) for k in rest) for own, given in grid})
 
     def added(key: str, value: float, budgets: Any, sizes: np.ndarray) -> Candidate:
         """Return runs of some budgets and log sizes."""
         tokens = {
             "train.max_flops": np.log(budgets) - s.frontier.price.at(sizes),
             "train.tokens_per_parameter": np.log(budgets) + sizes,
-            "train.max_tokens": np.log(budgets) + 0 * sizes,
         }
-        usual = np.full(len(sizes), np.log(s.tokens).mean())
-        return Candidate(key, value, sizes, tokens.get(budget, usual))
+        own = [number(p.values.get(budget)) or 1.0 for p in s.ladder.points]
+        usual = np.log(budgets) + (np.log(s.tokens) - np.log(own)).mean() + 0 * sizes
+        both = np.tile([sizes, tokens.get(budget, usual)], len(_values(c, SEED)) or 1)
+        return Candidate(key, value, runs(key), *both)
 
     found, of_sizes, budgets = [], _values(c, size), _values(c, budget)
     x = np.array([number(p.values.get(size)) or 1.0 for p in s.ladder.points])
@@ -115,7 +126,7 @@ def _candidates(s: Surface, c: Result, budget: str, size: str) -> list[Candidate
     more = _next(budgets, whole=False)
     found.append(added(budget, more, more, np.log(np.unique(s.sizes))))
     seed = 1 + max(map(int, _values(c, SEED)), default=0)
-    return [*found, Candidate(SEED, seed, np.log(s.sizes), np.log(s.tokens))]
+    return [*found, Candidate(SEED, seed, runs(SEED), *np.unique(s.ensemble.x, axis=1))]
 
 
 def _next(values: Sequence[float], whole: bool) -> float:

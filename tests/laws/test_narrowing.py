@@ -10,7 +10,7 @@ import pytest
 import llmexp
 from llmexp.__main__ import run as command
 from llmexp.laws.narrowing import _next
-from tests.laws.folders import BLOCKS, BUDGETS, as_sweep, isoflop
+from tests.laws.folders import BLOCKS, BUDGETS, SMALL, as_sweep, isoflop, run
 from tests.tools import printed
 
 EARLY = (1e11, 5e11, 2.5e12)  # whose best sizes are below BLOCKS[2]
@@ -84,3 +84,25 @@ def test_what_to_predict_is_a_number(tmp_path, capsys):
 def test_what_is_no_ladder_keeps_the_rules_of_settings(tmp_path):
     folder = as_sweep(isoflop(tmp_path / "a"), "train.max_flops", "optimizer.lr")
     assert llmexp.next_step(folder).rule != "rung"
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_cost_is_that_of_all_settings_on_as_many_steps(tmp_path, seeds):
+    """Of a ladder over steps, whose tokens follow from no formula, with a rate that is none."""
+    size = {n: n + round(64 * math.sqrt(n)) for n in BLOCKS}
+    for i, steps in enumerate((500, 1000, 2000)):
+        for j, n in enumerate(BLOCKS):
+            for seed in range(1, seeds + 1):
+                for lr in (1e-3, 2e-3):
+                    loss = SMALL.loss(size[n], 4096 * steps) * (1 + 0.002 * ((i + j + seed) % 3))
+                    keys = {"train__max_steps": steps, "train__seed": seed, "optimizer__lr": lr}
+                    path = tmp_path / "s" / f"{i}-{j}-{seed}-{lr}"
+                    run(path, loss + 99 * (lr - 1e-3), n, 4096 * steps, **keys)
+    swept = ["train.max_steps", "model.d_model", "optimizer.lr", "train.seed"]
+    step = llmexp.next_step(as_sweep(tmp_path / "s", *swept))
+    assert step.words[-1] == "train.max_steps=4000"
+    assert (step.runs, step.tokens) == (10 * seeds, 10 * seeds * 4000 * 4096)
+    told = {key: float(flops) for key, _, _, flops in re.findall(WIDTH, step.why)}
+    rung = 6 * sum(size.values()) * 4096 * 2 * seeds
+    assert told["train.max_steps"] == pytest.approx(4000 * rung, rel=0.01)
+    assert told["train.seed"] == pytest.approx(3500 * rung / seeds, rel=0.01)
