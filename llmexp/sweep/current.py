@@ -6,18 +6,18 @@ That keeps torch and the devices out of this one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts
+from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep
@@ -56,7 +56,7 @@ class Checker:
             if "refused" in found:
                 refused.append(point.refused(found["refused"]))
             else:
-                able.append(dataclasses.replace(point, checked=PointFacts(**found)))
+                able.append(replace(point, checked=PointFacts(**found)))
         return able, refused
 
     def queue(self, points: Sequence[Point]) -> list[str]:
@@ -64,7 +64,9 @@ class Checker:
 
         Raises ConfigError.
         """
-        return [found.get("refused", "") for found in self._ask("queue", points)]
+        requests = [replace(p, config=with_knobs(p.config, train={"stop_step": p.stop}))
+                    for p in points]  # fmt: skip
+        return [found.get("refused", "") for found in self._ask("queue", requests)]
 
     def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
         assert self._child.stdin is not None

@@ -64,6 +64,7 @@ class Point:
     config: Config
     composer: Composer | None = None  # None for a point that is known by its folder only
     group: str = ""  # in the tracker
+    stop: int | None = None  # the step of its rung of successive halving
     checked: PointFacts | None = None
 
     @property

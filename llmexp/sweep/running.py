@@ -20,7 +20,7 @@ from llmexp.compose.environment import refuse_secrets
 from llmexp.run.stages import recorded_stages, step_after
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
-from llmexp.settings.convert import convert_section, with_knobs
+from llmexp.settings.convert import convert_section
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
@@ -97,17 +97,16 @@ def drive(launcher: Launcher, waiting: list[Point], current: Current, display: D
         time.sleep(launcher.pause_s if left else 0)
 
 
-def halving_rungs(knobs: Sweep) -> list[float | None]:
-    """Return the shares of a run's steps at which halving compares the points; None is all of them.
+def halving_rungs(knobs: Sweep) -> list[float]:
+    """Return the shares of a run's steps, less than all, at which halving compares the points.
 
     Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
     """
-    shares: list[float | None] = []
-    share = knobs.halving
-    while share is not None and share < 1:
+    shares, share = list[float](), knobs.halving or 1.0
+    while share < 1:
         shares.append(share)
         share /= knobs.halving_keep
-    return [*shares, None]
+    return shares
 
 
 def run_rungs(current: Current, racing: list[Point]) -> None:
@@ -116,14 +115,12 @@ def run_rungs(current: Current, racing: list[Point]) -> None:
         # who goes on follows from the losses at the rungs, whatever was interrupted
         current.ledger.update(point.entry, rung=None)
     for share in halving_rungs(current.knobs):
-        if share is None:
-            run_points(current, racing)
-            return
-        stops = {point.entry.folder: stop_of(point.facts.run, share) for point in racing}
-        run_points(current, racing, stops)
+        rung = [dataclasses.replace(p, stop=stop_of(p.facts.run, share)) for p in racing]
+        run_points(current, rung)
         if current.over:
             return
-        racing = best(current, racing, stops, share)
+        racing = best(current, racing, share)
+    run_points(current, racing)
 
 
 def stop_of(run: Mapping[str, Any], share: float) -> int:
@@ -139,16 +136,14 @@ def stop_of(run: Mapping[str, Any], share: float) -> int:
     return step_after(stages, first + math.ceil(share * (run["total_sequences"] - first)))
 
 
-def best(
-    current: Current, racing: list[Point], stops: Mapping[str, int], share: float
-) -> list[Point]:
+def best(current: Current, racing: list[Point], share: float) -> list[Point]:
     """Return the points that go on after a rung, those with the lowest losses.
 
     The others are out at this share of their steps. Those of a search are held against the trials
     that have been there before, too.
     """
     ledger = current.ledger
-    scores = {name: score(ledger.path / name, stop) for name, stop in stops.items()}
+    scores = {p.entry.folder: score(p.path, stop_of(p.facts.run, share)) for p in racing}
     for e in () if current.grid else ledger.points:
         path = ledger.path / e.folder
         if e.folder not in scores and rundir.is_run(path) and not ledger.is_fresh(e):
@@ -177,25 +172,21 @@ def score(path: Path, step: int) -> float:
     return math.inf
 
 
-def at_its_stop(point: Point, stops: Mapping[str, int]) -> bool:
+def at_its_stop(point: Point) -> bool:
     """Return whether a run has been at the step where it has to stop, if there is one."""
-    step = stops.get(point.entry.folder)
-    return step is not None and score(point.path, step) < math.inf
+    return point.stop is not None and score(point.path, point.stop) < math.inf
 
 
-def run_points(
-    current: Current, points: Sequence[Point], stops: Mapping[str, int] | None = None
-) -> None:
-    """Run points to their ends, or to the steps in `stops`, by folder; failed ones again.
+def run_points(current: Current, points: Sequence[Point]) -> None:
+    """Run points to their ends, or to where each has to stop; failed ones again.
 
     Those that have been there before are passed over.
     """
-    stops, ledger = stops or {}, current.ledger
+    ledger = current.ledger
     left = [
         point
         for point in points
-        if (ledger.look(point.entry) != "finished" or is_longer(point))
-        and not at_its_stop(point, stops)
+        if (ledger.look(point.entry) != "finished" or is_longer(point)) and not at_its_stop(point)
     ]
     done = len(points) - len(left)
     if left and done:
@@ -206,19 +197,19 @@ def run_points(
         if attempt:
             names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
             say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
-        run_once(current, left, stops)
-        left = [point for point in left if goes_again(point, stops)]
+        run_once(current, left)
+        left = list(filter(goes_again, left))
 
 
-def goes_again(point: Point, stops: Mapping[str, int]) -> bool:
+def goes_again(point: Point) -> bool:
     """Return whether a point that has ended is worth another attempt."""
     entry = point.entry
     if entry.state == "failed":
         return entry.exit_code != REFUSED
-    return entry.state == "preempted" and not at_its_stop(point, stops)
+    return entry.state == "preempted" and not at_its_stop(point)
 
 
-def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]) -> None:
+def run_once(current: Current, points: Sequence[Point]) -> None:
     """Queue the points' runs and wait until all have ended, or have been stopped."""
     # jobs are reported with their ids
     display = show.Display(current.ledger, current.launcher != "slurm")
@@ -232,7 +223,7 @@ def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]
         else:
             name = show.name_of(point.entry, current.ledger.swept)
             say(f"{name}  left alone: another process is training there")
-    queued = queue(current, free, stops)
+    queued = queue(current, free)
     if current.over:
         return
     with display:
@@ -240,13 +231,10 @@ def run_once(current: Current, points: Sequence[Point], stops: Mapping[str, int]
         display.tick()
 
 
-def queue(current: Current, points: Sequence[Point], stops: Mapping[str, int]) -> list[Point]:
+def queue(current: Current, points: Sequence[Point]) -> list[Point]:
     """Make the folders of the points' runs; return the points where that succeeded."""
-    ledger, queued, requests = current.ledger, list[Point](), list[Point]()
-    for point in points:
-        stop = {"stop_step": stops.get(point.entry.folder)}
-        requests.append(dataclasses.replace(point, config=with_knobs(point.config, train=stop)))
-    for point, refused in zip(points, current.checker.queue(requests), strict=True):
+    ledger, queued = current.ledger, list[Point]()
+    for point, refused in zip(points, current.checker.queue(points), strict=True):
         if not refused:
             ledger.look(point.entry)
             queued.append(point)

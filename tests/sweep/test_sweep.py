@@ -349,7 +349,7 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "keep", "shares"),
-    [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])],
+    [(None, 0.5, []), (0.25, 0.5, [0.25, 0.5]), (0.5, 0.3, [0.5])],
 )
 def test_rungs(tmp_path, first, keep, shares):
     assert halving_rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).knobs) == shares
@@ -366,11 +366,11 @@ def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch
         tasks = [new_point(current, f"{i}-x") for i in range(8)]
         calls = 0
 
-        def run_points(current, tasks, stops=None):
+        def run_points(current, tasks):
             nonlocal calls
             calls += 1
             for task in tasks:
-                step = (stops or {}).get(task.entry.folder, 80)
+                step = task.stop or 80
                 with open(task.path / "metrics.jsonl", "a") as f:
                     print(json.dumps({"step": step, "val/loss": losses[task.entry.number]}), file=f)
             current.signals[:] = [signal.SIGINT] if calls in stops_at else []
