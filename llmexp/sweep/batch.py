@@ -72,10 +72,9 @@ def placed_grid(current: Current, able: list[Point], refused: list[LedgerEntry])
     Raises ConfigError.
     """
     if current.knobs.decide:
-        runs = [point.facts.run for point in able]
-        refuse_undecidable(current.knobs, current.where, current.seeds, able, runs)
+        refuse_undecidable(current.knobs, current.where, current.seeds, able)
     if not current.resumed:
-        warn_of_budgets([p.spent(p.facts.run) for p in able], current.knobs, current.arguments)
+        warn_of_budgets([p.spent for p in able], current.knobs, current.arguments)
         if len(able) + len(refused) == 1:
             say("one point: no key has several values (train.seed=1,2 would make two)")
         return match(open_ledger(current), able, {})

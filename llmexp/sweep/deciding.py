@@ -9,10 +9,9 @@ any time takes the same decisions again. The statistics are in `llmexp.compare.l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -117,25 +116,18 @@ def further_points(
 
 
 def refuse_undecidable(
-    knobs: Sweep,
-    where: Path,
-    seeds: Sequence[int],
-    able: Sequence[Point],
-    runs: Sequence[Mapping[str, Any]],
+    knobs: Sweep, where: Path, seeds: Sequence[int], able: Sequence[Point]
 ) -> None:
-    """Raise ConfigError where seeds could decide nothing, or no look would be reached.
-
-    `runs`: the facts of the points' runs.
-    """
+    """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
     count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
         raise refuse("sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
-    spent = [point.spent(run) for point, run in zip(able, runs, strict=True)]
+    spent = [point.spent for point in able]
     if not budgets.equal(one.tokens for one in spent):
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
-    wanted = count * len(seeds) * max(run["own_tokens"] for run in runs)
+    wanted = count * len(seeds) * max(point.facts.run["own_tokens"] for point in able)
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
         raise refuse("sweep.max_tokens", knobs.max_tokens, text, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from llmexp.compare.spending import expected_runs
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.runs.ledger import LedgerEntry, config_identity
+from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -68,20 +69,22 @@ def plan_points(
     `seeds`: with sweep.decide, those of each setting at first. Raises ConfigError where seeds could
     decide nothing.
     """
-    found: dict[str, Planned] = {}
+    able, found = list[Point](), dict[str, Planned]()
     for point in counted("planning", points):
         try:
-            found[point.name] = plan(point.config, str(point.path))
+            one = found[point.name] = plan(point.config, str(point.path))
         except ConfigError as error:
             refused.append(point.refused(str(error)))
-    able = [point for point in points if point.name in found]
-    able, same = split_duplicates(able, lambda p: config_identity(plain(found[p.name].config)))
+        else:
+            run = one.run.as_dict() | {"own_tokens": one.run.own_tokens}
+            facts = PointFacts(config_identity(plain(one.config)), one.gpus_here, run)
+            able.append(dataclasses.replace(point, checked=facts))
+    able, same = split_duplicates(able, lambda point: point.facts.solved)
     refused += same
     plans = [found[point.name] for point in able]
     total = totals(plans, knobs)
     if knobs.decide and not refused:
-        runs = [vars(one.run) | {"own_tokens": one.run.own_tokens} for one in plans]
-        refuse_undecidable(knobs, where, seeds, able, runs)
+        refuse_undecidable(knobs, where, seeds, able)
     if knobs.decide and able:
         total["sweep.decide"] = of_seeds(total, len(able), knobs)
     return PlannedSweep(able, plans, refused, knobs, total)
@@ -132,8 +135,8 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
     Exit code 2 if there is one.
     """
     able, refused, knobs = sweep.points, sweep.refused, sweep.knobs
-    pairs = list(zip(able, sweep.plans, strict=True))
     if as_json:
+        pairs = zip(able, sweep.plans, strict=True)
         rows = [{"name": point.name, "values": point.values, **one.whole} for point, one in pairs]
         answer = {"points": rows, "total": sweep.total, "refused": reasons(refused)}
         print(json.dumps(answer, indent=2, allow_nan=False))
@@ -144,9 +147,8 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
             print(fitted(total), flush=True)
         if "sweep.decide" in sweep.total:
             print(fitted(seeds_in_words(sweep.total["sweep.decide"], knobs)), flush=True)
-        spends = [p.spent(vars(one.run)) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
-        warn_of_budgets(spends, knobs, of_training)
+        warn_of_budgets([p.spent for p in able], knobs, of_training)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,13 +77,15 @@ class Point:
 
     @property
     def facts(self) -> PointFacts:
-        """Return what the checker knows of the run, once it has been asked."""
+        """Return what is known of the run, once it was checked or planned."""
         assert self.checked is not None
         return self.checked
 
-    def spent(self, run: Mapping[str, Any]) -> Spent:
-        """Return the budget of a run with these facts, with the distance of evaluations."""
-        chosen, tokens, steps = self.config.train, run["max_tokens"], run["max_steps"]
+    @property
+    def spent(self) -> Spent:
+        """Return the budget of the run, with the distance of evaluations."""
+        chosen, run = self.config.train, self.facts.run
+        tokens, steps = run["max_tokens"], run["max_steps"]
         every = None if chosen.eval_every_tokens else chosen.eval_every
         by = sized_by(flatten(plain(self.config)))
         return Spent(self.values, tokens, steps, every and every * (tokens // steps), by)
