@@ -197,7 +197,7 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     whole = argparse.Namespace(
         config_dir=args.config_dir, overrides=words, multirun=False, command=""
     )
-    with app.composed(whole, "evaluate") as (_, cfg, _):
+    with app.composed(whole, "evaluate") as (cfg, _):
         return dataclasses.replace(app.typed_config(cfg), model=section)
 
 

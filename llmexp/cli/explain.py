@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     args = command_line.parse("explain", rest)
     if hydra_flags.asked(args):
         return hydra_flags.answer_flags(args)
-    with app.composed(args) as (_, cfg, _):
+    with app.composed(args) as (cfg, _):
         found = explained(cfg, app.typed_config(cfg), key)
     if args.json:
         print(json.dumps(found, indent=2, default=str))

@@ -48,7 +48,7 @@ def answer_flags(args: Any) -> int:
         own = [str(k) for k in cfg if k != "hydra"]
         refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, own)))
         if args.cfg:
-            for overrides in expand(hydra, cfg, args.overrides) if multirun else [args.overrides]:
+            for overrides in expand(cfg, args.overrides) if multirun else [args.overrides]:
                 if multirun:
                     child.say(f"# {' '.join(overrides)}")
                 how = args.cfg, args.package, args.resolve

@@ -37,7 +37,7 @@ def planned(args: Any) -> Planned | PlannedSweep:
 
     Raises ConfigError for what train would refuse.
     """
-    with app.composed(args) as (hydra, cfg, multirun):
+    with app.composed(args) as (cfg, multirun):
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)
         chosen = build_plan(app.section(cfg, "plan"))
@@ -49,10 +49,10 @@ def planned(args: Any) -> Planned | PlannedSweep:
             if knobs.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
                 raise refuse("sweep.search.trials", knobs.search.trials, text, "null")
-            grid, seeds = points_of(hydra, cfg, args.overrides, knobs), list[int]()
+            grid, seeds = points_of(cfg, args.overrides, knobs), list[int]()
             if knobs.decide:
                 seeds, _ = seeded(knobs, where, cfg, args.overrides, grid)
-            points, refused = load_points(hydra.config_loader, cfg, grid, 0, knobs, where)
+            points, refused = load_points(cfg, grid, 0, knobs, where)
             points, same = split_duplicates(points, lambda point: point.identity)
         else:
             config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)

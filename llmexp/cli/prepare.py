@@ -79,7 +79,7 @@ def prepared(args: Any) -> Prepared | str:
 
     Raises ConfigError.
     """
-    with app.composed(args, "prepare") as (_, cfg, _):
+    with app.composed(args, "prepare") as (cfg, _):
         settings, config = build_prepare(app.section(cfg, "prepare")), app.typed_config(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")

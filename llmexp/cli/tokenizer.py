@@ -71,7 +71,7 @@ def trained(args: Any) -> TrainedTokenizer:
         raise ConfigError(f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}")
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
     check_new(folder, "--out")
-    with app.composed(args, "tokenizer") as (_, cfg, _):
+    with app.composed(args, "tokenizer") as (cfg, _):
         config = app.typed_config(cfg)
     from llmexp.train.assembly.inputs import training_documents
 

@@ -77,7 +77,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
         worker = None if args.multirun else stack.enter_context(Worker())
         from llmexp.sweep.main import sweep
 
-        with composed(args) as (hydra, cfg, multirun):
+        with composed(args) as (cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
                 if args.queue:
@@ -88,7 +88,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
                     worker.discard()
                 say_tracker(cfg, points=True)
                 given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
-                return sweep(hydra, cfg, given, words)
+                return sweep(cfg, given, words)
             config = typed_config(cfg)
             wanted, fixed = run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         usage()
         return PASS
     args = parse_proof(what, rest)
-    with app.composed(args, "verify") as (_, cfg, multirun):
+    with app.composed(args, "verify") as (cfg, multirun):
         origin.refuse_unused(args.overrides, multirun)
         config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:

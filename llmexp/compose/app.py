@@ -87,8 +87,8 @@ def compose(
 
 
 @contextmanager
-def composed(args: Any, one: str = "") -> Iterator[tuple[Hydra, DictConfig, bool]]:
-    """Yield Hydra, the config of a parsed command line, and whether it is a sweep.
+def composed(args: Any, one: str = "") -> Iterator[tuple[DictConfig, bool]]:
+    """Yield the config of a parsed command line, and whether it is a sweep, while Hydra runs.
 
     `one` names a command that takes one config: a sweep is refused then. Raises ConfigError.
     """
@@ -96,7 +96,7 @@ def composed(args: Any, one: str = "") -> Iterator[tuple[Hydra, DictConfig, bool
         cfg, multirun = compose(hydra, args.overrides, args.multirun)
         if multirun and one:
             raise ConfigError(f"{one}: takes one config, not a sweep; leave out -m")
-        yield hydra, cfg, multirun
+        yield cfg, multirun
 
 
 def section(cfg: DictConfig, name: str) -> Any:

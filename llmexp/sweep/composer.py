@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +11,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from llmexp.compose import forking
+from llmexp.compose.origin import loader
 from llmexp.compose.overrides import typed_in
 
 
@@ -23,9 +23,9 @@ class Composer:
     OmegaConf's as Hydra has for them.
     """
 
-    def __init__(self, loader: Any, base: DictConfig) -> None:
-        self._loader, self._base = loader, base
-        self._parser = OverridesParser.create(config_loader=loader)
+    def __init__(self, base: DictConfig) -> None:
+        self._loader, self._base = loader(), base
+        self._parser = OverridesParser.create(config_loader=self._loader)
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}  # whether a key is a group of configs
         self._composed: dict[tuple[str, ...], DictConfig] = {}

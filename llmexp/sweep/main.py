@@ -10,9 +10,7 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig
 
 from llmexp.compare.screening import design
@@ -36,9 +34,7 @@ _SIZES = (8, 16, 32)  # runs of a screen
 DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
 
 
-def sweep(
-    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]
-) -> tuple[int, Path]:
+def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> tuple[int, Path]:
     """Run a sweep, or go on with one; return its exit code and its folder.
 
     `arguments`: the command line, for the way to go on. Exit code: 0; 1 if a point did not finish;
@@ -54,12 +50,12 @@ def sweep(
             knobs, cfg, list(arguments), where, fixed, grid, *check_launcher(cfg), checker, stack,
         )  # fmt: skip
         if current.grid:
-            points = points_of(hydra, cfg, overrides, knobs)
+            points = points_of(cfg, overrides, knobs)
             if knobs.decide:
                 current.seeds, points = seeded(knobs, where, cfg, arguments, points)
-            run_batch(current, *load_points(hydra.config_loader, cfg, points, 0, knobs, where))
+            run_batch(current, *load_points(cfg, points, 0, knobs, where))
         else:
-            search.run_search(hydra, current, overrides)
+            search.run_search(current, overrides)
     path = current.ledger.path
     again = f"to go on: llmexp resume {shlex.quote(str(path))}{kept_back(arguments)}"
     if current.ledger.state == "finished":
@@ -71,13 +67,11 @@ def sweep(
     return 1, path
 
 
-def points_of(
-    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], knobs: Sweep
-) -> list[list[str]]:
+def points_of(cfg: DictConfig, overrides: Sequence[str], knobs: Sweep) -> list[list[str]]:
     """Return the overrides of each point of a grid, or of a screen. Raises ConfigError."""
     if knobs.screen is None:
-        return expand(hydra, cfg, overrides)
-    return screened(hydra, cfg, overrides, knobs.screen)
+        return expand(cfg, overrides)
+    return screened(cfg, overrides, knobs.screen)
 
 
 def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:
@@ -126,11 +120,9 @@ def refuse_idle(knobs: Sweep) -> None:
         raise refuse("sweep.twins", knobs.twins, text, 0)
 
 
-def screened(
-    hydra: Any, cfg: DictConfig, overrides: Sequence[str], runs: int | str
-) -> list[list[str]]:
+def screened(cfg: DictConfig, overrides: Sequence[str], runs: int | str) -> list[list[str]]:
     """Return the overrides of each point, all with every seed that is given. Raises ConfigError."""
-    asked = asked_of(hydra, cfg, overrides)
+    asked = asked_of(cfg, overrides)
     swept = {o.get_key_element(): o for o in asked if o.is_sweep_override()}
     values: dict[str, list[str]] = {}
     for key, o in swept.items():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -23,6 +22,7 @@ from omegaconf import DictConfig
 from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import BESIDE, own_options, user_errors
+from llmexp.compose.origin import loader
 from llmexp.compose.overrides import key_of, typed_in
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
@@ -144,7 +144,6 @@ def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
 
 
 def load_points(
-    loader: Any,
     base: DictConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
@@ -162,7 +161,7 @@ def load_points(
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[LedgerEntry] = []
-    composer, command = Composer(loader, base), typed_in(base)
+    composer, command = Composer(base), typed_in(base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         entry = new_entry(number, overrides, swept)
         try:
@@ -228,9 +227,9 @@ def with_devices(config: Config, knobs: Sweep) -> Config:
     return with_knobs(config, parallelism={"nproc_per_node": ranks})
 
 
-def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
+def expand(cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each point, by Hydra's basic sweeper. Raises ConfigError."""
-    points = asked_of(hydra, cfg, overrides)
+    points = asked_of(cfg, overrides)
     with user_errors():
         for override in points:
             if override.is_sweep_override() and not override.is_discrete_sweep():
@@ -241,7 +240,7 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     return grid_of(points)
 
 
-def asked_of(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
+def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     """Return what a file (hydra.sweeper.params) and the command line ask for, as Hydra reads it.
 
     Raises ConfigError.
@@ -253,7 +252,7 @@ def asked_of(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[Ov
     fixed = [f"{k}={v}" for k, v in params.items() if str(k).lstrip("+") not in typed]
     # Those of Hydra's own are in what the points are composed from.
     overrides = [o for o in overrides if not key_of(o).startswith(("hydra.", "hydra/"))]
-    parser = OverridesParser.create(config_loader=hydra.config_loader)
+    parser = OverridesParser.create(config_loader=loader())
     with user_errors():
         found: list[Override] = parser.parse_overrides([*fixed, *overrides])
     return found

@@ -41,9 +41,9 @@ class Trial:
     step: int = 0  # where a rung left it out
 
 
-def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
+def run_search(current: Current, overrides: Sequence[str]) -> None:
     """Try points until there are enough, then train the best ones again. Raises ConfigError."""
-    asked = asked_of(hydra, current.cfg, overrides)
+    asked = asked_of(current.cfg, overrides)
     space = {o.get_key_element(): distribution(o) for o in asked if o.is_sweep_override()}
     refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
@@ -63,8 +63,7 @@ def run_search(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
             break
         texts = [[*given, *(f"{key}={text}" for key, text in one.items())] for one in batch]
         first = current.opened.next_number() if current.opened else 0
-        points = load_points(hydra.config_loader, current.cfg, texts, first, current.knobs,
-                             current.where, list(space))  # fmt: skip
+        points = load_points(current.cfg, texts, first, current.knobs, current.where, list(space))
         placed = run_batch(current, *points)
         batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == there:

@@ -50,8 +50,8 @@ def test_points_are_what_hydra_composes(grid):
     with app.hydra_app(None) as hydra:
         cfg, _ = app.compose(hydra, grid, True)
         loader = hydra.config_loader
-        composer = Composer(loader, cfg)
-        points = expand(hydra, cfg, grid)
+        composer = Composer(cfg)
+        points = expand(cfg, grid)
         assert len(points) > 1
         for overrides in reversed(points):  # in another order than they are listed in
             composer(overrides, "x")
@@ -75,8 +75,8 @@ def test_what_points_share_is_composed_once(monkeypatch):
         monkeypatch.setattr(
             hydra.config_loader, "load_sweep_config", lambda *a: calls.append(a) or load(*a)
         )
-        composer = Composer(hydra.config_loader, cfg)
-        seen = [composer(overrides, "x").train.seed for overrides in expand(hydra, cfg, grid)]
+        composer = Composer(cfg)
+        seen = [composer(overrides, "x").train.seed for overrides in expand(cfg, grid)]
     assert sorted(seen) == sorted([1, 2, 3, 4] * 4)
     assert len(calls) == 2
 

@@ -263,9 +263,9 @@ def points_of(overrides: list[str]) -> list[Config]:
     """The configs of the points of a sweep; none may be refused."""
     with hydra_app(None, overrides) as hydra:
         cfg, _ = compose(hydra, overrides, True)
-        grid = expand(hydra, cfg, overrides)
+        grid = expand(cfg, overrides)
         knobs = section_of(cfg)[0]
-        found, refused = load_points(hydra.config_loader, cfg, grid, 0, knobs, Path("new"))
+        found, refused = load_points(cfg, grid, 0, knobs, Path("new"))
         assert not refused
         return [point.config for point in found]
 

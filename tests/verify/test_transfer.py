@@ -27,7 +27,7 @@ MUP = ["model.parametrization=mup", "model.base_width=16"]
 
 def config_of(*overrides: str) -> Any:
     args = command_line.parse("verify", [*overrides])
-    with app.composed(args, "verify") as (_, cfg, _several):
+    with app.composed(args, "verify") as (cfg, _several):
         return app.typed_config(cfg)
 
 
