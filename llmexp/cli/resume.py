@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         return 0
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):
         raise ConfigError(f"{own}: {path} is gone on with where it is; leave it out")
-    with worker.Worker() as waiting:
+    with contextlib.closing(worker.Worker()) as waiting:
         config = app.composed_over(path, overrides)
         if budget and all(getattr(config.train, name) is None for name in NO_BUDGET):
             raise refuse(min(budget), None, "is no budget to train on to", 600)

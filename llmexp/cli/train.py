@@ -74,7 +74,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
     Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.
     """
     with contextlib.ExitStack() as stack:
-        worker = None if args.multirun else stack.enter_context(Worker())
+        worker = None if args.multirun else stack.enter_context(contextlib.closing(Worker()))
         from llmexp.sweep.main import sweep
 
         with composed(args) as (cfg, multirun):
@@ -85,7 +85,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
                         "--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm"
                     )
                 if worker is not None:  # hydra.mode in a config asks for the sweep
-                    worker.discard()
+                    worker.close()
                 say_tracker(cfg, points=True)
                 given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
                 return sweep(cfg, given, words)

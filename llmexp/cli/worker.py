@@ -27,40 +27,25 @@ class Worker:
     """A worker process that imports torch while the parent composes; unused, it is ended."""
 
     def __init__(self) -> None:
-        self._report, self._child_end = os.pipe()
-        pipe = subprocess.PIPE
+        report, self._child_end = os.pipe()
+        self._report, pipe = os.fdopen(report, encoding="utf-8"), subprocess.PIPE
         self._process = start_worker("-", stdin=pipe, pass_fds=(self._child_end,), text=True)
         os.close(self._child_end)
-        self._used = False
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """End a worker that got nothing to do."""
-        if self._used:
-            return
-        self._used = True
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        os.close(self._report)
+    def close(self) -> None:
+        """End a worker that got nothing to do; another one has ended."""
+        with self._process, self._report:
+            self._process.kill()
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Send the request and wait; return the exit code and the run folder, if one was made.
 
         Signals are passed on. Raises ConfigError for what the worker refuses before there is a
         folder."""
-        self._used = True
         with signals_passed_on([self._process]) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()
-        with os.fdopen(self._report, encoding="utf-8") as report:
-            found = json.loads(report.read() or "{}")
+        found = json.loads(self._report.read() or "{}")
         if "error" in found:
             raise refusal(found["error"])
         path = Path(found["path"]) if found else None

@@ -31,16 +31,9 @@ class Checker:
         pipe = subprocess.PIPE
         self._child = start("llmexp.sweep.check", stdin=pipe, stdout=pipe, text=True)
 
-    def __enter__(self) -> Checker:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._child.kill()
-        self._child.wait()
-        for stream in (self._child.stdin, self._child.stdout):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self._child:  # which may not have read all
+            self._child.kill()
 
     def check(
         self, points: Sequence[Point], purpose: str = "check"

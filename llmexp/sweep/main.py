@@ -41,7 +41,8 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
     75 when a signal stopped it. Raises ConfigError.
     """
     with contextlib.ExitStack() as stack:
-        checker = stack.enter_context(Checker())  # at once: it imports torch meanwhile
+        # at once: it imports torch meanwhile
+        checker = stack.enter_context(contextlib.closing(Checker()))
         knobs, where = section_of(cfg)
         refuse_secrets(list(arguments), "the command line")
         fixed = knobs.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
