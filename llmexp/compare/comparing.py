@@ -21,7 +21,7 @@ from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
 from llmexp.compare.screened import screen_of
-from llmexp.compare.target import UNITS, aimed, target_of
+from llmexp.compare.target import UNITS, target_figures, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
@@ -105,12 +105,12 @@ def findings(
     # which way the figures of hooks are better, as these have declared it
     declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
     better = {key: way for key, way in declared if way in ("lower", "higher")}
-    records = [
-        replace(r, out=out.get(r, ""), figures=figures(r, align, read, more)) for r in records
-    ]
+    own = {r: figures(r, align, read, more) for r in records}
     aim = None if target is None else target_of(target, better)
     if aim is not None:
-        sort, records = f"target/{align}", [aimed(r, aim, align) for r in records]
+        sort = f"target/{align}"
+        own = {r: own[r] | target_figures(r, aim, align) for r in records}
+    records = [replace(r, out=out.get(r, ""), figures=own[r]) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = folding.folded(records)
     differing = folding.differing_keys([group[0] for group in groups])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -37,12 +36,6 @@ def target_of(given: object, better: Mapping[str, str]) -> Target:
         text = "a figure of the rows that is better when lower or higher is needed, and a number"
         raise ConfigError(f"--target {given}: {text}; for example --target val/loss=3.28")
     return Target(key, value, -1.0 if way == "higher" else 1.0)
-
-
-def aimed(record: Record, target: Target, align: str) -> Record:
-    """Return a run with the figures of where it reaches the target."""
-    found = target_figures(record, target, align)
-    return dataclasses.replace(record, figures={**record.figures, **found})
 
 
 def target_figures(record: Record, target: Target, align: str) -> dict[str, float]:

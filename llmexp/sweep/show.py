@@ -239,12 +239,8 @@ def warn_of_budgets(spent: Sequence[budgets.Spent], knobs: Sweep, arguments: Seq
     """Warn on standard error of points whose losses will not compare."""
     if knobs.report == "throughput":  # no losses are of interest there
         return
-    for line in budgets.warning(spent, lambda budget: command_with(arguments, budget)):
-        print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
-
-
-def command_with(arguments: Sequence[str], budget: str) -> str:
-    """Return the same command with another budget, into a folder of its own."""
+    # the same with another budget, into a folder of its own
     replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
     kept = shlex.join([a for a in arguments if not a.startswith(replaced)])
-    return f"llmexp train {kept} {budget}"
+    for line in budgets.warning(spent, f"llmexp train {kept}"):
+        print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)

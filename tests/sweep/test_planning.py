@@ -160,7 +160,7 @@ def test_the_common_budget_is_within_reach_of_all(points):
     total = budgets.common(spent)
     smallest = min(s.tokens for s in spent)
     assert 0.9 * smallest <= total <= smallest
-    lines = budgets.warning(spent, "train {}".format)
+    lines = budgets.warning(spent, "train")
     assert bool(lines) == (not budgets.equal(s.tokens for s in spent))
     if lines:
         assert lines[-1] == f"  train train.max_tokens={total}"
