@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +119,8 @@ def findings(
         folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    metric = _metric(found, sort, mixed, better)
+    columns = columns_of({key for s in found for key in s.figures}, better)
+    metric = _metric(found, columns, sort, mixed)
     found = _ranked(found, metric, mixed)
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
@@ -133,7 +134,7 @@ def findings(
         negligible=NEGLIGIBLE if negligible is None else negligible,
         batch=_batch(taking_part), problems=(*problems, *damage),
     )  # fmt: skip
-    result.columns = _columns(result, better)
+    result.columns = _columns(result, columns)
     result.metric = next((c for c in result.columns if c.key == metric.key), metric)
     judge(result)
     result.screen = screen_of(result) if result.comparable else None
@@ -141,22 +142,22 @@ def findings(
 
 
 def _metric(
-    found: Sequence[Setting], sort: str | None, mixed: bool, better: Mapping[str, str]
+    found: Sequence[Setting], columns: Sequence[Column], sort: str | None, mixed: bool
 ) -> Column:
     """Return the column that orders the found. Raises ConfigError for a name that is none."""
-    columns = {c.key: c for c in columns_of({key for e in found for key in e.figures}, better)}
+    known = {c.key: c for c in columns}
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
-        if key not in columns:
+        if key not in known:
             raise ConfigError(
-                f"--sort {sort}: there is no such figure.{nearest(sort, columns)} "
-                f"Known: {', '.join(columns)}; for example --sort val/loss"
+                f"--sort {sort}: there is no such figure.{nearest(sort, known)} "
+                f"Known: {', '.join(known)}; for example --sort val/loss"
             )
-        return columns[key]
+        return known[key]
     # The figures that are read at one position.
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
     live = [e for e in found if not e.out] or found
-    return columns[next((key for key in order if any(key in e.figures for e in live)), order[0])]
+    return known[next((key for key in order if any(key in e.figures for e in live)), order[0])]
 
 
 def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setting]:
@@ -177,7 +178,7 @@ def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setti
     return sorted(found, key=place)
 
 
-def _columns(f: Result, better: Mapping[str, str]) -> tuple[Column, ...]:
+def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
     """Return the columns of which a setting has a figure, the one that orders first.
 
     The loss at the common position is there only where it is not the final one.
@@ -203,9 +204,8 @@ def _columns(f: Result, better: Mapping[str, str]) -> tuple[Column, ...]:
         again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
         if again or what != ("bits_per_byte" if f.mixed else "loss"):
             known.remove(key)
-    columns = [c for c in columns_of(known, better) if c.key in known]
-    columns.sort(key=lambda c: c.key != first)
-    return tuple(replace(c, title=titles.get(c.key, c.title)) for c in columns)
+    shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != first)
+    return tuple(replace(c, title=titles.get(c.key, c.title)) for c in shown)
 
 
 def _batch(records: Sequence[Record]) -> str:

@@ -35,7 +35,6 @@ def judge(f: Result) -> None:
     rivals = [s for s in f.settings if not s.out]
     for s in rivals:
         _read_off(s, f, cap)
-    f.without = [s for s in rivals if not s.seeds]
     ranked = [s for s in rivals if s.seeds]
     if (f.mixed and f.key.endswith("/loss")) or not f.metric.better:
         ranked = []
@@ -57,8 +56,9 @@ def judge(f: Result) -> None:
             f.effects = effects(ranked, varying(rivals, f.factors), standing.seen, sign)
     for s in f.settings:
         s.mark = s.out or _mark(s, f)
-    judged = {*f.ranked, *f.without}  # those of one budget together, last those that are left out
-    f.settings = sorted(f.settings, key=lambda s: s.budget if s in judged else len(f.budgets))
+    # those of one budget together, last those that are left out
+    place = {s: number for number, group in enumerate(f.budgets) for s in group}
+    f.settings = sorted(f.settings, key=lambda s: place.get(s, len(f.budgets)))
 
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
@@ -90,9 +90,6 @@ def _by_budget(rivals: Sequence[Setting]) -> list[list[Setting]]:
                 break
         else:
             found.append([r])
-    for i, group in enumerate(found):
-        for r in group:
-            r.budget = i
     return found
 
 
@@ -181,6 +178,7 @@ def _mark(s: Setting, f: Result) -> str:
         settled = f.verdicts <= {Verdict.WORSE, Verdict.ROUNDING, *SMALL}
         best = Verdict.WORSE in f.verdicts and settled and f.comparable and not f.without
         return ("best" if best else f.extreme) if len(f.ranked) > 1 else ""
-    if s.verdict == Verdict.BUDGET and sum(s.budget == other.budget for other in f.ranked) > 1:
+    beside = [r for group in f.budgets if s in group for r in group if r.seeds]
+    if s.verdict == Verdict.BUDGET and len(beside) > 1:
         return f"{f.extreme} of budget"
     return s.verdict.mark if f.is_loss or f.target else ""

@@ -137,7 +137,6 @@ class Setting:
     seeds: Mapping[str, float] = field(default_factory=dict)  # the metric by seed
     capped: bool = False  # some of `seeds` are the cap of a target, and not where a run reached it
     place: Place | None = None  # where it stands when its loss is read
-    budget: int = 0  # settings of like budgets have the same number
     # How it stands to the leading one of its budget; None for the leading one of all.
     verdict: Verdict | None = None
     # Of the metric, its minus the leading one's, over the seeds compared; None also where a cap
@@ -255,7 +254,6 @@ class Result:
     mixed: bool = False  # several tokenizers
     # As judged. Those with the metric, the leading one first; none where no order has a meaning.
     ranked: Sequence[Setting] = ()
-    without: Sequence[Setting] = ()  # those that take part and have no such figure
     # All that take part, those of like budgets together, the leading one's first.
     budgets: Sequence[Sequence[Setting]] = ()
     tasks: int = 1  # validation texts
@@ -275,6 +273,11 @@ class Result:
     @property
     def taking_part(self) -> list[Record]:
         return [r for r in self.runs if not r.out]
+
+    @property
+    def without(self) -> list[Setting]:
+        """Return the settings that take part and lack the metric."""
+        return [s for s in self.settings if not s.out and not s.seeds]
 
     @property
     def sentences(self) -> tuple[str, ...]:
