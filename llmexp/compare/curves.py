@@ -79,12 +79,8 @@ def downsample(y: np.ndarray, limit: int) -> np.ndarray:
 
     They ascend: the known values are cut into runs of equal length; of each its lowest and highest
     stay, and the first and the last value of all. So every spike stays visible, at the place where
-    it was. What is not finite is left out. Raises ValueError for a smaller limit.
+    it was. What is not finite is left out.
     """
-    if limit < 4:
-        raise ValueError(
-            f"limit={limit}: at least 4 points are needed for the two ends and the two extremes"
-        )
     known = np.flatnonzero(np.isfinite(y))
     if len(known) <= limit:
         return known

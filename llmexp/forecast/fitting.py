@@ -34,7 +34,7 @@ _KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken
 # What a forecast may be wrong by: beyond it nothing is tried.
 UNSURE = 1.2
-Measure = Callable[[Config, str], dict[str, Any]]
+Measure = Callable[[Config], dict[str, Any]]
 _SIZES = "micro_batch_sizes"  # the folder of the cache
 
 
@@ -114,7 +114,7 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
         sequences = _sequences(size, first, whole)
         real = {"real_batch_size": sequences * parts.run.dp_size, "ramp": None}
         try:
-            found = measured(with_knobs(_cut(parts, size, sequences), batch=real), "steps")
+            found = measured(with_knobs(_cut(parts, size, sequences), batch=real))
         except Died as death:
             # the size is not the cause; a host without memory kills with the same words
             if str(death) == why and "SIGKILL" not in why:

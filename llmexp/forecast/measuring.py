@@ -55,7 +55,7 @@ def _describe(config: Config, path: Path) -> None:
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
 
 
-def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, Any]:
+def measured(config: Config, what: str = "steps", disk: Path | None = None) -> dict[str, Any]:
     """Return what the run's steps took, with the seconds of its start and its end.
 
     With `what` "all" return the rest of it too (calibration). `disk`: a folder on the one that
@@ -100,12 +100,11 @@ class AllRanks:
         found = [json.loads(text) for text in self._answers("memory", math.inf)]
         return None if None in found else min(found)
 
-    def measured(self, config: Config, what: str) -> dict[str, Any]:
+    def measured(self, config: Config) -> dict[str, Any]:
         """Return what the run's steps took on all ranks, as `measured` does.
 
         Raises Died, and Lost.
         """
-        assert what == "steps"
         number, path = self._asked, self._logs / f"trial-{self._asked}"
         self._asked += 1
         _describe(config, path)

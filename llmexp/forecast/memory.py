@@ -134,21 +134,22 @@ def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
             rows.append(("hint", _larger(forecast, larger)))
         return rows
     rows.append(("fits", f"no: {gib(needed - room.usable)} GiB more than {_room(room)}"))
-    alone = (_smaller(forecast, cut), _recomputed(forecast, cut), _sharded(forecast, cut))
+    alone = (_smaller(forecast), _recomputed(forecast), _sharded(forecast))
     found = [f"{one[0]} ({gib(forecast.needed(one[1]))} GiB)" for one in alone if one]
     rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
     return rows
 
 
-def _smaller(forecast: Forecast, cut: Cut) -> Remedy | None:
-    found = forecast.largest(cut, cut.micro - 1)
+def _smaller(forecast: Forecast) -> Remedy | None:
+    found = forecast.largest(forecast.cut, forecast.cut.micro - 1)
     if found is None:
         return None
     accumulation = f"batch.gradient_accumulation_steps={found.accumulation}"
     return f"batch.micro_batch_size={found.micro} {accumulation}", found
 
 
-def _recomputed(forecast: Forecast, cut: Cut) -> Remedy | None:
+def _recomputed(forecast: Forecast) -> Remedy | None:
+    cut = forecast.cut
     if cut.parallelism.activation_checkpointing != "none" or not forecast.has_blocks:
         return None
     for kind in ("selective", "full", *["offload"] * (forecast.room.device is not None)):
@@ -161,7 +162,8 @@ def _recomputed(forecast: Forecast, cut: Cut) -> Remedy | None:
     return None
 
 
-def _sharded(forecast: Forecast, cut: Cut) -> Remedy | None:
+def _sharded(forecast: Forecast) -> Remedy | None:
+    cut = forecast.cut
     if cut.parallelism.kind not in ("single", "ddp"):
         return None
     ranks = cut.layout.nproc_per_node

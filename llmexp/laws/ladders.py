@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from llmexp.compare.reading import read
 from llmexp.compare.records import Record, is_execution
 from llmexp.laws.points import CELL, Ladder, LawPoint, decayed, law_points, read_csv
 from llmexp.run.budget import BUDGETS
-from llmexp.runs.find import SweepFolder, find, looks_like_run
+from llmexp.runs.find import SweepFolder, find, looks_like_run, paths_of
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_label, short_value
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
@@ -41,10 +40,9 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     places: dict[Path, Path] = {}
     problems: list[str] = []
     for given in paths:
-        exact = os.path.lexists(given)
-        names = [] if exact else sorted(glob.glob(str(given), recursive=True))
-        of_files = any(name.lower().endswith(".csv") for name in names)
-        for path in map(Path, names if of_files else [str(given)]):
+        names = paths_of(given)
+        of_files = any(name.suffix.lower() == ".csv" for name in names)
+        for path in names if of_files else [Path(given)]:
             if path.suffix.lower() == ".csv" and path.is_file():
                 if path.resolve() not in files:  # paths may name one twice
                     found.append(read_csv(path))

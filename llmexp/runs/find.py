@@ -96,14 +96,20 @@ def _sweep(path: Path, problems: list[str]) -> SweepFolder:
     return SweepFolder(path, found)
 
 
+def paths_of(given: str | Path) -> list[Path]:
+    """Return what is there of this name, or what a glob finds."""
+    if os.path.lexists(given):
+        return [Path(given)]
+    return list(map(Path, sorted(glob.glob(str(given), recursive=True))))
+
+
 def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     """Return the runs that paths and globs mean, each once, and a line for each that has none."""
     found: dict[Path, Path] = {}
     problems: list[str] = []
     for given in paths:
-        exact = os.path.lexists(given)
-        names = [given] if exact else sorted(glob.glob(str(given), recursive=True))
-        runs = [run for name in map(Path, names) for run in runs_under(_folder(name))]
+        names = paths_of(given)
+        runs = [run for name in names for run in runs_under(_folder(name))]
         for run in runs:
             found.setdefault(run.resolve(), run)
         if not names:

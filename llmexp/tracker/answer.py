@@ -105,7 +105,7 @@ def deliver(sweep: Path, answer_of: Callable[[], SweepAnswer], stopped: Callable
 def _sent_within(
     limit_s: float, sweep: Path, answer: SweepAnswer, stopped: Callable[[], bool]
 ) -> str:
-    store, ended = Wandb(None, lambda text: None), list[str]()
+    store, ended = Wandb(), list[str]()
 
     def work() -> None:
         try:

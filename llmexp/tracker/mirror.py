@@ -66,13 +66,9 @@ class NewRows:
         return [json.loads(line) for line in lines]
 
 
-def open_store(
-    kind: str,
-    settings: config.Tracker | None = None,
-    warn: Callable[[str], None] = lambda text: None,
-) -> Store:
-    """Return a tracker for a run in training, or without `settings` for one that is over."""
-    return Wandb(settings, warn) if kind == "wandb" else STORES[kind]()
+def open_store(kind: str, *training: Any) -> Store:
+    """Return a tracker for a run that is over, or in `training`: what `Wandb` needs to know."""
+    return Wandb(*training) if kind == "wandb" else STORES[kind]()
 
 
 def transfer(

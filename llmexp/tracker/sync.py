@@ -85,9 +85,7 @@ def upload_answer(sweep: Path, answer_of: Callable[[Path], SweepAnswer], args: N
     """Upload the answer of a sweep, print its lines, and return whether all is there."""
     lines, complete = list[str](), True
     try:
-        lines.append(
-            f"answer: {send_answer(Wandb(None, print), answer_of(sweep), sweep, args.anew)}"
-        )
+        lines.append(f"answer: {send_answer(Wandb(), answer_of(sweep), sweep, args.anew)}")
         if is_installed():
             lines.append(f"workspace: {workspace(sweep)}")
         elif args.answer:

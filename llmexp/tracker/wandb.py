@@ -42,7 +42,9 @@ class Wandb(Store):
 
     _temporary: Path | None = None  # the folder for files that wandb leaves behind
 
-    def __init__(self, settings: config.Tracker | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: config.Tracker | None = None, warn: Callable[[str], None] = print
+    ) -> None:
         self._settings, self._warn = settings, warn
 
     def start(self, fields: Fields, run_dir: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,8 +20,7 @@ from llmexp.data.beside import beside, digests_of, noted
 from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
-from llmexp.data.stream import Corpus, DataChanged, Shard, TokenStream
-from llmexp.data.work import Work
+from llmexp.data.stream import DataChanged, Shard, TokenStream
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -59,7 +58,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), run.vocab_size or parts.tokenizer.n_vocab, path)
-        checks += check_documents(corpus, lambda: works_to_prepare(config.data, parts.tokenizer)[0])
+        checks += check_documents(parts)
         checks += check_order(parts)
         changed = ", ".join(corpus.check_content())
     except DataChanged as error:  # what is left could not be looked at
@@ -271,12 +270,13 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     return ""
 
 
-def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list[Check]:
+def check_documents(parts: Parts) -> list[Check]:
     """Check that the documents fill their shards, and that none is in two sets.
 
     They are told by the digest of their text. Copies inside a set are counted. Nothing for data
     without documents.
     """
+    corpus = parts.corpus
     if corpus.mixed is None:
         return []
     groups: dict[str, list[Shard]] = {name: [] for name in corpus.mixed.tokens}
@@ -290,7 +290,7 @@ def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list
         checks.append(_filled(f"validation set {name}", stream.shards))
         sets[name] = stream.shards
     unique = {name: np.unique(digests_of(shards)) for name, shards in sets.items()}
-    return checks + [_apart(a, b, unique, sets, works) for a, b in combinations(unique, 2)]
+    return checks + [_apart(a, b, unique, sets, parts) for a, b in combinations(unique, 2)]
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
@@ -316,20 +316,21 @@ def _apart(
     second: str,
     unique: Mapping[str, np.ndarray],
     sets: Mapping[str, Sequence[Shard]],
-    works: Callable[[], Sequence[Work]],
+    parts: Parts,
 ) -> Check:
     both = np.intersect1d(unique[first], unique[second], assume_unique=True)
     note = ""
     if len(both):
-        one, other = (_place(both[0], sets[name], works) for name in (first, second))
+        one, other = (_place(both[0], sets[name], parts) for name in (first, second))
         note = f"{one} is {other}; leave it out of one of them"
     return Check(f"documents in both {first} and {second}", not len(both), len(both), 0, note)
 
 
-def _place(digest: np.void, shards: Sequence[Shard], works: Callable[[], Sequence[Work]]) -> str:
+def _place(digest: np.void, shards: Sequence[Shard], parts: Parts) -> str:
     """Return where a document of a set was read: the files of its unit are read again."""
     path = next(Path(s.name) for s in shards if digest in beside(s, "digests"))
-    work = next(work for work in works() if work.folder == path.parent)
+    works, _ = works_to_prepare(parts.config.data, parts.tokenizer)
+    work = next(work for work in works if work.folder == path.parent)
     unit = int(path.name.split("-")[0])
     try:
         for document in work.source.read(Counts(), work.units[unit]):

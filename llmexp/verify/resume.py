@@ -103,22 +103,24 @@ def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
     a, b = loaded
     pair = RunPair.of(unbroken, broken)
 
+    def at_end(what: str, part: str) -> Check:
+        return none_differ(
+            f"{what} at the end", *unequal(*(stored(getattr(c, part)) for c in loaded))
+        )
+
     def of_states(*parts: str) -> tuple[list[str], int]:
-        return unequal(*(leaves({part: c.state.get(part) for part in parts}) for c in (a, b)))
+        return unequal(*(leaves({part: c.state.get(part) for part in parts}) for c in loaded))
 
     others = sorted({*a.state, *b.state} - {"optimizers", "scaler"})
     scaler = Check("loss scaler", None, note="only fp16 has one")
     if a.state["scaler"] or b.state["scaler"]:
         found = joined(of_states("scaler"), pair.columns("loss_scale"))
         scaler = none_differ("loss scaler: its state, and the scale in each row", *found)
-    average = none_differ(
-        "average of the weights at the end", *unequal(stored(a.ema), stored(b.ema))
-    )
     return [
-        *([average] if a.ema or b.ema else []),
-        none_differ("parameters at the end", *unequal(stored(a.model), stored(b.model))),
+        *([at_end("average of the weights", "ema")] if a.ema or b.ema else []),
+        at_end("parameters", "model"),
         pair.recorded("parameters after each step, each rank", "parameters"),
-        none_differ("moments at the end", *unequal(stored(a.optimizer), stored(b.optimizer))),
+        at_end("moments", "optimizer"),
         pair.recorded("moments after each step, each rank", "optimizer"),
         none_differ("settings of the optimizer at the end", *of_states("optimizers")),
         scaler,
