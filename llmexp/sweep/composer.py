@@ -29,15 +29,12 @@ class Composer:
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}  # whether a key is a group of configs
         self._composed: dict[tuple[str, ...], DictConfig] = {}
-        self._last: tuple[list[str], str, DictConfig] | None = None
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
         """Return the config of the point with this name, which the next call may change.
 
         Raises Hydra's exceptions.
         """
-        if self._last is not None and self._last[:2] == (list(overrides), name):
-            return self._last[2]
         for text in overrides:
             if text not in self._parsed:
                 self._parsed[text] = self._parser.parse_override(text)
@@ -63,7 +60,6 @@ class Composer:
         with open_dict(cfg):
             cfg.hydra.job.name = name
             cfg.hydra.job.id = cfg.hydra.job.num = "???"
-        self._last = (list(overrides), name, cfg)
         return cfg
 
     def _plain(self, parsed: Sequence[Override]) -> list[Override]:

@@ -205,16 +205,8 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
         runs.quiet(config), metrics=layers, checkpoint={"save_initial": False, "last": False}
     )
     rows = read_rows(wanted.run / rundir.METRICS)
-    asked = {
-        "step": wanted.step,
-        "checkpoints": str((wanted.run / rundir.CHECKPOINTS).absolute()),
-        "begin": begin,
-        "only_look": only_look,
-        "lr": wanted.lr,
-        "max_norm": wanted.max_norm,
-        "skip": wanted.skip,
-        "after": wanted.after,
-    }
+    where = (wanted.run / rundir.CHECKPOINTS).absolute()
+    asked = vars(wanted) | {"checkpoints": where, "begin": begin, "only_look": only_look}
     with tempfile.TemporaryDirectory(prefix="llmexp-replay-") as folder:
         path = Path(folder, "run")
         path.mkdir()
@@ -225,7 +217,7 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
         repeated = {row["step"]: row for row in rows if begin < row["step"] <= wanted.step}
         write_json(path / rundir.REPLAY, {"rows": repeated})  # too long for the environment
         try:
-            runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked)})
+            runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked, default=str)})
         except ConfigError:
             words = runs.last_words(path).removeprefix("llmexp: ")
             text = words.partition("; the logs of all ranks are in")[0]  # they go with the folder
