@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from llmexp.runs import rundir
@@ -24,12 +24,9 @@ class Trackers:
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Wait for all at once, so that several dead ones cost no more than one."""
-        end = (summary, exit_code)
-        waiting = [Thread(target=t.finish, args=end, daemon=True) for t in self._open]
-        for thread in waiting:
-            thread.start()
-        for thread in waiting:
-            thread.join()
+        with ThreadPoolExecutor() as pool:
+            for tracker in self._open:
+                pool.submit(tracker.finish, summary, exit_code)
 
 
 def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], None]) -> Trackers:

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -276,24 +278,10 @@ def mark_runs(marks: dict[str, dict[str, Any]]) -> None:
     """
     import wandb
 
-    api, paths, errors = wandb.Api(timeout=10), list(marks), list[Exception]()
-
-    def work(some: list[str]) -> None:
-        try:
-            for path in some:
-                mark_run(api, path, marks[path])
-        except Exception as error:
-            errors.append(error)
-
-    parts = [paths[first::AT_A_TIME] for first in range(AT_A_TIME)]
-    # not of an executor: Python would wait for them at its end, whatever hangs
-    threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    mark = partial(mark_run, wandb.Api(timeout=10))
+    # not an executor: Python would wait for its threads at the end, whatever hangs
+    with ThreadPool(AT_A_TIME) as pool:
+        pool.starmap(mark, marks.items(), chunksize=1)
 
 
 def mark_run(api: Any, path: str, marks: dict[str, Any]) -> None:
