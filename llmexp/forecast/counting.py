@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -99,20 +101,13 @@ class Counting(TorchDispatchMode):
         """Forget the peak so far."""
         self.peak_total, self.peak = self.total, dict(self.now)
 
-    @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str) -> AbstractContextManager[Any]:
         """Count what is taken now as for `phase`."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
+        return mock.patch.object(self, "phase", phase)
 
-    @contextlib.contextmanager
-    def resizing(self) -> Iterator[None]:
+    def resizing(self) -> AbstractContextManager[Any]:
         """Notice storages that are given and freed without an operation, as FSDP does."""
-        storages: Any = torch.UntypedStorage
-        resize = storages.resize_
+        resize: Any = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:
             result = resize(storage, size)
@@ -120,11 +115,7 @@ class Counting(TorchDispatchMode):
                 self._add(storage)
             return result
 
-        storages.resize_ = counted
-        try:
-            yield
-        finally:
-            storages.resize_ = resize
+        return mock.patch.object(torch.UntypedStorage, "resize_", counted)
 
 
 def _is_bookkeeping(func: Any, args: Any, kwargs: Any) -> bool:

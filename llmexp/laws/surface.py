@@ -14,6 +14,7 @@ import itertools
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.special import huber
 
 DELTA = 1e-3  # of Huber's function, in log loss
 EXPONENTS = np.geomspace(0.02, 2.0, 17)  # tried before the search
@@ -38,13 +39,6 @@ def slopes(laws: np.ndarray, x: np.ndarray) -> np.ndarray:
     terms = _terms(laws, x)
     shares = [term / sum(terms) for term in terms]
     return np.stack([*shares, *(-s * axis for s, axis in zip(shares[1:], x, strict=True))], axis=1)
-
-
-def huber(residuals: np.ndarray, delta: float) -> np.ndarray:
-    """Return the sums of Huber's function over the last axis."""
-    size = np.abs(residuals)
-    inside = np.minimum(size, delta)
-    return np.asarray((inside * (size - inside / 2)).sum(axis=-1))
 
 
 def fit_surface(x: np.ndarray, logs: np.ndarray, with_e: bool = True) -> tuple[np.ndarray, float]:
@@ -91,7 +85,7 @@ def refine(
     middle = x.mean(axis=1, keepdims=True)
     laws, x = _moved(laws, -middle), x - middle
     rest = log_losses(laws, x) - logs
-    best, exponents = huber(rest, delta), slice(1 + len(x), None)
+    best, exponents = huber(delta, rest).sum(axis=-1), slice(1 + len(x), None)
     damping, idle = np.full(len(laws), 2e-5), np.zeros(len(laws), int)
     going, diagonal = np.arange(len(laws)), np.arange(laws.shape[1])
     for _ in range(most):
@@ -106,7 +100,7 @@ def refine(
         tried = laws[going] + np.clip(step, -2, 2)
         tried[:, exponents] = np.clip(tried[:, exponents], *BOUNDS)
         there = log_losses(tried, x) - logs[going]
-        sums = huber(there, delta)
+        sums = huber(delta, there).sum(axis=-1)
         lower, gained = sums < best[going], best[going] - sums
         damping[going] = np.where(lower, np.maximum(damping[going] / 5, 1e-9), damping[going] * 6)
         little = np.where(lower, gained < 1e-9 * sums + 1e-18, damping[going] > 1e6)

@@ -31,7 +31,7 @@ from llmexp.sweep.matching import (
 from llmexp.sweep.points import Point, no_start, split_duplicates
 from llmexp.sweep.running import run_points, run_rungs
 from llmexp.sweep.show import name_of, warn_of_budgets
-from llmexp.system.child import say
+from llmexp.system.child import PASSED_ON, handling, say
 from llmexp.system.text import aligned, columns, one_line
 from llmexp.tracker.answer import deliver
 from llmexp.tracker.sync import upload_command
@@ -180,7 +180,10 @@ def open_ledger(current: Current) -> Ledger:
     if (trials := current.knobs.search.trials) is not None:
         ledger.planned = trials + current.knobs.search.confirm * current.knobs.search.seeds
     current.opened = ledger
-    current.stack.enter_context(current.signals_noted())
+    # signals are noted; the launcher passes them on (`running.drive`)
+    note = handling(PASSED_ON, lambda number, _: current.signals.append(number),
+                    stay=lambda: current.stopped)  # fmt: skip
+    current.stack.enter_context(note)
     # however the sweep ends, and while the lock is held
     current.stack.callback(conclude, current)
     return ledger

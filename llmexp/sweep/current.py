@@ -9,7 +9,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep
-from llmexp.system.child import PASSED_ON, handling, start
+from llmexp.system.child import start
 
 
 class Checker:
@@ -113,13 +113,6 @@ class Current:
     def over(self) -> bool:
         """Return whether nothing more is started."""
         return self.stopped or self.halted
-
-    @contextlib.contextmanager
-    def signals_noted(self) -> Iterator[None]:
-        """Note signals for a while; the launcher passes them on (`running.drive`)."""
-        note = lambda number, frame: self.signals.append(number)  # noqa: E731
-        with handling(PASSED_ON, note, stay=lambda: self.stopped):
-            yield
 
     def began(self, entry: LedgerEntry) -> None:
         """Record that a point's run has begun."""

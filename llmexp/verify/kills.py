@@ -11,7 +11,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def strike(
     root, rank, alone = path / rundir.CHECKPOINTS, None, False
     before = _written(path)
     process = runs.start_run(path, plan, **record.recorder_environment(path))
-    with _nothing_left(process):
+    with runs.ended_with_us(process):
         # A resumed run writes its rows anew, once what an earlier one has left is cleaned away.
         there = _wait(process, lambda: _written(path) != before)
         there = there and _wait(process, lambda: _last(path) >= target - 1)
@@ -203,19 +203,3 @@ def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
     for pid in gone:
         while not ended(pid):
             time.sleep(0.001)
-
-
-@contextlib.contextmanager
-def _nothing_left(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Pass signals on to a worker, and end it and its ranks.
-
-    A signal is a KeyboardInterrupt, whatever became of the worker.
-    """
-    with runs.ended_with_us(process) as stopped_by:
-        try:
-            yield
-        finally:
-            if process.poll() is None:
-                _kill_all(process, family(process.pid))
-            if stopped_by:
-                raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Batch, Config, plain
 from llmexp.settings.convert import ramp_sizes, with_knobs
 from llmexp.settings.values import ConfigError, override_value, refuse
-from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
+from llmexp.system.child import DONE, hand_over, kill_family, signals_passed_on, start_worker
 from llmexp.system.fileio import last_line
 from llmexp.verify import record
 
@@ -138,18 +138,21 @@ def start_run(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Pass signals on to a worker, and leave none behind.
+def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Pass signals on to a worker, and leave it and its ranks not behind.
 
-    Yields the numbers of those passed on so far.
+    A signal is a KeyboardInterrupt, whatever became of the worker: it may have been importing, or
+    about to end.
     """
     with signals_passed_on([process]) as passed:
         try:
-            yield passed
+            yield
         finally:
             if process.poll() is None:
-                process.kill()
+                kill_family(process.pid)
                 process.wait()
+            if passed:
+                raise KeyboardInterrupt
 
 
 def train_folder(path: Path, config: Config, **env: str) -> None:
@@ -158,10 +161,8 @@ def train_folder(path: Path, config: Config, **env: str) -> None:
     Raises ConfigError with its last words when it does not get there.
     """
     process = start_run(path, config, **env)
-    with ended_with_us(process) as stopped_by:
+    with ended_with_us(process):
         code = process.wait()
-    if stopped_by:  # whatever it made of the signal: it may have been importing, or about to end
-        raise KeyboardInterrupt
     if code != DONE:
         words = last_words(path)
         hint = "; --shrink proves it for a smaller model" if "memory" in words else ""

@@ -330,7 +330,7 @@ def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
     )
 
     def strike() -> None:
-        with kills._nothing_left(process):
+        with runs.ended_with_us(process):
             os.kill(os.getpid(), signal.SIGINT)
             kills._kill_all(process, [process.pid])
 
