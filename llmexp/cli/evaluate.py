@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.overrides import key_of
@@ -22,7 +22,6 @@ from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
 
-_T = TypeVar("_T")
 _ARGUMENTS = OF_CHECKPOINT | {
     "run": (
         "RUN[@STEP]",
@@ -58,27 +57,26 @@ def main(arguments: list[str]) -> int:
     _tasks(args)  # refuses words that do not go together, before ranks start
     ranks = ranks_of(args.run, args.overrides, args.config_dir)
 
-    def shown(found: dict[str, Any]) -> str:
+    def answer() -> str:
+        found = evaluated(args)
         if args.json:
             return json.dumps(found, indent=1, allow_nan=False)
         return redacted(tables_of(found))
 
-    return answer_once(words, ranks, lambda: evaluated(args), shown)
+    return answer_once(words, ranks, answer)
 
 
-def answer_once(
-    words: list[str], ranks: int, find: Callable[[], _T], shown: Callable[[_T], str]
-) -> int:
-    """Find an answer and print it as `shown`, once; several ranks run the same command for it."""
+def answer_once(words: list[str], ranks: int, answer: Callable[[], str]) -> int:
+    """Print an answer once; several ranks run the same command for it."""
     if ranks > 1 and "RANK" not in os.environ:
         from llmexp.mesh.ranks import run_alike
 
         return run_alike(words, ranks)
     if ranks > 1:
         release_signals()
-    found = find()
+    text = answer()
     if ranks == 1 or os.environ["RANK"] == "0":
-        print(shown(found))
+        print(text)
     return 0
 
 

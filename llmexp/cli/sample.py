@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
     refuse_sections(args.overrides, ("parallelism",), text_only)
     ranks = ranks_of(args.run, args.overrides)
-    return answer_once(words, ranks, lambda: text_of(**vars(args)), _shown)
+    return answer_once(words, ranks, lambda: _shown(text_of(**vars(args))))
 
 
 def _shown(text: str) -> str:

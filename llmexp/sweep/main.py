@@ -45,7 +45,7 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
         checker = stack.enter_context(contextlib.closing(Checker()))
         knobs, where = section_of(cfg)
         refuse_secrets(list(arguments), "the command line")
-        fixed = knobs.resume is not None or fixed_folder(overrides, "hydra.sweep.dir")
+        fixed = fixed_folder(overrides, "hydra.sweep.dir")
         grid = knobs.search.trials is None
         current = Current(
             knobs, cfg, list(arguments), where, fixed, grid, *check_launcher(cfg), checker, stack,
