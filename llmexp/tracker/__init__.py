@@ -5,8 +5,7 @@ In reading order:
 fields   what a run is called there, and how far the mirror has come
 stores   four calls for any tracker; TensorBoard, MLflow and Trackio
 wandb    the same four calls; no other file imports wandb
-mirror   rows on their way, live and afterwards
-opening  the trackers of a run
+mirror   rows on their way, live and afterwards; the trackers of a run
 answer   the answer of a sweep, and the verdicts in its runs' summaries
 views    a saved workspace of a sweep in wandb
 sync     the command

@@ -28,7 +28,7 @@ from llmexp.settings.convert import renamed
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
-from llmexp.tracker.opening import Trackers, open_trackers
+from llmexp.tracker.mirror import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts
 from llmexp.train.set_up import set_up

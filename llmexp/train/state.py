@@ -21,7 +21,7 @@ from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
 from llmexp.system.console import Console
-from llmexp.tracker.opening import Trackers
+from llmexp.tracker.mirror import Trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.layers import Taken
 from llmexp.train.step import Setup, StepResult, seed_step

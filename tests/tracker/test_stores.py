@@ -19,8 +19,7 @@ from llmexp.runs.rows import Rows, read_rows
 from llmexp.settings import config
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
-from llmexp.tracker.mirror import Mirror
-from llmexp.tracker.opening import Trackers
+from llmexp.tracker.mirror import Mirror, Trackers
 from tests.conftest import ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
