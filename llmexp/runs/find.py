@@ -12,7 +12,6 @@ from pathlib import Path
 
 from llmexp.runs import ledger, rundir
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry
-from llmexp.settings.knobs import is_seed
 from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 
@@ -44,11 +43,6 @@ class SweepFolder:
     def left(self) -> int:
         """Return how many points are still to be trained."""
         return sum(p.state in TO_TRAIN and p.rung is None for p in self.points.values())
-
-
-def overrides_but_seed(point: LedgerEntry) -> frozenset[str]:
-    """Return the overrides of a point without its seed."""
-    return frozenset(o for o in point.overrides if not is_seed(o))
 
 
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, SweepFolder]], list[str]]:

@@ -23,7 +23,7 @@ from llmexp.compose.app import typed_config
 from llmexp.compose.overrides import key_of
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
-from llmexp.runs.find import find, overrides_but_seed
+from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, Look
 from llmexp.settings.knobs import SEED, is_seed
@@ -165,7 +165,7 @@ class Deciding:
     def add(self, points: Sequence[Point]) -> None:
         """Note points that the ledger has."""
         for point in points:
-            seeds = self.settings.setdefault(overrides_but_seed(point.entry), {})
+            seeds = self.settings.setdefault(frozenset(unseeded(point.entry.overrides)), {})
             seeds[point.config.train.seed] = point
 
     def run(self) -> None:

@@ -18,7 +18,7 @@ from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
-from llmexp.settings.knobs import SEED, is_seed
+from llmexp.settings.knobs import SEED, fresh_seeds, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.batch import copies_of, open_ledger, run_batch, run_copies
@@ -307,8 +307,8 @@ def confirm(current: Current) -> None:
     copies: list[Point] = []
     for entry in best:
         own = rundir.built_config(ledger.path / entry.folder).train.seed
-        fresh = [seed for seed in range(1, search.seeds + 2) if seed != own][: search.seeds]
-        copies += copies_of(ledger, entry, "seed", fresh)
+        fresh = fresh_seeds([str(own)], search.seeds)
+        copies += copies_of(ledger, entry, "seed", list(map(int, fresh)))
     there = [e for e in ledger.points if ledger.is_fresh(e) and has_no_end(e)]
     count = plural(len(best), "trial") if len(best) > 1 else "trial"
     why = f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each"
