@@ -34,8 +34,9 @@ class Worker:
 
     def close(self) -> None:
         """End a worker that got nothing to do; another one has ended."""
-        with self._process, self._report:
+        with self._process:
             self._process.kill()
+        self._report.close()
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Send the request and wait; return the exit code and the run folder, if one was made.
