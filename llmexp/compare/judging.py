@@ -35,6 +35,7 @@ def judge(f: Result) -> None:
     rivals = [s for s in f.settings if not s.out]
     for s in rivals:
         _read_off(s, f, cap)
+    f.without = [s for s in rivals if not s.seeds]
     ranked = [s for s in rivals if s.seeds]
     if (f.mixed and f.key.endswith("/loss")) or not f.metric.better:
         ranked = []

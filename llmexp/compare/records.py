@@ -254,6 +254,7 @@ class Result:
     mixed: bool = False  # several tokenizers
     # As judged. Those with the metric, the leading one first; none where no order has a meaning.
     ranked: Sequence[Setting] = ()
+    without: Sequence[Setting] = ()  # those that take part and have no such figure
     # All that take part, those of like budgets together, the leading one's first.
     budgets: Sequence[Sequence[Setting]] = ()
     tasks: int = 1  # validation texts
@@ -273,11 +274,6 @@ class Result:
     @property
     def taking_part(self) -> list[Record]:
         return [r for r in self.runs if not r.out]
-
-    @property
-    def without(self) -> list[Setting]:
-        """Return the settings that take part and lack the metric."""
-        return [s for s in self.settings if not s.out and not s.seeds]
 
     @property
     def sentences(self) -> tuple[str, ...]:

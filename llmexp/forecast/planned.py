@@ -10,7 +10,6 @@ from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.system.console import banner
 
-Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
 NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
 
@@ -21,7 +20,7 @@ class Planned:
 
     run: Run
     config: Config
-    rows: Rows
+    rows: list[tuple[str, str]]
     whole: dict[str, Any]
     cost: Cost | None
     gpus_here: int

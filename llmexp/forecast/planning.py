@@ -13,7 +13,7 @@ from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.measuring import Died, measured
-from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Planned, Rows
+from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Planned
 from llmexp.forecast.section import PlanKnobs
 from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
@@ -110,7 +110,9 @@ class Planner:
             return False
         return self._device is not None if wanted == AUTO else bool(wanted)
 
-    def _memory(self, parts: Parts, config: Config, precision: str) -> tuple[Rows, dict[str, Any]]:
+    def _memory(
+        self, parts: Parts, config: Config, precision: str
+    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         """Return what is known of the memory of a run, in words and as plain values.
 
         That is why it is not known where this host hides how much it has, or the model needs memory

@@ -116,22 +116,22 @@ class Point:
             "swept": self.swept,
         }
 
-    def moved(self, number: int, where: Path) -> Point:
-        """Return the same point under another number, in the sweep's folder `where`."""
-        assert self.composer is not None
-        folder = subfolder(self.composer(self.overrides, self.entry.label), number, where)
+    def moved(self, number: int, where: Path, cfg: DictConfig | None = None) -> Point:
+        """Return the same point under another number, in the sweep's folder `where`.
+
+        `cfg`: its config, where it is composed already.
+        """
+        if cfg is None:
+            assert self.composer is not None
+            cfg = self.composer(self.overrides, self.entry.label)
+        cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
+        path = where / chosen_folder(cfg, "hydra.sweep.subdir")
+        if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
+            text = "must be inside the sweep's folder"
+            raise refuse("hydra.sweep.subdir", path, text, "${hydra.job.num}")
+        folder = os.path.relpath(path, where)
         entry = dataclasses.replace(self.entry, number=number, folder=folder)
         return dataclasses.replace(self, entry=entry, where=where)
-
-
-def subfolder(cfg: DictConfig, number: int, where: Path) -> str:
-    """Return the folder of a point in that of the sweep, by hydra.sweep.subdir."""
-    cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
-    path = where / chosen_folder(cfg, "hydra.sweep.subdir")
-    if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
-        text = "must be inside the sweep's folder"
-        raise refuse("hydra.sweep.subdir", path, text, "${hydra.job.num}")
-    return os.path.relpath(path, where)
 
 
 def new_entry(number: int, overrides: Sequence[str], swept: Sequence[str]) -> LedgerEntry:
@@ -175,8 +175,8 @@ def load_points(
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
                 check_batch(config, solve_layout(config.parallelism, ranks).dp_size)
-            entry.folder = subfolder(cfg, number, where)
-            points.append(Point(entry, where, list(overrides), swept, config, composer))
+            point = Point(entry, where, list(overrides), swept, config, composer)
+            points.append(point.moved(number, where, cfg))
         except ConfigError as error:
             key = None if BESIDE in str(error) else error.key
             entry.refused = redacted(f"{error}{own_options(key or '', command, overrides)}")

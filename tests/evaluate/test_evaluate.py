@@ -193,7 +193,8 @@ def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypat
         evaluate, "evaluated", lambda args: held.intersection_update(signal.pthread_sigmask(0, ()))
     )
     with signals_held():
-        assert command(["evaluate", "run", "parallelism=fsdp", "parallelism.nproc_per_node=2"]) == 0
+        ranks = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
+        assert command(["evaluate", "run", "--json", *ranks]) == 0
     assert not held
 
 

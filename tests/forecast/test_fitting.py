@@ -41,8 +41,7 @@ def probed(tmp_path, monkeypatch):
         takes: dict[int, tuple[float, float] | str]
         tried: list[int]
 
-    def measured(config, what):
-        assert what == "steps"
+    def measured(config):
         batch = config.batch
         size, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
         assert size * accumulation == batch.real_batch_size == 8
