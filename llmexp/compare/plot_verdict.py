@@ -13,16 +13,13 @@ from llmexp.settings.labels import plural
 
 _MOST = 40  # settings that have a row of their own, the best ones
 PALE = 0.55
-# By mark: the symbol and its opacity, which tell marks apart in grey too.
+# By mark: the symbol and its opacity, which tell marks apart in grey too, and the colour.
 SYMBOLS = {
-    **dict.fromkeys(LEADING, ("star", 1.0)),
-    "worse": ("circle", 1.0),
-    "same": ("diamond", 1.0),
-    "undecided": ("circle-open", PALE),
+    **dict.fromkeys(LEADING, ("star", 1.0, "#4269d0")),
+    "worse": ("circle", 1.0, "#d9485f"),
+    "same": ("diamond", 1.0, "#2fa58e"),
+    "undecided": ("circle-open", PALE, GREY),
 }
-COLOURS = {"worse": "#d9485f", "same": "#2fa58e", "undecided": GREY} | dict.fromkeys(
-    LEADING, "#4269d0"
-)
 
 
 def verdict_plot(c: Result) -> Plot | None:
@@ -80,10 +77,10 @@ def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[st
 def _settings(mark: str, rows: Sequence[Setting], names: Sequence[str]) -> Any:
     """Return the settings of one mark, with the intervals of their differences."""
     found = [(e, n) for e, n in zip(rows, names, strict=True) if e.mark == mark]
-    symbol, opacity = SYMBOLS[mark]
+    symbol, opacity, colour = SYMBOLS[mark]
     halves, sizes = [e.half or 0.0 for e, _ in found], [e.size or 0.0 for e, _ in found]
     words = [f"<b>{n}</b>  {mark}<br>{text(difference(e))}" for e, n in found]
-    marker = dict(symbol=symbol, size=15 if mark in LEADING else 11, color=COLOURS[mark])
-    bars = dict(array=halves, color=COLOURS[mark], thickness=2.5, width=5, visible=any(halves))
+    marker = dict(symbol=symbol, size=15 if mark in LEADING else 11, color=colour)
+    bars = dict(array=halves, color=colour, thickness=2.5, width=5, visible=any(halves))
     y = [n for _, n in found]
     return points(sizes, y, words, name=mark, opacity=opacity, marker=marker, error_x=bars)
