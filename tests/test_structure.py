@@ -41,7 +41,7 @@ SIZES = {
     "data": 31_620,
     "tasks": 3_120,
     "checkpoint": 6_935,
-    "runs": 12_166,
+    "runs": 12_188,
     "exchange": 10_550,
     "tracker": 9_640,
     "compare": 51_232,
