@@ -53,7 +53,7 @@ def planned(args: Any) -> Planned | PlannedSweep:
             if knobs.decide:
                 seeds, _ = seeded(knobs, where, cfg, args.overrides, grid)
             points, refused = load_points(cfg, grid, 0, knobs, where)
-            points, same = split_duplicates(points, lambda point: point.identity)
+            points, same = split_duplicates(points)
         else:
             config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)
             there = fixed and rundir.is_run(wanted)

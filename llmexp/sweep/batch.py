@@ -101,14 +101,14 @@ def _checked(
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
     same, solved = list[LedgerEntry](), list[LedgerEntry]()
     if current.grid:
-        points, same = split_duplicates(points, lambda point: point.identity)
+        points, same = split_duplicates(points)
     if same and knobs.on_infeasible == "refuse":
         raise no_start([*same, *refused])
     able, unable = current.checker.check(points)
     if current.launcher == "local":
         refuse_devices(current, able)
     if current.grid:
-        able, solved = split_duplicates(able, lambda point: point.facts.solved)
+        able, solved = split_duplicates(able)
     refused = [*same, *solved, *refused, *unable]
     begun = not current.grid and current.opened  # a search that has results goes on
     if refused and not begun and (knobs.on_infeasible == "refuse" or not able):
@@ -229,7 +229,7 @@ def report_sweep(current: Current) -> list[str]:
         return [aligned(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     from llmexp.compare.page import mirrored, write_beside
 
-    comparison = compare([ledger.path], negligible=ledger.negligible)
+    comparison = compare([ledger.path])
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]
     lines = [*table.lines(comparison, columns()), *damage, f"page   {written}"]
@@ -239,7 +239,7 @@ def report_sweep(current: Current) -> list[str]:
 
 def leading(ledger: Ledger) -> LedgerEntry | None:
     """Return a finished point of the leading setting, as the answer at the end names it."""
-    found = findings(reading.read(find([ledger.path])[0]), negligible=ledger.negligible)
+    found = findings(reading.read(find([ledger.path])[0]))
     own = {ledger.path / e.folder: e for e in ledger.points if not e.is_twin}
     runs = (run.path for s in found.ranked for run in s.taking_part)
     return next((own[path] for path in runs if path in own), None)

@@ -282,9 +282,7 @@ class Deciding:
 
     def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""
-        ledger = self.current.ledger
-        records = [dataclasses.replace(r, looks=looks) for r in self.records()]
-        return findings(records, negligible=ledger.negligible)
+        return findings([dataclasses.replace(r, looks=looks) for r in self.records()])
 
     def records(self) -> list[Record]:
         """Return the runs of the sweep as they are compared."""

@@ -79,7 +79,7 @@ def plan_points(
             run = one.run.as_dict() | {"own_tokens": one.run.own_tokens}
             facts = PointFacts(config_identity(plain(one.config)), one.gpus_here, run)
             able.append(dataclasses.replace(point, checked=facts))
-    able, same = split_duplicates(able, lambda point: point.facts.solved)
+    able, same = split_duplicates(able)
     refused += same
     plans = [found[point.name] for point in able]
     total = totals(plans, knobs)

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,15 +184,17 @@ def load_points(
     return points, refused
 
 
-def split_duplicates(
-    points: Sequence[Point], known_by: Callable[[Point], str]
-) -> tuple[list[Point], list[LedgerEntry]]:
-    """Return the points, and apart from them those with the same config or folder as another."""
+def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerEntry]]:
+    """Return the points, and apart from them those with the same config or folder as another.
+
+    Configs are as solved where that is known.
+    """
     kept: list[Point] = []
     refused: list[LedgerEntry] = []
     configs, folders = dict[str, Point](), dict[Path, Point]()
     for point in points:
-        same = configs.setdefault(known_by(point), point)
+        known_by = point.checked.solved if point.checked else point.identity
+        same = configs.setdefault(known_by, point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
             text = f"resolves to the same config as {same.name}; "

@@ -35,7 +35,7 @@ def record(setting: int, seed: int, loss: float) -> Record:
     return Record(
         Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
         {"summary": {}}, {key: np.array([value]) for key, value in columns.items()},
-        swept=("optimizer.lr", "train.seed"),
+        swept=("optimizer.lr", "train.seed"), negligible=0.0,
     )  # fmt: skip
 
 
