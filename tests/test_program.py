@@ -108,7 +108,7 @@ def test_plans_are_those_of_the_command(there, capsys):
     assert f"{plan}\n" == printed_by(capsys, "plan", *words)
     whole = json.loads(json.dumps(plan.whole))
     assert whole == printed("plan", printed_by(capsys, "plan", "--json", *words))
-    assert plan.run.max_steps == 4
+    assert (plan.run.max_steps, plan.memory.fits, plan.cost) == (4, None, None)
     sweep = llmexp.plan([*SHORT, "-m", "train.max_steps=4,5"])
     assert [one.run.max_steps for one in sweep] == [4, 5]
     with pytest.raises(llmexp.ConfigError, match=r"train\.max_steps=0"):

@@ -10,8 +10,19 @@ from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.system.console import banner
 
+_Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
 NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold what is known of a run's memory: in words, as plain values, and whether it fits."""
+
+    rows: _Rows
+    figures: dict[str, Any]
+    peak_bytes: float | None = None
+    fits: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -20,8 +31,9 @@ class Planned:
 
     run: Run
     config: Config
-    rows: list[tuple[str, str]]
+    rows: _Rows
     whole: dict[str, Any]
+    memory: Memory
     cost: Cost | None
     gpus_here: int
 

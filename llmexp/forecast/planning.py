@@ -13,7 +13,7 @@ from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.measuring import Died, measured
-from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Planned
+from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.section import PlanKnobs
 from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
@@ -68,9 +68,8 @@ class Planner:
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         work = deciding_work(parts.config, name)
         kind = (work, precision, config.data, config.tokenizer, steps)
-        found = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
-        memory_rows, memory_figures = found
-        moved = memory_figures.get("memory_bytes", {}).get("moved", 0)
+        of_memory = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
+        moved = of_memory.figures.get("memory_bytes", {}).get("moved", 0)
         times, basis = once(lambda *_: self._times(parts, precision, folder, moved), "times", *kind)
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
@@ -81,10 +80,11 @@ class Planner:
             cost = duration.cost_of(parts.run, parts.config, times, gpus, plan.price_per_gpu_hour)
             whole["time"] = cost.figures()
         there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
-        rows += memory_rows
+        rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
         solved = parts.config if own is config else _asked_of(config, parts.config)
-        return Planned(parts.run, solved, rows, whole | memory_figures, cost, there)
+        figures = whole | of_memory.figures
+        return Planned(parts.run, solved, rows, figures, of_memory, cost, there)
 
     def _cut(self, config: Config, parts: Parts) -> Config:
         """Return the config with a number in the place of `auto`.
@@ -110,20 +110,18 @@ class Planner:
             return False
         return self._device is not None if wanted == AUTO else bool(wanted)
 
-    def _memory(
-        self, parts: Parts, config: Config, precision: str
-    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-        """Return what is known of the memory of a run, in words and as plain values.
+    def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
+        """Return what is known of the memory of a run.
 
         That is why it is not known where this host hides how much it has, or the model needs memory
         to run.
         """
         plan = self._plan
         if plan.device is None:
-            return [] if parts.run.memory else [("memory", NO_MEMORY)], {}
+            return Memory([] if parts.run.memory else [("memory", NO_MEMORY)], {})
         room = memory.room_of(parts, self._device, plan.memory_gib)
         if room is None:
-            return [("memory", NO_ROOM)], {}
+            return Memory([("memory", NO_ROOM)], {})
         try:
             forecast = memory.Forecast(parts, precision, room, self._compiled(config))
             rows = memory.memory_sections(forecast)
@@ -131,7 +129,7 @@ class Planner:
             if is_ours(parts.config.model["_target_"]):
                 raise
             text = f"not known: the model does not run without memory ({one_line(error)})"
-            return [("memory", text)], {}
+            return Memory([("memory", text)], {})
         need, fits_host, more = self._host(forecast, config)
         texts = {
             prefix + label.replace(" ", "_"): text
@@ -140,9 +138,10 @@ class Planner:
             if label in ("hint", "would fit")
         }
         rows += more
+        needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
         figures: dict[str, Any] = {"memory_bytes": forecast.figures()}
-        fits = forecast.fits(forecast.cut) and fits_host
-        return rows, figures | {"host_bytes": need.figures(), "fits": fits, **texts}
+        figures |= {"host_bytes": need.figures(), "fits": fits and fits_host, **texts}
+        return Memory(rows, figures, needed, fits and fits_host)
 
     def _host(
         self, forecast: memory.Forecast, config: Config

@@ -156,7 +156,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
 
 def cells(planned: Planned) -> dict[str, str]:
     """Return the cells of a point's row."""
-    run, memory, cost = planned.run, planned.whole.get("memory_bytes"), planned.cost
+    run, memory, cost = planned.run, planned.memory, planned.cost
     stages = run.stages[0], run.stages[-1]
     accumulation = [f"{stage.gradient_accumulation_steps:,}" for stage in stages]
     real = [f"{stage.real_batch_size:,}" for stage in stages]
@@ -164,10 +164,10 @@ def cells(planned: Planned) -> dict[str, str]:
     texts = [f"{run.micro_batch_size:,}", _range(accumulation), f"{run.dp_size:,}", _range(real)]
     texts += [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
     row = dict(zip(_COLUMNS, texts, strict=False))
-    if (cost or memory) and run.total_flops is not None:
+    if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
-    if memory:
-        row |= {"fits": "yes" if planned.whole["fits"] else "no", "GiB": gib(memory["peak"])}
+    if memory.peak_bytes is not None:
+        row |= {"fits": "yes" if memory.fits else "no", "GiB": gib(memory.peak_bytes)}
     if cost is not None:
         row["time"] = duration(cost.duration_s)
         if cost.gpu_hours is not None:
