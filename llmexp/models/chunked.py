@@ -31,6 +31,7 @@ from llmexp.models.operands import (
     How,
     Made,
     VocabShard,
+    add_product,
     local_targets,
     log_over_ranks,
     multiply,
@@ -171,12 +172,9 @@ def _add_gradients(
         if grad_h_nd is not None:
             grad_h_nd.addcmul_(multiply(e_nv, head.tile(start), dtypes.sums), c_n1)
         if grad_weight_vd is not None:
-            scaled_nd = (chunk.h_nd * (c_n1 * dtypes.scale)).to(dtypes.compute)
+            scaled_nd = (chunk.h_nd * c_n1).to(dtypes.compute)
             grad_tile_vd = grad_weight_vd[start : start + head.tile_size]
-            if dtypes.compute == dtypes.sums:
-                grad_tile_vd.addmm_(e_nv.T, scaled_nd)
-            else:
-                grad_tile_vd.add_(multiply(e_nv.T, scaled_nd, dtypes.sums), alpha=1 / dtypes.scale)
+            add_product(grad_tile_vd, e_nv.T, scaled_nd)
     if grad_h_nd is not None:
         grad_h_nd.sub_(head.weight_vd[target_n] * chunk.here_n1)
     if grad_weight_vd is not None:

@@ -93,12 +93,21 @@ class SummedLoss(nn.Module):
 
     def _trunk(self, tokens_bt: Tensor) -> Tensor:
         """Return the features for the chunked loss, or the logits for the plain one."""
-        return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
+        if self.chunked:
+            return self.model.features(tokens_bt)
+        out = self.model(tokens_bt)
+        if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"model._target_: {type(self.model).__name__} returned {got} for tokens of shape "
+                f"{tuple(tokens_bt.shape)}: it must return logits (batch, time, vocabulary)"
+            )
+        return out
 
     def _fused(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the model and the plain loss as one function, for a compiler."""
         if not self.has_head():
-            return plain_cross_entropy(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
+            return plain_cross_entropy(self._trunk(tokens_bt), targets_bt)
         head_vd = self._head_weight()
         vocabulary = head_vd.shape[0]
         # rows of zeros, whose logits nobody reads: a device reads what is aligned faster
@@ -132,9 +141,7 @@ class SummedLoss(nn.Module):
     def loss_kernel(self, device: torch.device, compiled_rows: int | None = None) -> str:
         """Return which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)".
 
-        With a shared vocabulary "vocab=160 of 320" counts this rank's rows: ask before FSDP cuts
-        them further. `compiled_rows`: tokens of a micro-batch of a step that `compile_trunk`
-        compiles.
+        `compiled_rows`: tokens of a micro-batch of a step that `compile_trunk` compiles.
         """
         if compiled_rows is not None and self.fuses_loss(compiled_rows, device):
             return "plain, compiled with the model"
@@ -142,8 +149,7 @@ class SummedLoss(nn.Module):
             return "plain"
         vocab_size = self._head_weight().shape[0]
         rows, tile = chunk_sizes(device, vocab_size, compiled_rows is not None)
-        whole = "" if self.shard is None else f" of {self.shard.size}"
-        return f"chunked(rows={rows}, vocab={min(tile, vocab_size)}{whole})"
+        return f"chunked(rows={rows}, vocab={min(tile, vocab_size)})"
 
     def compile_trunk(self) -> None:
         """Run the trunk through torch.compile from now on, with the loss where `fuses_loss`.
@@ -211,14 +217,12 @@ class SummedLoss(nn.Module):
         gradient. With `each` it returns the terms of the sum (b, t), which carry none either.
         Raises ValueError where a model's own logits do not have the shape (b, t, v).
         """
-        if each and targets_bt is not None:
-            # uncompiled: batches of texts have many lengths
+        if targets_bt is None or each:
+            # Uncompiled: texts have many lengths, and each would be compiled anew.
             with torch.no_grad(), self._eager():
+                if targets_bt is None:
+                    return self._logits(tokens_bt)
                 return self._each(tokens_bt, targets_bt)
-        if targets_bt is None:
-            # Uncompiled: a text that grows token by token would be compiled anew for each length.
-            with torch.no_grad(), self._eager():
-                return self._logits(tokens_bt)
         count, device = tokens_bt.numel(), tokens_bt.device
         # in `evaluating` without a compiled graph, whole logits would only take memory
         if self.run_fused is not None and self.training and self.fuses_loss(count, device):
@@ -227,7 +231,7 @@ class SummedLoss(nn.Module):
         if self.chunked:
             head, compiled = self._head_weight(), self._compiled
             return chunked_cross_entropy_sum(out, head, targets_bt, self.shard, compiled)
-        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt)
+        return plain_cross_entropy(out, targets_bt)
 
     def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call what may be compiled; in evaluation with the graph of training, if that serves."""
@@ -239,7 +243,7 @@ class SummedLoss(nn.Module):
     def _logits(self, tokens_bt: Tensor) -> Tensor:
         out = self._trunk(tokens_bt)
         if not self.chunked:
-            return self._checked(out, tokens_bt)
+            return out
         logits_btv = F.linear(out, self._head_weight())
         return logits_btv if self.shard is None else self.shard.gather(logits_btv)
 
@@ -247,14 +251,4 @@ class SummedLoss(nn.Module):
         out = self._trunk(tokens_bt)
         if self.chunked:
             return chunked_cross_entropy(out, self._head_weight(), targets_bt, self.shard)
-        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt, "none")
-
-    def _checked(self, out: Any, tokens_bt: Tensor) -> Tensor:
-        """Return what the model returned, if that is logits."""
-        if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(
-                f"model._target_: {type(self.model).__name__} returned {got} for tokens of shape "
-                f"{tuple(tokens_bt.shape)}: it must return logits (batch, time, vocabulary)"
-            )
-        return out
+        return plain_cross_entropy(out, targets_bt, "none")

@@ -88,14 +88,6 @@ class Dtypes:
         """
         return 2.0**14 if self.compute == torch.float16 else 1.0
 
-    @property
-    def scale(self) -> float:
-        """Return a factor that keeps softmax * h out of fp16's subnormal range.
-
-        The product is tiny where the vocabulary is large.
-        """
-        return 256.0 if self.compute == torch.float16 else 1.0
-
 
 @dataclass(frozen=True)
 class How:
@@ -128,7 +120,7 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None
     return product.to(dtype) if out is None else out.copy_(product)
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
     """Add alpha * (a @ b) to `out`, whose dtype may be wider.
 
     On an accelerator the product itself does that.

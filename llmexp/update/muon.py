@@ -91,10 +91,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         skip: Tensor | None = getattr(self, "found_inf", None)
-        if skip is None or skip.device.type != "cpu":
-            self.step_unless(None if skip is None else skip > 0)
-        elif not bool(skip):
-            self.step_unless(None)
+        self.step_unless(None if skip is None else skip > 0)
 
     @torch.no_grad()
     def step_unless(self, skip: Tensor | None) -> None:
