@@ -65,9 +65,23 @@ def in_repository(tmp_path, monkeypatch):
     return work
 
 
+@pytest.fixture(autouse=True)
+def anew():
+    """A search of its own for each test."""
+    provenance.start_search.cache_clear()
+    yield
+    provenance.start_search.cache_clear()
+
+
+def searched():
+    """The findings of a new search."""
+    provenance.start_search.cache_clear()
+    return provenance.searched()
+
+
 def gathered() -> dict:
     """The findings of a new search about the one repository."""
-    (one,) = provenance.RepositorySearch().result().about["repositories"]
+    (one,) = searched().about["repositories"]
     return one
 
 
@@ -94,7 +108,6 @@ def test_the_diff_on_the_commit_gives_the_tree(tmp_path, monkeypatch):
     git(work, "add", "added.py")
     (work / "notes.txt").write_text("not tracked")
     monkeypatch.chdir(work)
-    monkeypatch.setattr(provenance, "SEARCH", [])
     (tmp_path / "run").mkdir()
     provenance.write_provenance(tmp_path / "run", {}, resumed=False)
     told = about(tmp_path / "run")
@@ -117,7 +130,7 @@ def test_a_repository_of_an_allowed_package_counts_too(tmp_path, monkeypatch, in
     (other / "theirs_pkg.py").write_text("x = 2")
     monkeypatch.syspath_prepend(str(other))
     monkeypatch.setenv("LLMEXP_ALLOW", "theirs_pkg.inner, nowhere_to_be_found")
-    found = provenance.RepositorySearch().result()
+    found = searched()
     assert [one["name"] for one in found.about["repositories"]] == ["work", "theirs"]
     assert sorted(found.files) == ["theirs.diff", "work.diff"]
 
@@ -186,7 +199,7 @@ def test_without_git_outside_of_a_repository_and_before_the_first_commit(
     monkeypatch.undo()
     (tmp_path / "plain").mkdir()
     monkeypatch.chdir(tmp_path / "plain")
-    assert "is in no git repository" in provenance.RepositorySearch().result().about["left_out"]
+    assert "is in no git repository" in searched().about["left_out"]
     (tmp_path / "new").mkdir()
     git(tmp_path / "new", "init", "-q")
     monkeypatch.chdir(tmp_path / "new")
@@ -218,7 +231,7 @@ def test_a_diff_that_is_too_large_is_left_out_and_binary_files_first(monkeypatch
     (in_repository / "big.bin").write_bytes(os.urandom(20_000))
     git(in_repository, "add", "big.bin")
     monkeypatch.setattr(provenance, "MAX_DIFF", 5000)
-    found = provenance.RepositorySearch().result()
+    found = searched()
     (one,) = found.about["repositories"]
     assert "the diff has no binary files" in one["notes"][0]
     assert b"# changed" in found.files["work.diff"]
@@ -239,7 +252,7 @@ def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_re
     git(in_repository, "checkout", "-q", "--detach")
     for number in range(provenance.MAX_NAMES + 5):
         (in_repository / f"u{number}").touch()
-    found = provenance.RepositorySearch().result()
+    found = searched()
     (one,) = found.about["repositories"]
     assert (one["branch"], one["changed"]) == (None, ["M sub"])
     assert b"Subproject commit" in found.files["work.diff"]
@@ -267,7 +280,6 @@ def test_the_image_of_the_container_where_it_is_named(monkeypatch):
 def test_a_run_folder_that_cannot_be_written_only_says_so(
     tmp_path, monkeypatch, capsys, in_repository
 ):
-    monkeypatch.setattr(provenance, "SEARCH", [])
     provenance.write_provenance(tmp_path / "gone", {}, resumed=False)
     assert (
         "could not be written: No such file or directory; the run goes on"

@@ -22,9 +22,9 @@ import platform
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +64,24 @@ class _Found:
     files: dict[str, bytes]
 
 
-class RepositorySearch:
-    """Looks into the repositories on a thread, from now on."""
-
-    def __init__(self) -> None:
-        self.deadline = time.monotonic() + LIMIT_S
-        self._found = _Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
-        self._thread = threading.Thread(target=self._work, name="provenance", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            self._found = gather(self.deadline - 0.2)  # then there is time to keep what is known
-        except Exception as error:  # such as of a folder that was removed under the command
-            self._found = _Found({"left_out": f"{type(error).__name__}: {error}"}, {})
-
-    def result(self) -> _Found:
-        """Wait until the deadline at most."""
-        self._thread.join(max(0.0, self.deadline - time.monotonic()))
-        return self._found
+@functools.cache  # a process that makes many runs looks once
+def start_search() -> tuple[Future[_Found], float]:
+    """Look into the repositories on a thread, from now on; return that and its deadline."""
+    deadline = time.monotonic() + LIMIT_S
+    # with time to keep what is known by then
+    return ThreadPoolExecutor(1, "provenance").submit(gather, deadline - 0.2), deadline
 
 
-SEARCH: list[RepositorySearch] = []  # one or none: a process that makes many runs looks once
-
-
-def start_search() -> RepositorySearch:
-    """Start to look, unless this process has."""
-    if not SEARCH:
-        SEARCH.append(RepositorySearch())
-    return SEARCH[0]
+def searched() -> _Found:
+    """Return what the search has found, after a wait until its deadline at most."""
+    search, deadline = start_search()
+    try:
+        return search.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        why = f"not found out within {LIMIT_S:g} s"
+    except Exception as error:  # such as of a folder that was removed under the command
+        why = f"{type(error).__name__}: {error}"
+    return _Found({"left_out": why}, {})
 
 
 def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
@@ -111,7 +100,7 @@ def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
-    found = start_search().result()
+    found = searched()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
     about: dict[str, Any] = {"platform": platform.platform(), **drivers, **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
