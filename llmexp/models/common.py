@@ -236,6 +236,8 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
     """
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
+            if not p.is_meta:
+                continue
             split = hasattr(p, "device_mesh")
             values = (
                 torch.empty_like(p, device=device)

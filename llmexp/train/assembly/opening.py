@@ -24,12 +24,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.train.assembly.inputs import document_end, inputs_of, padded_vocabulary, uses_tokenizer
-from llmexp.train.assembly.parts import (
-    build_model,
-    build_on_meta,
-    draws_by_blocks,
-    initial_weights,
-)
+from llmexp.train.assembly.parts import build_model, initial_weights
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ def open_run(
     config = rundir.built_config(path)
     try:
         loaded = open_checkpoint(path, step, weights, joined)
-        tokenizer, model = _unloaded(config, late=joined is not None)
+        tokenizer, model = _build(config, late=joined is not None)
         loss = None if joined is None else _shared(model, joined)
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
@@ -70,8 +65,7 @@ def _shared(model: nn.Module, joined: mesh.Mesh) -> SummedLoss:
     """Share a model among ranks; return its loss, through which all of it is called."""
     loss = SummedLoss(model)
     mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
-    if any(p.is_meta for p in model.parameters()):
-        give_memory(model, joined.device)
+    give_memory(model, joined.device)
     model.to(joined.device)
     return loss
 
@@ -97,7 +91,7 @@ def open_weights(folder: Path, config: Config) -> Opened:
 
     Raises ConfigError.
     """
-    tokenizer, model = _unloaded(config)
+    tokenizer, model = _build(config)
     initial_weights(config.model, model, True)
     return Opened(folder, 0, config, tokenizer, model)
 
@@ -155,25 +149,18 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
     return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 
-def _unloaded(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
-    """Build the tokenizer and the model of a config, whose weights follow. Raises ConfigError.
+def _build(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
+    """Build the tokenizer and the model of a config, whose weights follow.
 
-    `late`: so does the memory of a model of ours."""
+    `late`: so does the memory of a model of ours. Raises ConfigError where there is no room for it:
+    the config may be somebody else's."""
     tokenizer, section = inputs_of(config)
     end = document_end(tokenizer, config.batch.document_mask)
-    return tokenizer, _build(section, config.precision.kind, end, late)
-
-
-def _build(section: dict[str, Any], kind: str, end: int | None, late: bool) -> nn.Module:
-    """Build the model of a section without drawing values, where it is one of ours.
-
-    Raises ConfigError where there is no room for it: the config may be somebody else's."""
     try:
-        model = build_on_meta(section, kind, end)
+        model = build_model(section, config.precision.kind, end)
+        if not late:
+            give_memory(model, torch.device("cpu"))
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    if not draws_by_blocks(section):
-        return build_model(section, kind, end)  # it may have buffers or tied parameters
-    if not late:
-        give_memory(model, torch.device("cpu"))
-    return model
+        why = (str(error).splitlines() or ["it needs more memory than there is"])[0]
+        raise ConfigError(f"model: cannot be built: {why}") from None
+    return tokenizer, model

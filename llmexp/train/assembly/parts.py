@@ -143,15 +143,15 @@ def begin_model(
 
     They are drawn, or those that the section names, and moved for a twin. A rank fills the parts
     that it holds, the same numbers on any layout."""
-    if any(p.is_meta for p in model.parameters()):
-        give_memory(model, device)
-        if fresh:
-            torch.manual_seed(seed)
-            cast(LanguageModel, model).init_weights(piece_of)
+    give_memory(model, device)
     model.to(device)
-    if fresh:
-        initial_weights(section, model, True)
-        perturb(model, seed, twin, piece_of)
+    if not fresh:
+        return
+    if draws_by_blocks(section):
+        torch.manual_seed(seed)
+        cast(LanguageModel, model).init_weights(piece_of)
+    initial_weights(section, model, True)
+    perturb(model, seed, twin, piece_of)
 
 
 def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
