@@ -63,22 +63,14 @@ def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
     return console
 
 
-def whole_checkpoint(
-    root: Path, joined: mesh.Mesh, console: Console, step: int | None = None
-) -> loading.Loaded | None:
-    """Return the newest whole checkpoint below `root`, or that of the `step` alone.
-
-    It is the same on all ranks."""
-    warn = console.line if joined.rank == 0 else log_line
-    return loading.newest_whole(root, warn, joined, step=step)
-
-
-def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> loading.Loaded:
+def parents_checkpoint(
+    parent: Parent, joined: mesh.Mesh, warn: Callable[[str], None]
+) -> loading.Loaded:
     """Return the checkpoint that a fork begins with, the same on all ranks.
 
     Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
-    loaded = whole_checkpoint(root, joined, console, parent.step)
+    loaded = loading.newest_whole(root, warn, joined, step=parent.step)
     # forks of earlier versions have digests of its tensors, which its manifest holds
     if loaded is None or parent.digest not in (loaded.digest, loaded.manifest.get("digest")):
         what = "is gone" if loaded is None else "is another one than when this fork was made"
@@ -87,14 +79,17 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
-def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+def newest_checkpoint(
+    path: Path, joined: mesh.Mesh, warn: Callable[[str], None]
+) -> loading.Loaded | None:
     """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
 
     It is the same on all ranks. What killed saves have left is removed first. Raises ConfigError
     where ranks see different folders."""
     if (text := os.environ.get(rundir.REPLAY_ASKED)) is not None:
         asked = json.loads(text)
-        return whole_checkpoint(Path(asked["checkpoints"]), joined, console, asked["begin"])
+        root = Path(asked["checkpoints"])
+        return loading.newest_whole(root, warn, joined, step=asked["begin"])
     root = path / rundir.CHECKPOINTS
     if joined.rank == 0:
         saving.remove_leftovers(root)
@@ -105,7 +100,7 @@ def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loadin
             f"{root}: rank 0 sees other checkpoints there than {mesh.numbered(differing)}; all "
             "hosts need one shared run folder"
         )
-    return whole_checkpoint(root, joined, console)
+    return loading.newest_whole(root, warn, joined)
 
 
 def restore(
@@ -169,11 +164,12 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     only train.log is written, and what killed saves have left is removed. Raises ConfigError and
     CheckpointError.
     """
-    console = open_console(path, parts, joined)
-    loaded, parent = newest_checkpoint(path, joined, console), parts.run.parent
+    console, main = open_console(path, parts, joined), joined.rank == 0
+    warn = console.line if main else log_line
+    loaded, parent = newest_checkpoint(path, joined, warn), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
-        loaded = parents_checkpoint(parent, joined, console)
+        loaded = parents_checkpoint(parent, joined, warn)
     setup = set_up(parts, joined, fresh=loaded is None)
     clip = parts.config.clip
     norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
@@ -186,7 +182,6 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
             f"{parts.run.max_steps:,}"
         )
-    main = joined.rank == 0
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at) if main else None
     layers = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
+from llmexp.models.common import all_finite
 from llmexp.train.step import Setup, accumulate, loss_factor
 
 NOTHING = (
@@ -65,15 +66,13 @@ def first_bad(setup: Setup, window: Window) -> str:
 def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Compute forward and backward of the step as train_step does: ranks meet in like places."""
     _, weight = loss_factor(setup, window)
-    for p in setup.parameters:
-        if p.grad is not None:
-            mesh.local_part(p.grad).zero_()
+    setup.zero_gradients()
     text = "the loss of micro-batch {}, where every layer was finite"
     accumulate(setup, window, weight, lambda nll, number: look(nll, text.format(number)))
     for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")
-    norm = mesh.global_norm(setup.mesh, [p.grad for p in setup.parameters if p.grad is not None])
+    norm = mesh.global_norm(setup.mesh, setup.gradients)
     look(norm, "the norm of all gradients: every entry is finite, the sum of squares overflows")
 
 
@@ -132,10 +131,8 @@ def _text_of(joined: mesh.Mesh, rank: int, text: str) -> str:
     return bytes(mesh.maximum(joined, room).tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-@torch.no_grad()
 def _finite(tensor: Tensor) -> bool:
-    local = mesh.local_part(tensor)
-    return not local.is_floating_point() or bool(local.isfinite().all())
+    return all_finite(mesh.local_part(tensor))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

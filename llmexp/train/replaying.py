@@ -39,7 +39,7 @@ from llmexp.train.step import (
     on_host,
 )
 from llmexp.train.verdicts import FINDINGS, finish_previous
-from llmexp.train.windows import sampler_of
+from llmexp.train.windows import sequences_of
 from llmexp.update import precision
 
 _OTHERS = 8  # windows near the step whose gradient norms are the usual ones
@@ -191,27 +191,18 @@ def measuring(loop: Loop) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-        clear(loop)
+        loop.setup.zero_gradients()
         scaler.value = scale
-
-
-def gradients_of(loop: Loop) -> list[Tensor]:
-    return [p.grad for p in loop.setup.parameters if p.grad is not None]
 
 
 def differentiate(loop: Loop, window: Window, weight: Tensor) -> tuple[float, list[Tensor], float]:
     """Compute a window's loss, summed over the ranks, its gradient of true scale, and its norm."""
     setup = loop.setup
-    clear(loop)
+    setup.zero_gradients()
     nll = float(on_host(mesh.total(setup.mesh, accumulate(setup, window, weight))))
-    gradients = gradients_of(loop)
+    gradients = setup.gradients
     setup.scaler.unscale([mesh.local_part(g) for g in gradients])
     return nll, gradients, float(mesh.global_norm(setup.mesh, gradients))
-
-
-def clear(loop: Loop) -> None:
-    if held := [mesh.local_part(g) for g in gradients_of(loop)]:
-        torch._foreach_zero_(held)
 
 
 def loss_and_norm(loop: Loop, window: Window) -> list[float]:
@@ -239,13 +230,12 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
     """
     setup, joined = loop.setup, loop.mesh
     total = loss_and_norm(loop, window)[1]
-    whole = [g.detach().clone() for g in gradients_of(loop)]
+    whole = [g.detach().clone() for g in setup.gradients]
     weight = loss_factor(setup, window)[1]
     rows = [
         (t[None], g[None]) for batch in window.micro_batches for t, g in zip(*batch, strict=True)
     ]
-    begin, end = loop.run.sequences_at(window.step), loop.run.sequences_at(window.step + 1)
-    starts = sampler_of(loop.parts).starts(np.arange(begin, end)[None])[0]
+    begin, starts = sequences_of(loop.parts, window.step + 1)
     found: list[dict[str, Any]] = []
     for owner, number in itertools.product(range(joined.dp_size), range(len(rows))):
         tokens_1t, targets_1t = rows[number]
@@ -261,8 +251,8 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
         each_t = mesh.total(joined, each_t.double())
         valid = mesh.total(joined, (targets_1t[0] != IGNORE_INDEX).double().to(joined.device))
         targets = int(valid.sum())
-        if len(found) < end - begin:
-            start = int(starts[len(found)])
+        if len(found) < len(starts):
+            start = starts[len(found)]
             found.append(
                 {
                     "sequence": begin + len(found),

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmexp.metrics import outliers
 from llmexp.metrics.outliers import Limits
 from llmexp.runs.rundir import SPIKES
@@ -18,7 +16,7 @@ from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.layers import row_of
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, BAD_NORM, Outcome
-from llmexp.train.windows import sampler_of
+from llmexp.train.windows import sequences_of
 
 CALM = 5  # the first of the recorded steps, whose largest value is a module's level
 RISE = 2  # a norm has risen that is more than this many times its level
@@ -55,9 +53,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
         progress.rose_first[first["module"]] = count + 1
     if not loop.out.main:
         return
-    order, run = sampler_of(loop.parts), loop.run
-    begin, end = run.sequences_at(progress.step - 1), run.sequences_at(progress.step)
-    starts = order.starts(np.arange(begin, end)[None])[0].tolist()
+    begin, starts = sequences_of(loop.parts, progress.step)
     folder = loop.out.path / SPIKES
     try:
         folder.mkdir(exist_ok=True)
@@ -70,7 +66,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
             "loss": seen.loss,
             "grad_norm": seen.grad_norm,
             "limits": {"loss": limits.loss, "grad_norm": limits.norm},
-            "sequences": [begin, end],
+            "sequences": [begin, begin + len(starts)],
             "first_tokens": starts,
             "rose_first": first,
             "steps": steps,

@@ -81,6 +81,15 @@ class Setup:
     stage_rate: Callable[[int], float]  # a second one, after so many steps: by the batch
     skip_outliers: bool
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that are there, of which each rank may hold a part."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def zero_gradients(self) -> None:
+        for gradient in self.gradients:
+            mesh.local_part(gradient).zero_()
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -176,7 +185,7 @@ def train_step(
     own_nll = on_host(nll.clone())
     loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(targets)
 
-    gradients = [p.grad for p in setup.parameters if p.grad is not None]
+    gradients = setup.gradients
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     setup.scaler.unscale(held)
     gradients_ready()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
@@ -26,6 +28,14 @@ def sampler_of(parts: Parts, stage: BatchStage | None = None) -> Sampler:
         parts.corpus.mixed,
         stage.offset,
     )
+
+
+def sequences_of(parts: Parts, step: int) -> tuple[int, list[int]]:
+    """Return the place in the order of a step's first sequence, and the first token of each.
+
+    `step` counts from 1."""
+    begin, end = parts.run.sequences_at(step - 1), parts.run.sequences_at(step)
+    return begin, sampler_of(parts).starts(np.arange(begin, end)[None])[0].tolist()
 
 
 def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:

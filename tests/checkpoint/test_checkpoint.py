@@ -124,14 +124,14 @@ def test_an_older_fork_knows_its_parents_checkpoint_by_digests_of_its_tensors(tm
     manifest = save(tmp_path / CHECKPOINTS, 1) / MANIFEST
     digests = {"model": "0123456789abcdef", "optimizer": "fedcba9876543210"}
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"digest": digests}))
-    joined, console = mesh.join("cpu", "single", 1, 1, 1), SimpleNamespace(line=print)
+    joined = mesh.join("cpu", "single", 1, 1, 1)
     for digest in (digests, sha256(manifest)):
         parent: Any = SimpleNamespace(folder=tmp_path, step=1, digest=digest)
-        assert parents_checkpoint(parent, joined, console).step == 1
+        assert parents_checkpoint(parent, joined, print).step == 1
     for digest in (digests | {"model": "0" * 16}, "0" * 64):
         parent = SimpleNamespace(folder=tmp_path, step=1, digest=digest)
         with pytest.raises(ConfigError, match="is another one than when this fork was made"):
-            parents_checkpoint(parent, joined, console)
+            parents_checkpoint(parent, joined, print)
 
 
 def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(tmp_path):
