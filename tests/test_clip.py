@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from llmexp import mesh
 from llmexp.settings.config import Clip
-from llmexp.train.clipping import limit_of
 from llmexp.update import clip as clipping
+from llmexp.update.limits import Limit
 
 ALONE = mesh.join("cpu", "single", 1, 1, 1)
 
@@ -184,12 +184,12 @@ QUANTILE = Clip(kind="quantile", max_norm=50.0, quantile=0.5, window=3, warmup_s
 
 
 def test_a_window_shorter_than_the_warm_up_still_gives_a_limit():
-    limit = limit_of(QUANTILE)
+    limit = Limit(QUANTILE)
     norm = torch.tensor(7.0)
     for number in range(5):
         assert limit.of(norm) == 50.0
         limit.add(float(number), float(number))
     assert limit.of(norm) == 3.0  # the median of 2, 3, 4
-    again = limit_of(QUANTILE)
+    again = Limit(QUANTILE)
     again.load_state_dict(limit.state_dict())
     assert again.of(norm) == 3.0

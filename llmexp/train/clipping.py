@@ -24,11 +24,6 @@ from llmexp.update.limits import Limit
 from llmexp.update.patterns import first_matches
 
 
-def limit_of(clip: Clip) -> Limit:
-    knobs = (clip.max_norm, clip.z, clip.decay, clip.quantile, clip.window, clip.warmup_steps)
-    return Limit(clip.kind, *knobs)
-
-
 def _groups_of(clip: Clip, model: nn.Module) -> list[int | None]:
     """Return to which of the limits by name each trained parameter belongs. Raises ConfigError."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -79,7 +74,7 @@ class Rule:
         rows: int,
     ) -> None:
         self._mesh, self._clip, self._optimizers = joined, clip, optimizers
-        self.limit, self.measures = limit_of(clip), measures_of(clip)
+        self.limit, self.measures = Limit(clip), measures_of(clip)
         self._parameters, self._groups = list(parameters), list[int | None]()
         self._update: rules.UpdateLimit | None = None
         self._heads: HeadLimit | None = None
@@ -92,13 +87,13 @@ class Rule:
             self._update = rules.UpdateLimit(joined, optimizers, clip.threshold)
         if clip.qk_limit is not None:
             self._heads = HeadLimit(joined, model, clip.qk_limit, rows, piece_of)
-        self._figures: list[Any] = []
+        self._values, self._units = list[Any](), list[Any]()  # of a step, as `measures` takes them
 
     def by_norm(self, max_norm: float) -> Rule:
         """Return the same with a limit of the norm as its rule."""
         found = copy.copy(self)
         found._clip = dataclasses.replace(self._clip, kind="norm", max_norm=max_norm)
-        found.limit, found.measures = limit_of(found._clip), measures_of(found._clip)
+        found.limit, found.measures = Limit(found._clip), measures_of(found._clip)
         found._update = None
         return found
 
@@ -112,39 +107,37 @@ class Rule:
 
     def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
         joined, clip = self._mesh, self._clip
+        self._values, self._units = [], []
         if clip.kind == "per_group":
             pairs = zip(self._parameters, self._groups, strict=True)
             groups = [group for p, group in pairs if p.grad is not None]
             limits = [limit.max_norm for limit in clip.limits]
-            after, clipped, self._figures = rules.clip_groups(joined, gradients, groups, limits)
+            after, clipped, self._values = rules.clip_groups(joined, gradients, groups, limits)
             return after, clipped, None
         if clip.kind == "adaptive":
             weights = [p for p in self._parameters if p.grad is not None]
             clipped, counted = rules.clip_units(joined, weights, clip.ratio)
-            self._figures = list(counted)
+            self._units = list(counted)
             return mesh.global_norm(joined, gradients), clipped, None
         if clip.kind == "value" and clip.max_value is not None:
             after, clipped, largest = rules.clip_values(joined, gradients, clip.max_value)
-            self._figures = [largest]
+            self._values = [largest]
             return after, clipped, None
         if self._update is not None:
             self._update.before()
         limit = self.limit.of(norm)
-        self._figures = []
         if self.limit.moving:
             found = math.inf if limit is None else limit
-            self._figures.append(found if isinstance(found, Tensor) else norm.new_full((), found))
+            self._values.append(found if isinstance(found, Tensor) else norm.new_full((), found))
         by_update = optim.clips_in_update(self._optimizers, norm)
         return rules.clip_norm(gradients, norm, limit, by_update)
 
     def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
         if self._update is not None:
             clipped, counted = self._update.after(skip)
-            self._figures = list(counted)
-        figures, self._figures = self._figures, []
+            self._units = list(counted)
         if self._heads is not None:
             largest, counted = self._heads.after(skip)
-            # values come before units
-            place = 0 if self._clip.kind in ("adaptive", "update") else len(figures)
-            figures = [*figures[:place], largest, *figures[place:], *counted]
-        return clipped, figures
+            self._values.append(largest)
+            self._units += counted
+        return clipped, [*self._values, *self._units]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,13 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
             key = f"{_KEY}.{number}.weight_decay"
             raise refuse(key, given.weight_decay, f"{text}; leave it out")
 
-    def factors(p: nn.Parameter) -> tuple[float, float]:
-        place = places.get(id(p))
-        return (1.0, 1.0) if place is None else (groups[place].lr, groups[place].weight_decay)
-
+    factors = {
+        key: (groups[place].lr, groups[place].weight_decay)
+        for key, place in places.items()
+        if place is not None
+    }
     for optimizer in optimizers:
-        _scale(optimizer, factors)
+        _scale(optimizer, factors, (1.0, 1.0))
 
 
 # of torch, and ours: an update's entries have a size that the gradient's size does not change
@@ -83,15 +84,10 @@ def by_width(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """
     if (ratio := getattr(model, "width_ratio", 1.0)) == 1:
         return
-    hidden = {id(p) for p in hidden_matrices(model)}
     for optimizer in optimizers:
         inside, outside = width_factors(optimizer, ratio)
-
-        def factors(p: nn.Parameter) -> tuple[float, float]:
-            lr = inside if id(p) in hidden else outside  # noqa: B023 (it is asked at once)
-            return lr, 1 / lr
-
-        _scale(optimizer, factors)
+        factors = {id(p): (inside, 1 / inside) for p in hidden_matrices(model)}
+        _scale(optimizer, factors, (outside, 1 / outside))
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -124,8 +120,12 @@ def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
     raise refuse("model.parametrization", "mup", text, "standard")
 
 
-def _scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, float]]) -> None:
-    """Multiply rate and weight decay of each parameter by its factors.
+def _scale(
+    optimizer: Optimizer,
+    factors: dict[int, tuple[float, float]],
+    others: tuple[float, float],
+) -> None:
+    """Multiply rate and weight decay of each parameter by the `factors` of its id, or by `others`.
 
     A group of the optimizer is split into those of equal factors; one whose factors are 1 stays as
     it is. The factor on the rate is kept apart from the base rate, which the rows show.
@@ -134,7 +134,7 @@ def _scale(optimizer: Optimizer, factors: Callable[[nn.Parameter], tuple[float, 
     for group in optimizer.param_groups:
         parts: dict[tuple[float, float], list[nn.Parameter]] = {}
         for p in group["params"]:
-            parts.setdefault(factors(p), []).append(p)
+            parts.setdefault(factors.get(id(p), others), []).append(p)
         for (lr, decay), parameters in parts.items():
             new = {**group, "params": parameters}
             if lr != 1:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmexp.settings.clipping import BY_NORM, MOVING
+from llmexp.settings.clipping import BY_NORM, MOVING, Clip
 
 _EPSILON = 1e-6  # added to the standard deviation, as ZClip's authors do
 
@@ -29,32 +29,23 @@ class Limit:
     no limit.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        max_norm: float | None,
-        z: float,
-        decay: float,
-        quantile: float,
-        window: int,
-        warmup_steps: int,
-    ) -> None:
-        self._kind, self._most = kind, max_norm if kind in BY_NORM else None
-        self.moving = kind in MOVING
-        self._z, self._decay, self._quantile = z, decay, quantile
-        self._needed = warmup_steps
+    def __init__(self, clip: Clip) -> None:
+        self._clip, self.moving = clip, clip.kind in MOVING
+        self._most = clip.max_norm if clip.kind in BY_NORM else None
         self._updates = 0
-        self._norms: deque[float] = deque(maxlen=window if kind == "quantile" else warmup_steps)
+        kept = clip.window if clip.kind == "quantile" else clip.warmup_steps
+        self._norms: deque[float] = deque(maxlen=kept)
         self._mean: float | None = None
         self._variance = 0.0
 
     def of(self, norm: Tensor) -> Any:
         """Return the limit for a norm: a number, a 0-dim tensor on a device, or None."""
-        if self._kind == "quantile" and self._updates >= self._needed:
-            limit = float(np.quantile(self._norms, self._quantile))
+        clip = self._clip
+        if clip.kind == "quantile" and self._updates >= clip.warmup_steps:
+            limit = float(np.quantile(self._norms, clip.quantile))
             return limit if self._most is None else min(limit, self._most)
-        if self._kind == "zscore" and self._mean is not None:
-            far = self._z * (math.sqrt(self._variance) + _EPSILON)
+        if clip.kind == "zscore" and self._mean is not None:
+            far = clip.z * (math.sqrt(self._variance) + _EPSILON)
             limit_0 = self._by_deviation(norm, self._mean, far)
             return limit_0.item() if norm.device.type == "cpu" else limit_0
         return self._most
@@ -71,19 +62,19 @@ class Limit:
         if not self.moving:
             return
         self._updates += 1
-        if self._kind == "quantile":
+        if self._clip.kind == "quantile":
             self._norms.append(norm)
         elif self._mean is not None:
-            keep = self._decay
+            keep = self._clip.decay
             self._mean = keep * self._mean + (1 - keep) * clipped_norm
             self._variance *= keep
             self._variance += (1 - keep) * (clipped_norm - self._mean) ** 2
         else:
             self._norms.append(clipped_norm)
-            if len(self._norms) == self._needed:
-                self._mean = math.fsum(self._norms) / self._needed
+            if len(self._norms) == self._clip.warmup_steps:
+                self._mean = math.fsum(self._norms) / len(self._norms)
                 squares = ((norm - self._mean) ** 2 for norm in self._norms)
-                self._variance = math.fsum(squares) / self._needed
+                self._variance = math.fsum(squares) / len(self._norms)
 
     def state_dict(self) -> dict[str, Any]:
         norms = {"updates": self._updates, "norms": list(self._norms)}
