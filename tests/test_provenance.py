@@ -76,7 +76,7 @@ def anew():
 def searched():
     """The findings of a new search."""
     provenance.start_search.cache_clear()
-    return provenance.searched()
+    return provenance.search_result()
 
 
 def gathered() -> dict:

@@ -72,7 +72,7 @@ def start_search() -> tuple[Future[_Found], float]:
     return ThreadPoolExecutor(1, "provenance").submit(gather, deadline - 0.2), deadline
 
 
-def searched() -> _Found:
+def search_result() -> _Found:
     """Return what the search has found, after a wait until its deadline at most."""
     search, deadline = start_search()
     try:
@@ -100,7 +100,7 @@ def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
-    found = searched()
+    found = search_result()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
     about: dict[str, Any] = {"platform": platform.platform(), **drivers, **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
