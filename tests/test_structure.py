@@ -32,7 +32,7 @@ HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
     "settings": 13_213,
-    "run": 9_750,
+    "run": 9_755,
     "system": 6_758,
     "models": 15_484,
     "mesh": 6_562,

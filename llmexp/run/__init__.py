@@ -259,21 +259,20 @@ class Run(Facts):
         return ranks | found
 
 
-def check_model(
-    length: int, positions: int | None, vocab_size: int | None, tokenizer: str, tokens: int
-) -> None:
-    """Raise ConfigError where the model has no room for the sequences or the tokenizer's tokens."""
+def check_model(model: Any, length: int, tokenizer: Any) -> int | None:
+    """Return the vocabulary of a model that has one.
+
+    Raises ConfigError where it has no room for the sequences or the tokenizer's tokens."""
+    positions = getattr(model, "max_position_embeddings", None)
+    vocab_size: int | None = getattr(model, "vocab_size", None)
     if positions is not None and length > positions:
-        raise refuse(
-            "batch.sequence_length", length, f"the model has {positions} positions", positions
-        )
+        text = f"the model has {positions} positions"
+        raise refuse("batch.sequence_length", length, text, positions)
+    tokens = tokenizer.n_vocab
     if vocab_size is not None and vocab_size < tokens:
-        raise refuse(
-            "model.vocab_size",
-            vocab_size,
-            f"is smaller than the tokenizer {tokenizer} with {tokens} tokens",
-            -(-tokens // 64) * 64,
-        )
+        text = f"is smaller than the tokenizer {tokenizer.name} with {tokens} tokens"
+        raise refuse("model.vocab_size", vocab_size, text, -(-tokens // 64) * 64)
+    return vocab_size
 
 
 def check_steps(train: Train, max_steps: int, first: int) -> None:

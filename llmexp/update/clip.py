@@ -32,8 +32,6 @@ def clip_norm(
     no limit.
     """
     if max_norm is None:
-        if norm.device.type == "cpu":
-            return norm, False, None
         return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if by_update:
@@ -81,7 +79,7 @@ def clip_groups(
         places = [i for i, group in enumerate(groups) if group == wanted]
         norm = torch.linalg.vector_norm(torch.stack([each[i] for i in places] or [norms.sum() * 0]))
         factor = ((math.inf if limit is None else limit) / (norm + 1e-6)).clamp(max=1.0)
-        if places and limit is not None and (norm.device.type != "cpu" or factor < 1):
+        if places and limit is not None:
             held = [mesh.local_part(gradients[i]) for i in places]
             torch._foreach_mul_(held, factor.to(held[0].dtype))
         found.append(norm)
@@ -177,8 +175,7 @@ class UpdateLimit:
         by_dtype = {p.dtype: factors.to(p.dtype).unbind() for p in parameters}
         for number, (p, old) in enumerate(zip(parameters, self._before, strict=True)):
             held, factor = mesh.local_part(p), by_dtype[p.dtype][number]
-            if factor.device.type != "cpu" or factor < 1:
-                torch.lerp(old, held, factor, out=held)
+            torch.lerp(old, held, factor, out=held)
         self._before = []
         return (factors < 1).any(), on_ladder(rms, self._threshold).sum(0)
 

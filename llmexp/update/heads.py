@@ -67,11 +67,9 @@ class HeadLimit:
         above = largest_lh > self._limit
         factors_lh = torch.where(above, self._limit / largest_lh, 1.0)
         factors_lh = torch.where(torch.as_tensor(skip, device=above.device), 1.0, factors_lh)
-        if above.device.type != "cpu" or bool((factors_lh < 1).any()):
-            for attention, weights, factors_h in zip(
-                self._attentions, self._weights, factors_lh, strict=True
-            ):
-                self._scale(attention, weights, factors_h)
+        heads = zip(self._attentions, self._weights, factors_lh, strict=True)
+        for attention, weights, factors_h in heads:
+            self._scale(attention, weights, factors_h)
         return largest_lh.max(), on_ladder(largest_lh.clamp(min=0), self._limit).sum(0)
 
     def _scale(self, attention: Any, weights: list[list[Tensor]], factors_h: Tensor) -> None:

@@ -39,15 +39,14 @@ class Limit:
         self._variance = 0.0
 
     def of(self, norm: Tensor) -> Any:
-        """Return the limit for a norm: a number, a 0-dim tensor on a device, or None."""
+        """Return the limit for a norm: a number, a 0-dim tensor, or None."""
         clip = self._clip
         if clip.kind == "quantile" and self._updates >= clip.warmup_steps:
             limit = float(np.quantile(self._norms, clip.quantile))
             return limit if self._most is None else min(limit, self._most)
         if clip.kind == "zscore" and self._mean is not None:
             far = clip.z * (math.sqrt(self._variance) + _EPSILON)
-            limit_0 = self._by_deviation(norm, self._mean, far)
-            return limit_0.item() if norm.device.type == "cpu" else limit_0
+            return self._by_deviation(norm, self._mean, far)
         return self._most
 
     def _by_deviation(self, norm: Tensor, mean: float, far: float) -> Tensor:

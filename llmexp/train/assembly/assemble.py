@@ -163,13 +163,13 @@ def assemble(
     loss, known = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
     warnings = check_parallel(solved, place, loss)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
-    ids = _check_sizes(model, length, tokenizer)
+    ids = check_model(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings += built_whole(solved.model, model, place.layout)
     warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
-        at = str(place.device), place.deterministic
+        at = str(place.device), train.deterministic
         cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     parent_run = None if parent else find_parent_run(solved, model)
@@ -243,14 +243,3 @@ def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:
             async_=place.device.type == "cuda" if wanted == "auto" else wanted is True,
         ),
     )
-
-
-def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | None:
-    """Return the vocabulary of a model that has one.
-
-    Raises ConfigError where sequences or token ids are beyond the model.
-    """
-    positions = getattr(model, "max_position_embeddings", None)
-    vocab_size: int | None = getattr(model, "vocab_size", None)
-    check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
-    return vocab_size

@@ -39,7 +39,6 @@ class Placement:
     reason: str
     compiled: bool
     compiled_because: str  # in words; empty where nobody asked and there is nothing to compile for
-    deterministic: bool
 
 
 def placed(config: Config) -> Placement:
@@ -49,7 +48,7 @@ def placed(config: Config) -> Placement:
     kind, reason = precision.choose(config.precision.kind, device)
     offload = config.parallelism.activation_checkpointing == "offload"
     compiled = _compiled(config.train.compile, device, offload)
-    return Placement(device, layout, kind, reason, *compiled, config.train.deterministic)
+    return Placement(device, layout, kind, reason, *compiled)
 
 
 def _compiled(wanted: bool | str, device: torch.device, offload: bool) -> tuple[bool, str]:
