@@ -158,20 +158,45 @@ class LanguageModel(nn.Module):
         return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * width
 
 
-class SelfAttention(nn.Module):
-    """Causal self-attention; `heads` makes queries, keys and values of this rank's heads."""
+class Attention(nn.Module):
+    """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head.
+
+    `bias` is that of queries, keys and values, `out_bias` that of the projection after them.
+    """
 
     split_over_ranks = False  # by tensor parallelism
     spread: Spread | None = None
     largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
     logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
-    grouped = False  # several query heads share a key and value head
-    head_dim: int
-    dropout: float
-    out_proj: nn.Module
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dropout: float,
+        bias: bool,
+        out_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.dropout, self.grouped = head_dim, dropout, n_kv_heads < n_heads
+        wide, narrow = n_heads * head_dim, n_kv_heads * head_dim
+        # Three matrices instead of one: each can be split over ranks by its output rows, that is by
+        # heads.
+        self.q_proj = nn.Linear(d_model, wide, bias=bias)
+        self.k_proj = nn.Linear(d_model, narrow, bias=bias)
+        self.v_proj = nn.Linear(d_model, narrow, bias=bias)
+        self.out_proj = nn.Linear(wide, d_model, bias=out_bias)
 
     def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+        """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads."""
+        return tuple(map(self.apart, project(self, x_btd)))
+
+    def apart(self, x_btd: Tensor) -> Tensor:
+        """Return features of several heads (b, t, ...) head by head: (b, h, t, k)."""
+        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
+        return x_btd.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x_btd: Tensor, *given: Any) -> Tensor:
         """Return (b, t, d). `given`: what `heads` takes beside x, then documents, cache or None."""

@@ -12,38 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import (
-    LanguageModel,
-    SelfAttention,
-    check_divides,
-    embedding,
-    project,
-)
+from llmexp.models.common import Attention, LanguageModel, check_divides, embedding
 from llmexp.models.documents import Documents, KVCache
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
-
-
-class Attention(SelfAttention):
-    """Causal multi-head self-attention with biases."""
-
-    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.head_dim = d_model // n_heads
-        self.dropout = dropout
-        # Three matrices instead of one: each can be split over ranks by its output rows, that is by
-        # heads.
-        self.q_proj = nn.Linear(d_model, d_model)
-        self.k_proj = nn.Linear(d_model, d_model)
-        self.v_proj = nn.Linear(d_model, d_model)
-        self.out_proj = nn.Linear(d_model, d_model)
-
-    def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (b, h, t, k) of this rank's heads."""
-        parts = project(self, x_btd)
-        b, t, _ = parts[0].shape
-        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        return tuple(x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in parts)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -82,7 +54,8 @@ class Block(nn.Module):
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, gelu: str) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(d_model)
-        self.attention = Attention(d_model, n_heads, dropout)
+        width = d_model // n_heads
+        self.attention = Attention(d_model, n_heads, n_heads, width, dropout, True, True)
         self.mlp_norm = LayerNorm(d_model)
         self.mlp = MLP(d_model, d_ff, gelu)
         self.dropout = nn.Dropout(dropout)

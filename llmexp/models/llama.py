@@ -19,13 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import (
-    LanguageModel,
-    SelfAttention,
-    check_divides,
-    embedding,
-    project,
-)
+from llmexp.models import common
+from llmexp.models.common import LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
@@ -138,23 +133,17 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
-class Attention(SelfAttention):
-    """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
+class Attention(common.Attention):
+    """The attention of all models, with rotary positions and norms of queries and keys."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        self.dropout = shape.dropout
-        self.grouped = shape.n_kv_heads < shape.n_heads
+        heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        biases = shape.biases != "none", shape.biases == "all"
+        super().__init__(shape.d_model, *heads, shape.dropout, *biases)
         self.qk_norm = shape.qk_norm
-        d_model, bias = shape.d_model, shape.biases != "none"
-        wide, narrow = shape.n_heads * self.head_dim, shape.n_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(d_model, wide, bias=bias)
-        self.k_proj = nn.Linear(d_model, narrow, bias=bias)
-        self.v_proj = nn.Linear(d_model, narrow, bias=bias)
-        self.out_proj = nn.Linear(wide, d_model, bias=shape.biases == "all")
         if self.qk_norm != "none":
-            sizes = (wide, narrow) if self.qk_norm == "full" else (self.head_dim,) * 2
+            whole = self.q_proj.out_features, self.k_proj.out_features
+            sizes = whole if self.qk_norm == "full" else (self.head_dim,) * 2
             self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
 
     def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
@@ -162,13 +151,10 @@ class Attention(SelfAttention):
 
         `tables`: cosine and sine of the rotary positions.
         """
-        q, k, v = project(self, x_btd)  # of some heads only under tensor parallelism: -1 below
-        b, t, _ = q.shape
+        q, k, v = common.project(self, x_btd)
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q), self.k_norm(k)
-        q_bhtk, k_bgtk, v_bgtk = (
-            x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in (q, k, v)
-        )
+        q_bhtk, k_bgtk, v_bgtk = map(self.apart, (q, k, v))
         if self.qk_norm == "head":
             q_bhtk, k_bgtk = self.q_norm(q_bhtk), self.k_norm(k_bgtk)
         return apply_rope(q_bhtk, *tables), apply_rope(k_bgtk, *tables), v_bgtk
@@ -204,7 +190,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, h_btd: Tensor, *given: Any) -> Tensor:
-        """Return the residual stream after the block. `given`: see `SelfAttention.forward`."""
+        """Return the residual stream after the block. `given`: see `Attention.forward`."""
         if self.after:
             h_btd = h_btd + self.dropout(self.attention_norm(self.attention(h_btd, *given)))
             return h_btd + self.dropout(self.mlp_norm(self.mlp(h_btd)))
