@@ -35,7 +35,6 @@ from llmexp.mesh.split import (
     largest_entry,
     local_part,
     norms,
-    ranks_here,
     share_here,
     share_work,
     summed_over_all,

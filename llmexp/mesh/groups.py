@@ -173,18 +173,14 @@ def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
     if not mesh.distributed:
         return list(flags)
     # on the CPU: its group is gloo, no device has to wait
-    values = torch.tensor([int(flag) for flag in flags])
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return [bool(v) for v in values]
+    return maximum(mesh, torch.tensor(flags, dtype=torch.int64)).bool().tolist()
 
 
 def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
     """Return the ranks on which the flag is set; the same answer everywhere."""
     flags = torch.zeros(mesh.world_size, dtype=torch.int64)
     flags[mesh.rank] = int(flag)
-    if mesh.distributed:
-        dist.all_reduce(flags)
-    return flags.nonzero().flatten().tolist()
+    return maximum(mesh, flags).nonzero().flatten().tolist()
 
 
 def numbered(ranks: list[int]) -> str:
@@ -202,10 +198,7 @@ def numbered(ranks: list[int]) -> str:
 def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:
     """Return the ranks whose `digest` is not that of rank 0; the same answer everywhere."""
     own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
-    first = own.clone()
-    if mesh.distributed:
-        dist.broadcast(first, 0)
-    return ranks_where(mesh, bool(own != first))
+    return ranks_where(mesh, bool(own != from_first(mesh, own)))
 
 
 def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:

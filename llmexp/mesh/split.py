@@ -115,14 +115,9 @@ def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     return maximum(mesh, largest) if mesh.sharded else largest
 
 
-def ranks_here() -> int:
-    """Return how many ranks this process's group has: 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def share_here() -> tuple[int, int]:
     """Return this process's rank and how many there are: (0, 1) without a group."""
-    return (dist.get_rank() if dist.is_initialized() else 0), ranks_here()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def share_work(work: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> list[Tensor]:
@@ -131,11 +126,10 @@ def share_work(work: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> li
     All ranks call it with values of one shape, each the same on all ranks or split over them, and
     `work` keeps shape and dtype. What it makes of a split value is a DTensor, whole on each rank.
     """
-    ranks = ranks_here()
+    rank, ranks = share_here()
     if ranks == 1:
         return [work(value) for value in values]
     whole = [_whole(value) for value in values]
-    rank = dist.get_rank()
     own = work(whole[rank]) if rank < len(whole) else whole[0]
     made = [torch.empty(own.shape, dtype=own.dtype, device=own.device) for _ in range(ranks)]
     dist.all_gather(made, own.contiguous())

@@ -176,6 +176,7 @@ class Attention(nn.Module):
         n_kv_heads: int,
         head_dim: int,
         dropout: float,
+        *,
         bias: bool,
         out_bias: bool,
     ) -> None:
@@ -191,9 +192,9 @@ class Attention(nn.Module):
 
     def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads."""
-        return tuple(map(self.apart, project(self, x_btd)))
+        return tuple(map(self.by_head, project(self, x_btd)))
 
-    def apart(self, x_btd: Tensor) -> Tensor:
+    def by_head(self, x_btd: Tensor) -> Tensor:
         """Return features of several heads (b, t, ...) head by head: (b, h, t, k)."""
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         return x_btd.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -208,6 +209,35 @@ class Attention(nn.Module):
         y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped, self.logit_scale)
         y_btd: Tensor = self.out_proj(y_bhtk.transpose(1, 2).flatten(2))
         return y_btd
+
+
+class Block(nn.Module):
+    """Transformer block, with dropout on what each branch adds to the residual stream.
+
+    Norms are before the branches (pre-norm), or where `after` says so behind them.
+    """
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: Attention,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        dropout: float,
+        after: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.dropout, self.after = nn.Dropout(dropout), after
+
+    def forward(self, h_btd: Tensor, *given: Any) -> Tensor:
+        """Return the residual stream after the block. `given`: see `Attention.forward`."""
+        if self.after:
+            h_btd = h_btd + self.dropout(self.attention_norm(self.attention(h_btd, *given)))
+            return h_btd + self.dropout(self.mlp_norm(self.mlp(h_btd)))
+        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), *given))
+        return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
 def parameter_counts(model: Any) -> tuple[int | None, int | None]:

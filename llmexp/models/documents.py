@@ -80,12 +80,16 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
                 for (row, start), (next_row, stop) in zip(found, following, strict=True)
             ]
             return Documents(positions_bt, lying, None)
-    causal_ts = index_t[:, None] >= index_t
-    same_bts = first_bt[:, :, None] == first_bt[:, None, :]
-    mask_b1ts = (causal_ts & same_bts)[:, None]
+    mask_b1ts = _inside(first_bt, index_t[:, None] >= index_t)
     if kind_of(tokens_bt.device) == "cuda" and torch.compiler.is_compiling():
         return Documents(positions_bt, None, mask_b1ts, flex_mask(first_bt))
     return Documents(positions_bt, None, mask_b1ts)
+
+
+def _inside(first_bt: Tensor, seen_ts: Tensor) -> Tensor:
+    """Return the mask (b, 1, t, s) of what `seen_ts` shows inside documents that begin there."""
+    same_bts = first_bt[:, :, None] == first_bt[:, None, :]
+    return (seen_ts & same_bts)[:, None]
 
 
 def flex_mask(first_bt: Tensor) -> Any:
@@ -110,12 +114,11 @@ def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Docum
     t = tokens_bt.shape[1]
     index_t = torch.arange(t, device=tokens_bt.device)
     back_ts = index_t[:, None] - index_t
-    mask_b1ts = ((back_ts >= 0) & (back_ts < window))[None, None]
+    seen_ts = (back_ts >= 0) & (back_ts < window)
     if documents is None:
-        return Documents(index_t, None, mask_b1ts)
-    first_bt = index_t - documents.positions_bt
-    same_bts = first_bt[:, :, None] == first_bt[:, None, :]
-    return Documents(documents.positions_bt, None, mask_b1ts & same_bts[:, None])
+        return Documents(index_t, None, seen_ts[None, None])
+    mask_b1ts = _inside(index_t - documents.positions_bt, seen_ts)
+    return Documents(documents.positions_bt, None, mask_b1ts)
 
 
 def repeats_heads(q_bhtk: Tensor, mask: Tensor | None) -> bool:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.common import Attention, LanguageModel, check_divides, embedding
-from llmexp.models.documents import Documents, KVCache
+from llmexp.models.common import Attention, Block, LanguageModel, check_divides, embedding
+from llmexp.models.documents import KVCache
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
 
@@ -48,23 +48,6 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(up_btf, approximate=self.approximate))
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block; dropout on what each branch adds to the residual stream."""
-
-    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, gelu: str) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(d_model)
-        width = d_model // n_heads
-        self.attention = Attention(d_model, n_heads, n_heads, width, dropout, True, True)
-        self.mlp_norm = LayerNorm(d_model)
-        self.mlp = MLP(d_model, d_ff, gelu)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, h_btd: Tensor, documents: Documents | KVCache | None = None) -> Tensor:
-        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), documents))
-        return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
-
-
 class GPT2(LanguageModel):
     """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
 
@@ -89,6 +72,7 @@ class GPT2(LanguageModel):
         check_divides("n_heads", n_heads, "d_model", d_model)
         self.vocab_size, self.residual = vocab_size, residual
         self.max_position_embeddings = max_position_embeddings
+        sizes = d_model, n_heads, n_heads, d_model // n_heads, dropout
         # Without torch's own initial values: init_weights alone draws random numbers, once per
         # weight.
         device = torch.get_default_device()
@@ -97,7 +81,14 @@ class GPT2(LanguageModel):
             self.position_embedding = embedding(max_position_embeddings, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
-                Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
+                Block(
+                    LayerNorm(d_model),
+                    Attention(*sizes, bias=True, out_bias=True),
+                    LayerNorm(d_model),
+                    MLP(d_model, d_ff, gelu),
+                    dropout,
+                )
+                for _ in range(n_layers)
             )
             self.final_norm = LayerNorm(d_model)
         self.parametrize(parametrization, base_width, d_model)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models import common
-from llmexp.models.common import LanguageModel, check_divides, embedding
+from llmexp.models.common import Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
@@ -52,22 +52,6 @@ class RopeScaling:
         width = self.high_freq_factor - self.low_freq_factor
         kept_k = ((turns_k - self.low_freq_factor) / width).clamp(0, 1)
         return frequencies_k * (kept_k + (1 - kept_k) / self.factor)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a block and its switches (see `Llama`)."""
-
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_ff: int
-    dropout: float
-    norm_eps: float
-    biases: str
-    qk_norm: str
-    norm: str
 
 
 def rope_tables(
@@ -136,15 +120,13 @@ class Norm(nn.RMSNorm):
 class Attention(common.Attention):
     """The attention of all models, with rotary positions and norms of queries and keys."""
 
-    def __init__(self, shape: Shape) -> None:
-        heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
-        biases = shape.biases != "none", shape.biases == "all"
-        super().__init__(shape.d_model, *heads, shape.dropout, *biases)
-        self.qk_norm = shape.qk_norm
-        if self.qk_norm != "none":
+    def __init__(self, *sizes: Any, biases: str, qk_norm: str, norm_eps: float) -> None:
+        super().__init__(*sizes, bias=biases != "none", out_bias=biases == "all")
+        self.qk_norm = qk_norm
+        if qk_norm != "none":
             whole = self.q_proj.out_features, self.k_proj.out_features
-            sizes = whole if self.qk_norm == "full" else (self.head_dim,) * 2
-            self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
+            widths = whole if qk_norm == "full" else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (Norm(n, eps=norm_eps) for n in widths)
 
     def heads(self, x_btd: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         """Return queries (b, h, t, k), keys and values (b, g, t, k) of this rank's heads.
@@ -154,7 +136,7 @@ class Attention(common.Attention):
         q, k, v = common.project(self, x_btd)
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q), self.k_norm(k)
-        q_bhtk, k_bgtk, v_bgtk = map(self.apart, (q, k, v))
+        q_bhtk, k_bgtk, v_bgtk = map(self.by_head, (q, k, v))
         if self.qk_norm == "head":
             q_bhtk, k_bgtk = self.q_norm(q_bhtk), self.k_norm(k_bgtk)
         return apply_rope(q_bhtk, *tables), apply_rope(k_bgtk, *tables), v_bgtk
@@ -165,37 +147,15 @@ class MLP(nn.Module):
 
     spread: Spread | None = None
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, d_model: int, d_ff: int, bias: bool) -> None:
         super().__init__()
-        bias = shape.biases == "all"
-        self.gate_proj = nn.Linear(shape.d_model, shape.d_ff, bias=bias)
-        self.up_proj = nn.Linear(shape.d_model, shape.d_ff, bias=bias)
-        self.down_proj = nn.Linear(shape.d_ff, shape.d_model, bias=bias)
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         gate_btf, up_btf = products(self, x_btd, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate_btf) * up_btf)
-
-
-class Block(nn.Module):
-    """Transformer block with dropout on each branch, and a norm before it or after it (`norm`)."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.after = shape.norm == "post"
-        self.attention_norm = Norm(shape.d_model, eps=shape.norm_eps)
-        self.attention = Attention(shape)
-        self.mlp_norm = Norm(shape.d_model, eps=shape.norm_eps)
-        self.mlp = MLP(shape)
-        self.dropout = nn.Dropout(shape.dropout)
-
-    def forward(self, h_btd: Tensor, *given: Any) -> Tensor:
-        """Return the residual stream after the block. `given`: see `Attention.forward`."""
-        if self.after:
-            h_btd = h_btd + self.dropout(self.attention_norm(self.attention(h_btd, *given)))
-            return h_btd + self.dropout(self.mlp_norm(self.mlp(h_btd)))
-        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), *given))
-        return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
 def _head_dim(given: int | None, d_model: int, n_heads: int) -> int:
@@ -296,16 +256,23 @@ class Llama(LanguageModel):
         self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.sliding_window, self.residual = sliding_window, residual
-        width = self.head_dim
-        shape = Shape(
-            d_model, n_heads, n_kv_heads, width, d_ff, dropout, norm_eps, biases, qk_norm, norm
-        )
+        sizes = d_model, n_heads, n_kv_heads, self.head_dim, dropout
         # without torch's own initial values: init_weights alone draws, once per weight
         device = torch.get_default_device()
         with torch.device("meta"):
             self.token_embedding = embedding(vocab_size, d_model)
             self.dropout = nn.Dropout(dropout)
-            self.blocks = nn.ModuleList(Block(shape) for _ in range(n_layers))
+            self.blocks = nn.ModuleList(
+                Block(
+                    Norm(d_model, eps=norm_eps),
+                    Attention(*sizes, biases=biases, qk_norm=qk_norm, norm_eps=norm_eps),
+                    Norm(d_model, eps=norm_eps),
+                    MLP(d_model, d_ff, biases == "all"),
+                    dropout,
+                    after=norm == "post",
+                )
+                for _ in range(n_layers)
+            )
             self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
         self.parametrize(parametrization, base_width, d_model)

@@ -140,7 +140,7 @@ def _rounds(*held: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     by_shape: dict[Any, list[tuple[Tensor, ...]]] = {}
     for one in zip(*held, strict=True):
         by_shape.setdefault(_turned(one[0]).shape, []).append(one)
-    ranks = mesh.ranks_here()
+    _, ranks = mesh.share_here()
     for same in by_shape.values():
         for start in range(0, len(same), ranks):
             parameters, gradients, momenta = zip(*same[start : start + ranks], strict=True)
