@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from llmexp import mesh
-from llmexp.data.text_bytes import TextBytes
 from llmexp.runs.ledger import config_identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import build, convert_value
@@ -264,8 +263,7 @@ def _trained(config: Config) -> tuple[str, list[float]]:
         figures += [seen.loss_scale] if s.scaler.enabled else []
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
-    text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size)
-    figures += validate(parts, s, text_bytes).values()
+    figures += validate(parts, s).values()
     digest.update(np.array(figures).tobytes())
     return digest.hexdigest(), figures
 

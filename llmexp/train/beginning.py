@@ -15,7 +15,6 @@ from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.pieces import piece_of
-from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
@@ -203,7 +202,6 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         norms=norms,
         noise=noise,
         fixed=fixed_facts(parts),
-        text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.vocab_size),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=[progress.step] if loaded and not forked else [],
     )

@@ -85,7 +85,7 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     config = loop.config
     actions: dict[str, Callable[[], Any]] = {
         "row_s": write_row,
-        "evaluation_s": lambda: validate(loop.parts, loop.setup, loop.text_bytes),
+        "evaluation_s": lambda: validate(loop.parts, loop.setup),
     }
     if loop.parts.tasks:
         actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)

@@ -10,7 +10,6 @@ import torch
 from llmexp import mesh
 from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
-from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.ending import COMES_AGAIN
@@ -20,7 +19,7 @@ from llmexp.train.step import Setup, TrainingFailed
 from llmexp.update import faces, precision
 
 
-def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
+def validate(parts: Parts, setup: Setup) -> dict[str, float]:
     """Return the validation losses over all ranks, weighted by tokens and summed in float64.
 
     They are of the main set, of each named one, and of the average of the weights. The training RNG
@@ -29,7 +28,7 @@ def validate(parts: Parts, setup: Setup, text_bytes: TextBytes) -> dict[str, flo
     main, run = parts.corpus.val, parts.run
     if main is None or not run.eval_sequences:
         return {}
-    losses = functools.partial(evaluate_stream, parts, setup, text_bytes)
+    losses = functools.partial(evaluate_stream, parts, setup)
     with faces.evaluating(setup.optimizers, setup.module):
         found = losses(main, run.eval_sequences, "val")
         most, sets = parts.config.train.eval_tokens, dict[str, float]()
@@ -69,7 +68,6 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
 def evaluate_stream(
     parts: Parts,
     setup: Setup,
-    text_bytes: TextBytes,
     stream: TokenStream,
     sequences: int,
     name: str,
@@ -90,7 +88,7 @@ def evaluate_stream(
                 sums[0] += setup.loss(tokens_bt.to(device), targets_bt.to(device))
             targets = targets_bt.numpy()
             sums[1] += int((targets != IGNORE_INDEX).sum())
-            sums[2] += float(text_bytes.at(stream, starts_b, targets).sum())
+            sums[2] += float(parts.text_bytes.at(stream, starts_b, targets).sum())
     nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:
         return {}

@@ -171,7 +171,7 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
     if due.tasks:
         row |= score_tasks(loop.parts, loop.setup)
     if due.evaluation:
-        row |= validate(loop.parts, loop.setup, loop.text_bytes)
+        row |= validate(loop.parts, loop.setup)
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss
             progress.best_val_loss = min(row["val/loss"], best)

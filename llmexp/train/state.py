@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.text_bytes import TextBytes
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
@@ -97,7 +96,6 @@ class Loop:
     meter: Meter
     norms: Norms
     noise: NoiseScale
-    text_bytes: TextBytes
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
     pending: StepResult | None = None  # the last step, while its verdict is not yet looked at

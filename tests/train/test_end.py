@@ -86,7 +86,7 @@ def made(
         meter=Meter(torch.device("cpu"), 96 * progress.step),
         norms=Norms("none", None),
         noise=NoiseScale(12),
-        text_bytes=None, fixed={}, peak_flops=None,
+        fixed={}, peak_flops=None,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
+from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.models.loss import SummedLoss
@@ -103,6 +104,11 @@ class Parts:
             is_ours(part.get("_target_")) for part in parts
         )
         return bool(self.hooks) or foreign or "name" in config.optimizer
+
+    @functools.cached_property
+    def text_bytes(self) -> TextBytes:
+        """Return how many bytes of text each id of the data stands for."""
+        return TextBytes(self.tokenizer, self.corpus.is_text, self.run.vocab_size)
 
     @property
     def mask(self) -> TargetMask:
