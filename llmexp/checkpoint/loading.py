@@ -80,6 +80,12 @@ class Loaded:
         """Return the checkpoint's identity: the sha256 of its manifest."""
         return sha256(self.path / MANIFEST)
 
+    @property
+    def kept(self) -> list[int]:
+        """Return the steps of the checkpoints that its run has kept with it, its own the last."""
+        steps = self.manifest.get("kept") or []  # older ones do not know it
+        return [*(step for step in steps if step < self.step), self.step]
+
 
 def newest_whole(
     root: Path,

@@ -145,12 +145,13 @@ def commit_checkpoint(
 
     For rank 0, with its pieces, after `write_pieces` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
-    into the manifest. The newest `keep` of `step` and `saved`, those that this process has loaded
-    or committed, stay, and multiples of `keep_every`; all others that are older go. What others
-    have saved does not count towards `keep`: it may be damaged. Raises OSError; the files of this
-    save are then removed and what was there before is untouched.
+    into the manifest. The newest `keep` of `step` and `saved`, those that the processes of this run
+    have loaded or committed, stay, and multiples of `keep_every`; all others that are older go.
+    What else is there does not count towards `keep`: it may be damaged. Raises OSError; the files
+    of this save are then removed and what was there before is untouched.
     """
     final, temporary = checkpoint_folder(root, step), _temporary(root, step)
+    kept = sorted({*saved, step})[-(keep or 0) :]
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
         files, index = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
@@ -158,7 +159,7 @@ def commit_checkpoint(
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
-        about = {"format_version": FORMAT_VERSION, "step": step, **meta}
+        about = {"format_version": FORMAT_VERSION, "step": step, "kept": kept, **meta}
         sealed = {"index_sha256": hashlib.sha256(index.encode()).hexdigest(), "index": index}
         write_json(temporary / MANIFEST, about | {"files": files} | sealed)
         flush_to_disk(temporary)
@@ -174,9 +175,8 @@ def commit_checkpoint(
             raise
         flush_to_disk(root)
     shutil.rmtree(old, ignore_errors=True)
-    newest = sorted({*saved, step})
-    if keep is not None and len(newest) >= keep:
-        _remove_before(root, newest[-keep], keep_every)
+    if len(kept) == keep:
+        _remove_before(root, kept[0], keep_every)
     return final
 
 

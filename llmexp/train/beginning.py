@@ -203,5 +203,5 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         noise=noise,
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
-        saved=[progress.step] if loaded and not forked else [],
+        saved=loaded.kept if loaded and not forked else [],
     )

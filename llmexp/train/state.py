@@ -105,7 +105,7 @@ class Loop:
         default_factory=lambda: deque(maxlen=STEPS_KEPT)
     )
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
-    # steps of checkpoints loaded or committed here
+    # steps of checkpoints loaded or committed here, or by the processes before
     saved: list[int] = dataclasses.field(default_factory=list)
     failed_saves: int = 0  # in a row, since the last one committed
     # clock at the last save, tried or done, else at the start
@@ -143,5 +143,5 @@ class Loop:
 
     @property
     def newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint that this process has loaded or committed."""
+        """Return the step of the newest checkpoint that this run has loaded or committed."""
         return self.saved[-1] if self.saved else None

@@ -406,3 +406,20 @@ def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
     assert llmexp("resume", "run", cwd=tmp_path).code == 0
     found = sorted(p.name[-2:] for p in (done.folder / "checkpoints").iterdir())
     assert found == ["03", "06", "08", "09"]
+
+
+def test_a_run_that_is_stopped_again_and_again_keeps_as_many_checkpoints(tmp_path):
+    data = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=9", "checkpoint.keep=3"]
+    run = tmp_path / "run"
+
+    def stopped(command: list[str], *steps: int) -> list[int]:
+        for step in steps:
+            done = llmexp(*command, f"train.stop_step={step}", cwd=tmp_path)
+            assert done.code == 75, done.err
+        return rundir.saved_steps(run)
+
+    assert stopped(["train", *TINY, *data, "hydra.run.dir=run"], 1) == [1]
+    assert stopped(["resume", "run"], 2, 3, 4, 5) == [3, 4, 5]
+    # one that is passed over is none of them, nor later
+    (run / "checkpoints/step_00000005/state.pt").write_bytes(b"x")
+    assert stopped(["resume", "run"], 6, 7) == [4, 5, 6, 7]
