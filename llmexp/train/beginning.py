@@ -24,12 +24,12 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import renamed
-from llmexp.settings.values import ConfigError, flatten, refuse
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.tracker.mirror import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.folder import fixed_facts
+from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
 from llmexp.train.spikes import forget_after
 from llmexp.train.state import Loop, Outputs, Progress, stateful_parts
@@ -146,11 +146,14 @@ def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
 
     The settings that they depend on are not its parent's, or the parent's are not known.
     """
-    there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
+    there, here = renamed(loaded.manifest.get("config") or {}), fixed_part(plain(config))
     known = [key for key in here if key.startswith("clip.") and key in there]
     if not known or any(here[key] != there[key] for key in known):
         yield from OF_CLIPPING
-    starts = "data.", "batch.real_batch_size", "batch.sequence_length", "batch.ramp"
+    length = "batch.sequence_length"
+    if here[length] != there.get(length):
+        yield "noise"  # its sums are by sequences
+    starts = "data.", "batch.real_batch_size", length, "batch.ramp"
     of_both = [key for key in {**there, **here} if key.startswith(starts)]
     if any(here.get(key) != there.get(key) for key in of_both):
         yield "outliers"  # other losses and norms are usual

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmexp.__main__ import run
+from llmexp.checkpoint.loading import read_checkpoint
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
@@ -28,6 +29,7 @@ from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
+from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.main import section_of
 from llmexp.sweep.points import expand, load_points
@@ -35,6 +37,7 @@ from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.train.beginning import _begun_anew
 from llmexp.update.schedule import cooldown
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import exact, run_here, same_state, wait_for, weights
@@ -111,10 +114,18 @@ def test_outliers_are_judged_anew_where_batch_or_data_are_others(trunk):
     """Its first steps are not held to the losses and norms that were usual before."""
     for name, override, known in (
         ("rate", "optimizer.lr=2e-3", 12), ("batch", "batch.real_batch_size=16", 8),
-        ("ignored", "data.ignore_id=3", 8),
+        ("ignored", "data.ignore_id=3", 8), ("cache", "data.cache_dir=cache", 12),
     ):  # fmt: skip
         state = torch.load(fork(trunk, name, override).checkpoint(12) / "state.pt")
         assert len(state["outliers"]["window"]) == known, name
+
+
+def test_the_noise_scale_is_measured_anew_where_sequences_are_longer(trunk):
+    """Its sums are by sequences: those of the parent's are of another length."""
+    tree, loaded = rundir.built_config(trunk.folder), read_checkpoint(trunk.checkpoint(4), ())
+    assert [*_begun_anew(loaded, tree)] == []
+    longer = with_knobs(tree, batch={"sequence_length": 24})
+    assert "noise" in _begun_anew(loaded, longer)
 
 
 def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
