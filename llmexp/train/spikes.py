@@ -73,7 +73,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
         },
     )
     why = outliers.describe(limits, seen.loss, seen.grad_norm)
-    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {_describe(first)}")
+    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {described(steps, first)}")
 
 
 def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -96,8 +96,10 @@ def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def _describe(first: dict[str, Any] | None) -> str:
-    """Return what rose first, for a line."""
+def described(steps: list[dict[str, Any]], first: dict[str, Any] | None) -> str:
+    """Return what rose first in the steps before, for a line."""
+    if len(steps) <= CALM:  # since a resume
+        return f"{len(steps)} measured steps do not tell which module rose first"
     if first is None:
         return f"no module rose to {RISE} times its level before"
     figure = {"grad_norm": "gradient", "update_norm": "update"}[first["figure"]]

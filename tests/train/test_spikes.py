@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmexp.metrics.outliers import Limits
-from llmexp.train.spikes import follow_spike, rose_first
+from llmexp.train.spikes import described, follow_spike, rose_first
 from llmexp.train.state import Progress
 from llmexp.train.step import Outcome
 from tests.conftest import TINY, Result, llmexp, train
@@ -142,6 +142,9 @@ def test_what_rose_first_is_the_first_to_leave_its_level():
     found = rose_first([*calm, step(5, a=2.7, b=1.6), step(6, a=90.0, b=1.0)])
     assert found == {"module": "b", "figure": "grad_norm", "step": 5, "times": 3.2}
     assert rose_first(calm) is None
+    few = "5 measured steps do not tell which module rose first"  # the run was resumed there
+    assert described(calm, None) == few
+    assert described([*calm, step(5, a=2.5)], None) == "no module rose to 2 times its level before"
 
 
 def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
