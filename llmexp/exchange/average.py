@@ -22,6 +22,7 @@ from llmexp.system.text import first_of
 
 ELEMENTS = 2**22  # of a sum in float64
 PART_BYTES = 2**30  # of a file, all of which is in memory while it is written
+EMA_OF = "the ema of "
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 
 
@@ -100,7 +101,7 @@ def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
     The error names the knobs or tensors that differ.
     """
     if own := next((run for run in runs if (run / RECORD).exists()), None):
-        mean_of = facts_of(own)["mean_of"]
+        mean_of = facts_of(own)["mean_of"].removeprefix(EMA_OF)
         raise ConfigError(f"{own}: is an average; name the checkpoints themselves: {mean_of}")
     first, *others = map(what_it_is, runs)
     for run, here in zip(runs[1:], others, strict=True):
@@ -137,6 +138,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
         return rundir.read_run(folder)
     record = read_json(folder / RECORD)
     try:
-        return record["run"] | {"mean_of": record["mean_of"]}
+        ema = EMA_OF * (record.get("weights") == "ema")
+        return record["run"] | {"mean_of": f"{ema}{record['mean_of']}"}
     except (KeyError, TypeError):
         raise ConfigError(f"{folder / RECORD}: is damaged; make the average anew") from None

@@ -73,7 +73,7 @@ def record_spike(loop: Loop, seen: Outcome, limits: Limits) -> None:
         },
     )
     why = outliers.describe(limits, seen.loss, seen.grad_norm)
-    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {described(steps, first)}")
+    loop.out.console.line(f"step {progress.step:,} is a spike: {why}; {what_rose(steps, first)}")
 
 
 def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -96,7 +96,7 @@ def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def described(steps: list[dict[str, Any]], first: dict[str, Any] | None) -> str:
+def what_rose(steps: list[dict[str, Any]], first: dict[str, Any] | None) -> str:
     """Return what rose first in the steps before, for a line."""
     if len(steps) <= CALM:  # since a resume
         return f"{len(steps)} measured steps do not tell which module rose first"

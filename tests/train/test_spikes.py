@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmexp.metrics.outliers import Limits
-from llmexp.train.spikes import described, follow_spike, rose_first
+from llmexp.train.spikes import what_rose, follow_spike, rose_first
 from llmexp.train.state import Progress
 from llmexp.train.step import Outcome
 from tests.conftest import TINY, Result, llmexp, train
@@ -143,8 +143,8 @@ def test_what_rose_first_is_the_first_to_leave_its_level():
     assert found == {"module": "b", "figure": "grad_norm", "step": 5, "times": 3.2}
     assert rose_first(calm) is None
     few = "5 measured steps do not tell which module rose first"  # the run was resumed there
-    assert described(calm, None) == few
-    assert described([*calm, step(5, a=2.5)], None) == "no module rose to 2 times its level before"
+    assert what_rose(calm, None) == few
+    assert what_rose([*calm, step(5, a=2.5)], None) == "no module rose to 2 times its level before"
 
 
 def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
