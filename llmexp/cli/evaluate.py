@@ -17,7 +17,7 @@ from llmexp.run.layout import check_split, solve_layout
 from llmexp.runs import rundir
 from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
 from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.values import AUTO, ConfigError, refuse, typed
 from llmexp.system.child import release_signals
 from llmexp.system.redact import redacted, warn
 from llmexp.system.text import aligned, with_interval
@@ -196,7 +196,10 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
         config_dir=args.config_dir, overrides=words, multirun=False, command=""
     )
     with app.composed(whole, "evaluate") as (cfg, _):
-        return dataclasses.replace(app.typed_config(cfg), model=section)
+        config = dataclasses.replace(app.typed_config(cfg), model=section)
+    if config.batch.micro_batch_size == AUTO:
+        raise refuse("batch.micro_batch_size", AUTO, "is found where a run trains", 8)
+    return config
 
 
 def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:

@@ -327,6 +327,7 @@ def test_a_folder_of_hugging_face_is_evaluated_with_its_own_tokenizer(there, cap
         ([], "is no run, so its data must be named; for example data=text"),
         (["data=text", "optimizer=sgd"], "optimizer=sgd: of a folder evaluate takes data, token"),
         (["data=text", "--weights", "ema"], "--weights ema: "),
+        (["data=text", "batch.micro_batch_size=auto"], "auto: is found where a run trains"),
         (["--lm-eval", "x"], "lm_eval --model hf --model_args pretrained="),
     ):
         assert command(["evaluate", str(tmp_path / "gpt2"), *arguments]) == 2, arguments

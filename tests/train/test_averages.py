@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +143,11 @@ def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_pa
     assert f"{folder}: is an average; name the checkpoints themselves: " in again[1]
     assert command(["evaluate", str(folder)]) == 0
     assert f"\nmean of {record['mean_of']}\n" in capsys.readouterr().out
+    of_ema = (str(double.folder), "--last", "2", "--weights", "ema", "--out", f"{folder}-ema")
+    assert average(capsys, *of_ema)[0] == 0
+    assert averaging.facts_of(Path(of_ema[-1]))["mean_of"].startswith("the ema of ")
+    again = average(capsys, of_ema[-1], str(double.folder), "--out", str(tmp_path / "again"))
+    assert f"name the checkpoints themselves: {double.folder.name}@11" in again[1]
     assert find([tmp_path])[0] == []  # no run for compare and runs
 
 
