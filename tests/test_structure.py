@@ -52,7 +52,7 @@ SIZES = {
     "compose": 11_243,
     "sweep": 27_386,
     "verify": 18_510,
-    "cli": 18_329,
+    "cli": 18_354,
     "program": 3_250,
     "__main__.py": 900,
     "__init__.py": 300,
