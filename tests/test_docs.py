@@ -13,7 +13,7 @@ from llmexp.metrics.keys import ROW_KEYS
 from tests import rooms
 from tests.codes import codes
 from tests.conftest import ROOT
-from tests.test_structure import MODULES
+from tests.test_structure import MODULES, ROOMS
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -82,6 +82,10 @@ def test_the_keys_of_a_row_are_those_of_the_table():
 
 def test_the_rooms_are_those_of_the_house():
     assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tests.rooms"
+    for name in (*ROOMS[:-1], "train/assembly"):
+        files = {file.stem for file in (ROOT / "llmexp" / name).glob("[!_]*.py")}
+        listed = re.findall(r"\w+", rooms.shown(name).partition("```")[2])
+        assert files <= set(listed), name
 
 
 def test_what_decides_is_there():

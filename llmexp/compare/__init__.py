@@ -1,6 +1,6 @@
 """Compare runs: run folders in, an answer, tables and a page out. No torch, no Hydra.
 
-In reading order, along the data flow:
+Along the data flow. In reading order:
 records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
 figures        which runs take part, and their figures

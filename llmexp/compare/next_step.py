@@ -174,7 +174,7 @@ def _with(
     whole = all(text.isdigit() for text in _values(k.settings.values(), key))
     text = str(round(value)) if whole else f"{value:.2g}"
     steps = number(lead.taking_part[0].facts.get("max_steps")) or math.inf
-    if float(text) in line or (key.endswith("_steps") and float(text) > steps):
+    if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
         return None
     with contextlib.suppress(ConfigError):  # beyond what the knob takes
         if knob := fields().get(key.lstrip("+")):

@@ -1,10 +1,10 @@
 """`Run`: every derived number of a run, computed and checked in one place, saved as run.json.
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
-would. This room imports the standard library and `settings` only. Next to read: batch (the batch
-equation), stages (batches that change), budget (steps and tokens), layout (ranks), shape (sizes of
-a model from one number), rules (rate, batch and more from the size of a run), shares, banner (the
-run in words).
+would. This room imports the standard library and `settings` only. In reading order:
+batch, stages, budget    the batch equation; batches that change; steps and tokens
+layout, shape, rules     ranks; sizes of a model from one number; rate, batch and more from its size
+derived, shares, banner  how a number is declared; what each source and group gets; in words
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ def begin_run(
 ) -> int:
     """Queue or train the run in the folder; return the exit code. Raises ConfigError."""
     if not os.access(path, os.W_OK | os.X_OK):
-        copied = f"cp -r {shlex.quote(str(path))} /tmp/run && llmexp resume /tmp/run"
+        copied = (
+            f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run && llmexp resume /tmp/run"
+        )
         way = f"copy it to one that can, and go on there: {copied}{rundir.allowed_again()}"
         raise ConfigError(f"{path}: this folder cannot be written; {way}")
     if request.get("queue"):
@@ -116,9 +118,8 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: b
     With `record_late`, for a command that waits, ranks of one host that refuse the checkpoint or
     the rows leave the folder as it was, but for logs and provenance of this start.
     """
-    one_host = (
-        parts.run.layout.nnodes == 1
-    )  # else rank 0 locks and records, once all hosts are there
+    # of several hosts rank 0 locks and records, once all are there
+    one_host = parts.run.layout.nnodes == 1
     before: dict[Path, bytes] = {}
     with contextlib.ExitStack() as stack:
         if one_host:

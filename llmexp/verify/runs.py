@@ -139,7 +139,7 @@ def start_run(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Pass signals on to a worker, and leave it and its ranks not behind.
+    """Pass signals on to a worker, and leave neither it nor its ranks behind.
 
     A signal is a KeyboardInterrupt, whatever became of the worker: it may have been importing, or
     about to end.

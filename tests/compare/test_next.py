@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -172,6 +173,21 @@ def test_nothing_is_proposed_that_was_trained_in_other_words_or_is_longer_than_t
     warmup = {100: 0.5, 300: 0.0}  # of 400 steps
     long = planted(tmp_path / "w", warmup, key="schedule.warmup_steps")
     assert step_of(long).rule == "nothing"
+
+
+def test_of_each_step_more_micro_batches_may_be_proposed_than_there_are_steps(tmp_path):
+    points, key = {}, "batch.gradient_accumulation_steps"
+    for count, loss in ((8, 0.9), (16, 0.5), (32, 0.0)):
+        for seed in (1, 2, 3):
+            words = ["train.max_tokens=524288", f"{key}={count}", f"train.seed={seed}"]
+            given = {"overrides": words}
+            points[f"{count}-{seed}"] = dict(
+                offset=loss + NOISE[seed] - 3 * math.exp(-512 / count / 80), seed=seed,
+                steps=512 // count, accumulation=count, val_every=512 // count,
+                facts=given, point=given,
+            )  # fmt: skip
+    step = step_of(make_sweep(tmp_path / "s", points, [key, "train.seed"]))
+    assert (step.rule, step.words[2]) == ("wider", f"{key}=64")  # of runs of 16 steps
 
 
 def test_a_bend_between_two_values_is_looked_into(tmp_path):

@@ -206,7 +206,7 @@ def test_a_run_on_a_read_only_disk_goes_on_in_a_copy(here, settings, monkeypatch
         assert refused.code == 2
         assert refused.err.startswith("llmexp: disk/run: this folder cannot be written; copy it")
         command = refused.err.strip().rpartition("go on there: ")[2]
-        assert command == "cp -r disk/run /tmp/run && llmexp resume /tmp/run"
+        assert command == "cp -r --no-preserve=mode disk/run /tmp/run && llmexp resume /tmp/run"
         assert "Traceback" not in refused.err
         monkeypatch.chdir(here)
         monkeypatch.setattr(worker.STOP, "importing", True)

@@ -26,7 +26,7 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.loss import SummedLoss, compiled_cross_entropy, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
-from tests.tools import by_kernel
+from tests.tools import by_kernel, needs_cuda
 
 
 def leaves(n: int, d: int, v: int, std: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -331,7 +331,7 @@ def test_gradients_are_given_away_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize(
     ("dtype", "value_error", "gradient_error"),
     # fp32 and one fp16 or bf16 rounding each of h, weight and the scaled softmax.
