@@ -346,5 +346,5 @@ def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def value_text(value: Any) -> str:
     """Return a value as an override would have it."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
+        return f"{value:_}"
     return json.dumps(value) if isinstance(value, (list, dict)) else short_value(value)

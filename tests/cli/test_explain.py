@@ -8,6 +8,7 @@ import functools
 import json
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp.__main__ import run
 from llmexp.cli import explain
@@ -204,3 +205,10 @@ def test_sections_figures_of_rows_and_keys_that_end_a_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "checkpoint"
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("value", [1234567, -3, True, 0.5, None, [1, 2]])
+def test_a_value_is_printed_as_it_can_be_pasted(value):
+    override = OverridesParser.create().parse_override(f"train.seed={explain.value_text(value)}")
+    assert not override.is_sweep_override()
+    assert override.value() == value
