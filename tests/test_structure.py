@@ -44,7 +44,7 @@ SIZES = {
     "runs": 12_202,
     "exchange": 10_550,
     "tracker": 9_640,
-    "compare": 51_232,
+    "compare": 51_470,
     "train": 39_930,
     "laws": 17_941,
     "evaluate": 2_550,

@@ -218,7 +218,7 @@ def _batch(records: Sequence[Record]) -> str:
     for r in records:
         size = r.batch("real_batch_size")
         if isinstance(size, int):
-            cuts[size, r.config.get("batch.ramp")].add(folding.batch_cut(r))
+            cuts[size, repr(r.config.get("batch.ramp"))].add(folding.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

@@ -55,7 +55,7 @@ def folded(records: Sequence[Record]) -> list[list[Record]]:
         setting: object = r.path.resolve()
         if SEED in r.config:
             trunk = r.parent.get("setting") or r.config.get(FORK)
-            setting = _without(r, SEED, FORK), trunk
+            setting = _without(r, SEED, FORK), repr(trunk)
         run = setting, repr(r.config.get(SEED))
         groups.setdefault((setting, repeats[run]), []).append(r)
         repeats[run] += 1

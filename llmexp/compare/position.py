@@ -36,9 +36,10 @@ def positions(record: Record, align: str) -> np.ndarray:
     if align == "time":
         own = elapsed(record.columns, number(parent.get("step")) or 0.0)
         return own + (time_before(record) or 0.0)
-    length, most = record.facts.get("sequence_length"), record.facts.get("max_tokens")
+    facts, length = record.facts, record.facts.get("sequence_length")
+    most = facts.get("max_tokens") if "stages" in facts or facts.get("real_batch_size") else None
     if align == "tokens" and length and most and record.config.get("batch.document_mask"):
-        stages, steps = recorded_stages(record.facts), record.columns["step"].astype(int)
+        stages, steps = recorded_stages(facts), record.columns["step"].astype(int)
         at = np.array([stage_at(stages, step).sequences_at(step) for step in steps])
         own = (at - stages[0].first_sequence) * length
         return np.minimum((number(parent.get("tokens")) or 0.0) + own, most)
@@ -95,7 +96,8 @@ def tokens_of_step(record: Record) -> float:
     """Return the tokens of the longest steps of a run; 0 where they are not known."""
     per_step = number(record.facts.get("tokens_per_step")) or 0.0
     sizes = [stage["real_batch_size"] for stage in record.facts.get("stages") or ()]
-    return max([per_step, *(size * record.facts["sequence_length"] for size in sizes)])
+    length = number(record.facts.get("sequence_length")) or 0.0
+    return max([per_step, *(size * length for size in sizes)])
 
 
 def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Position | None:

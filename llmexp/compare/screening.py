@@ -110,7 +110,7 @@ def screen(
 
 
 def _levels(values: Sequence[object]) -> tuple[object, ...]:
-    found = list(dict.fromkeys(values))
+    found = list({repr(value): value for value in values}.values())  # some are lists
     numbers = all(type(v) in (int, float) for v in found)
     return tuple(sorted(found) if numbers else found)  # type: ignore[type-var]
 

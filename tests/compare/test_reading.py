@@ -271,3 +271,45 @@ def test_a_sweep_that_paths_name_in_two_ways_is_one_sweep(tmp_path, monkeypatch)
         (path / "0-a" / "checkpoints").mkdir(exist_ok=True)
         ((run, sweep),) = find([here])[0]
         assert sweep.point_of(run).number == 0
+
+
+STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_size": 8,
+         "gradient_accumulation_steps": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"stages": [STAGE | {"of_tomorrow": 1}]},
+        {"stages": [STAGE | {"real_batch_size": "x"}]},
+        {"stages": "x"},
+        {"stages": []},
+        {"sequence_length": "x"},
+        {"parent": 0.5},
+        {"parent": {"step": [], "setting": ["x"]}},
+    ],
+)
+def test_a_run_json_whose_numbers_are_none_does_not_hide_the_other_runs(tmp_path, facts):
+    for name, more in (("good", {}), ("bad", facts)):
+        make_run(tmp_path / name, facts=more, batch__document_mask=True)
+    found = compare([tmp_path])
+    assert {r.name for r in found.runs} == {"good", "bad"}
+    assert [
+        p
+        for p in found.problems
+        if p.endswith("run.json: a number in it is none; it is passed over")
+    ]
+    compare([tmp_path], align="steps")
+
+
+def test_a_run_json_without_the_batch_is_compared_by_its_rows(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", seed=seed, batch__document_mask=True)
+    path = tmp_path / "1" / "run.json"
+    facts = json.loads(path.read_text())
+    del facts["real_batch_size"], facts["sequence_length"]
+    path.write_text(json.dumps(facts | {"stages": [STAGE]}))
+    assert len(compare([tmp_path]).taking_part) == 2
+    del facts["tokens_per_step"]
+    path.write_text(json.dumps(facts | {"sequence_length": 128}))
+    assert len(compare([tmp_path]).taking_part) == 2

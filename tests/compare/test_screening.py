@@ -208,3 +208,12 @@ def test_what_cannot_be_a_screen_is_refused(tmp_path, monkeypatch, capfd, words,
     refused = run_here(capfd, "plan", "--screen", *QUICK, *words)
     assert refused.code == 2
     assert says in refused.err
+
+
+def test_a_knob_whose_values_are_lists_is_screened_as_others_are():
+    """Such as data.files of which a screen chooses."""
+    values = [([1], [2]), ("a", "b"), (0.1, 0.2)]
+    settings = [{str(i): values[i][level] for i, level in enumerate(row)} for row in design(3, 8)]
+    found = screen(settings, [{"1": 1.0 + (s["0"] == [2])} for s in settings])
+    assert found.levels["0"] == ([1], [2])
+    assert found.knobs["0"].effect == pytest.approx(1.0)
