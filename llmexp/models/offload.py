@@ -57,7 +57,7 @@ def to_host(x: Tensor) -> Tensor:
     """Return a copy in the host's memory, pinned beside a CUDA device, which it goes on from.
 
     A tensor with gaps is copied on its device first: torch would take it through memory that is
-    not pinned, at half the rate.
+    not pinned, at a fifth of the rate.
     """
     there = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
     whole = x if x.stride() == there.stride() else x.clone()
