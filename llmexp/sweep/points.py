@@ -261,6 +261,13 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create(config_loader=loader())
     with user_errors():
         found: list[Override] = parser.parse_overrides([*fixed, *overrides])
+    for override in filter(Override.is_discrete_sweep, found):
+        key, values = override.key_or_group, [*override.sweep_string_iterator()]
+        given = str(override.input_line).partition("=")[2]
+        if not values:
+            raise refuse(key, given, "there is no such value, so there is nothing to train")
+        if key.startswith(("plan.", "sweep.")):
+            raise refuse(key, given, "holds for all points, so one value is needed", values[0])
     return found
 
 

@@ -142,8 +142,6 @@ def distribution(o: Override) -> Any:
         kind = distributions.IntDistribution if whole else distributions.FloatDistribution
         return kind(sweep.start, sweep.end, log=log)
     texts = list(o.sweep_string_iterator())
-    if not texts:
-        raise ConfigError(f"{o.input_line}: this range has no value; for example range(1,5)")
     if o.is_range_sweep() and all(text.lstrip("-").isdigit() for text in texts):
         numbers = sorted(map(int, texts))
         if log and numbers[0] <= 0:
