@@ -197,7 +197,7 @@ class Attention(nn.Module):
     def by_head(self, x_btd: Tensor) -> Tensor:
         """Return features of several heads (b, t, ...) head by head: (b, h, t, k)."""
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        return x_btd.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x_btd.view(*x_btd.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x_btd: Tensor, *given: Any) -> Tensor:
         """Return (b, t, d). `given`: what `heads` takes beside x, then documents, cache or None."""
