@@ -34,7 +34,7 @@ SIZES = {
     "settings": 13_150,
     "run": 9_755,
     "system": 6_758,
-    "models": 15_098,
+    "models": 15_072,
     "mesh": 6_505,
     "update": 13_719,
     "metrics": 7_900,

@@ -220,9 +220,7 @@ class SummedLoss(nn.Module):
         if targets_bt is None or each:
             # Uncompiled: texts have many lengths, and each would be compiled anew.
             with torch.no_grad(), self._eager():
-                if targets_bt is None:
-                    return self._logits(tokens_bt)
-                return self._each(tokens_bt, targets_bt)
+                return self._unsummed(tokens_bt, targets_bt)
         count, device = tokens_bt.numel(), tokens_bt.device
         # in `evaluating` without a compiled graph, whole logits would only take memory
         if self.run_fused is not None and self.training and self.fuses_loss(count, device):
@@ -240,15 +238,13 @@ class SummedLoss(nn.Module):
             out = run(*inputs)
         return out.detach() if reuses_graph else out
 
-    def _logits(self, tokens_bt: Tensor) -> Tensor:
+    def _unsummed(self, tokens_bt: Tensor, targets_bt: Tensor | None) -> Tensor:
+        """Return the loss of each target; without targets the logits of the whole vocabulary."""
         out = self._trunk(tokens_bt)
         if not self.chunked:
-            return out
-        logits_btv = F.linear(out, self._head_weight())
+            return out if targets_bt is None else plain_cross_entropy(out, targets_bt, "none")
+        head_vd = self._head_weight()
+        if targets_bt is not None:
+            return chunked_cross_entropy(out, head_vd, targets_bt, self.shard)
+        logits_btv = F.linear(out, head_vd)
         return logits_btv if self.shard is None else self.shard.gather(logits_btv)
-
-    def _each(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
-        out = self._trunk(tokens_bt)
-        if self.chunked:
-            return chunked_cross_entropy(out, self._head_weight(), targets_bt, self.shard)
-        return plain_cross_entropy(out, targets_bt, "none")

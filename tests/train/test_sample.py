@@ -3,6 +3,7 @@ end of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
+from llmexp.compose import app
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.models.gpt2 import GPT2
 from llmexp.runs.naming import named_checkpoint
@@ -215,8 +217,9 @@ class Scaled(GPT2):
 def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
     monkeypatch.setenv("LLMEXP_ALLOW", "tests")
     sizes = {"max_position_embeddings": 12, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24}
-    model = _build(
-        {"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes, "fp32", None, False
-    )
+    section = {"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes
+    with app.hydra_app(None) as hydra:
+        config = app.typed_config(app.compose(hydra, ["precision=fp32"])[0])
+    model: Any = _build(dataclasses.replace(config, model=section))[1]
     assert model.scale.tolist() == [0.5] * 16
     assert model.again.weight is model.token_embedding.weight
