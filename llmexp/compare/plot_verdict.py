@@ -34,6 +34,8 @@ def verdict_plot(c: Result) -> Plot | None:
     if c.metric not in c.columns or lead is None or len(rows) < 2 or not several or not c.is_loss:
         return None
     names = [text(e.label, 32) for e in rows]
+    if len(set(names)) < len(names):  # each has a row of its own
+        names = [text(e.label) for e in rows]
     marks = {e.mark for e in rows}
     traces = [
         _seeds(c, lead, rows, names),

@@ -170,7 +170,9 @@ def _names(c: Result) -> list[Shown]:
     rows = set(zip(*(column.cells for column in columns), strict=True))
     named = any(e.label == e.name for e in c.settings)
     if named or not 0 < len(columns) <= 4 or len(rows) < len(c.settings):
-        return [Shown("run", [_cut(e.label, _MOST) for e in c.settings])]
+        whole = [e.label for e in c.settings]
+        cut = [_cut(label, _MOST) for label in whole]
+        return [Shown("run", cut if len({*cut}) == len({*whole}) else whole)]
     return columns
 
 

@@ -21,7 +21,7 @@ from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import difference
 from llmexp.compare.page import clip_rows
-from llmexp.compare.table import show, shown_columns, to_json, to_markdown
+from llmexp.compare.table import lines, show, shown_columns, to_json, to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown
@@ -430,3 +430,10 @@ def test_a_run_that_stopped_between_two_rows_is_listed_at_its_last_step(tmp_path
     (tmp_path / "a" / "status.json").write_text(json.dumps(status))
     assert llmexp(["runs", "--json", str(tmp_path)]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["runs"]] == [47]
+
+
+def test_long_names_that_differ_at_their_end_are_told_apart(tmp_path):
+    for i, end in enumerate("abc"):
+        make_run(tmp_path / f"{'x' * 45}{end}", own=i, offset=0.01 * i)
+    rows = lines(compare([tmp_path]), 120)[-3:]
+    assert [row.split()[0][-2:] for row in rows] == ["xa", "xb", "xc"]
