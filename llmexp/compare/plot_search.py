@@ -56,7 +56,7 @@ def search_plots(c: Result) -> list[Plot]:
     caption = "The lowest of many trials is low by chance too."
     fresh = {e: [r for r in e.runs if not r.trial and c.key in r.figures] for e in look}
     again = [e for e in look if fresh[e]]
-    if again and trials:
+    if again:
         edge = len(trials) + 0.5
         places = itertools.count(len(trials) + 1)
         traces += [_fresh(c, e, look[e], fresh[e], next(places)) for e in again]

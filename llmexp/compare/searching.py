@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.compare.figures import half_width
+from llmexp.compare.figures import figure_text
 from llmexp.compare.folding import varying
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
-from llmexp.system.text import with_interval
 
 RESAMPLED = 400
 _SPARE = 5  # degrees of freedom that the noise needs
@@ -27,10 +26,10 @@ def searched(f: Result) -> Iterator[str]:
     lead = f.ranked[0]
     if not any(r.trial for r in lead.taking_part):
         own = [f.digits(r.figures[key]) for r in lead.runs if r in known]
-        fresh = with_interval(lead.figures[key], half_width(lead, f.metric), f.metric.digits)
         yield (
             f"The search chose by the lowest of {plural(len(trials), 'trial')}, which is low by "
-            f"chance too: {lead.label} had {', '.join(own)} there; with fresh seeds it has {fresh}."
+            f"chance too: {lead.label} had {', '.join(own)} there; with fresh seeds it has "
+            f"{figure_text(lead, f.metric)}."
         )
     keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:

@@ -11,6 +11,7 @@ import numpy as np
 
 # The chance with which as many seeds as `seeds_needed` says find such a difference.
 POWER = 0.8
+_MOST = 1000  # seeds that could be asked for
 
 
 def tail(q: float, count: int, df: float) -> float:
@@ -73,12 +74,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] |
     return mean, (mean - half, mean + half)
 
 
-def seeds_needed(
-    spread: float, size: float, rivals: int = 2, df: float = 1.0, most: int = 1000
-) -> int | None:
+def seeds_needed(spread: float, size: float, rivals: int = 2, df: float = 1.0) -> int | None:
     """Return the seeds a setting that find a difference of `size` with a chance of 80 %.
 
-    None where these are more than `most`.
+    None where these are more than 1000.
 
     `spread` is the standard deviation of the difference of a pair of seeds, `df` the degrees of
     freedom that each seed beyond the first adds. The half width of the interval and the margin for
@@ -91,5 +90,5 @@ def seeds_needed(
         margin = quantile(rivals, freedom) / math.sqrt(2) + float(stdtrit(freedom, POWER))
         return margin * spread / math.sqrt(n) <= size
 
-    found = bisect.bisect_left(range(most + 1), True, lo=2, key=enough)
-    return found if size > 0 and found <= most else None
+    found = bisect.bisect_left(range(_MOST + 1), True, lo=2, key=enough)
+    return found if size > 0 and found <= _MOST else None
