@@ -99,10 +99,8 @@ def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
     return Floor(size, math.sqrt(2 * variance), sum(map(len, sets)), source)
 
 
-def effects(
-    rivals: Sequence[Setting], keys: Sequence[str], seen: Seen, sign: float
-) -> list[Effect]:
-    """Judge for each of several keys the two of its values that differ most.
+def effects(rivals: Sequence[Setting], keys: Sequence[str], seen: Seen) -> list[Effect]:
+    """Judge for each of several keys the two of its values that differ most in the loss.
 
     Differences are averaged over the cells of the other keys.
     """
@@ -114,7 +112,7 @@ def effects(
     for key in keys:
         cells = _cells(rivals, keys, key, seen)
         pairs = itertools.combinations(cells, 2)
-        known = [e for a, b in pairs if (e := _effect(key, a, b, cells, seen.model, alpha, sign))]
+        known = [e for a, b in pairs if (e := _effect(key, a, b, cells, seen.model, alpha))]
         if known:
             found.append(max(known, key=lambda e: (e.difference.real, abs(e.difference.mean))))
     return found
@@ -134,9 +132,7 @@ def _cells(rivals: Sequence[Setting], keys: Sequence[str], key: str, seen: Seen)
     return cells
 
 
-def _effect(
-    key: str, a: str, b: str, cells: Cells, model: Model, alpha: float, sign: float
-) -> Effect | None:
+def _effect(key: str, a: str, b: str, cells: Cells, model: Model, alpha: float) -> Effect | None:
     """Judge two values of a key over the cells where both were trained.
 
     Where the difference varies over the cells by more than noise does, name those where it holds.
@@ -161,7 +157,7 @@ def _effect(
     ahead = 1 if d.mean > 0 else -1
     shown = {cell: one.mean * ahead > 0 for cell, one in single.items() if one.real}
     holds, against = ([cell for cell in shown if shown[cell] is alike] for alike in (True, False))
-    better, worse = (a, b) if d.mean * sign > 0 else (b, a)
+    better, worse = (a, b) if d.mean > 0 else (b, a)
     return Effect(key, better, worse, d, tuple(against), tuple(holds) if interacts else None)
 
 

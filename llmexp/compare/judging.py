@@ -54,7 +54,7 @@ def judge(f: Result) -> None:
     if loss:
         f.floor = floor_of(ranked, f.key)
         if standing and f.tasks == 1:
-            f.effects = effects(ranked, varying(rivals, f.factors), standing.seen, sign)
+            f.effects = effects(ranked, varying(rivals, f.factors), standing.seen)
     for s in f.settings:
         s.mark = s.out or _mark(s, f)
     # those of one budget together, last those that are left out
