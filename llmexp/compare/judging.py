@@ -20,7 +20,6 @@ from llmexp.compare.looks import Level, Stood, stood
 from llmexp.compare.records import TWIN, Result, Setting, Verdict
 from llmexp.compare.spending import ALPHA
 from llmexp.compare.target import cap_of, capped
-from llmexp.runs.ledger import Look
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
@@ -42,7 +41,7 @@ def judge(f: Result) -> None:
     groups = _by_budget(ranked)  # those of one budget can be compared among themselves
     share = 1 / max(1, sum(len(group) > 1 for group in groups))
     f.looks = f.runs[0].looks if len({r.sweep for r in f.runs}) == 1 else ()
-    leads = [_judge(group, f.looks, share, f.negligible, sign) for group in groups]
+    leads = [_judge(f, group, share) for group in groups]
     first, standing = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     f.ranked = sorted(ranked, key=lambda s: s is not first)
     f.budgets = _by_budget([*f.ranked, *f.without])
@@ -99,18 +98,16 @@ def _order(r: Setting, sign: float) -> tuple[bool, float]:
     return len(r.seeds) < 2, sign * r.mean
 
 
-def _judge(
-    group: Sequence[Setting], looks: Sequence[Look], share: float, negligible: float, sign: float
-) -> tuple[Setting, Stood | None]:
+def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, Stood | None]:
     """Judge rivals of one budget beside the best one, which is returned.
 
-    `looks`: those of a sweep that decided by itself; `share` of their levels is for these rivals.
-    `sign`: -1 where the higher figure is better.
+    `share`: what these rivals have of the chance of an error.
 
     Twins and repeats measure what rounding makes, and win nothing by it: one of each computation
     stands for all. So it does where figures are equal to the bit: a limit that clips nothing is
     no other setting, and no further witness of the noise.
     """
+    sign = f.metric.sign
     same: dict[object, list[Setting]] = defaultdict(list)
     for i, r in enumerate(group):
         r.identity = next((o.identity for o in group[:i] if _equal(o, r)), r.computation)
@@ -120,7 +117,7 @@ def _judge(
         return -len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean
 
     candidates = [min(those, key=weight) for those in same.values()]
-    levels: list[Level] = [(look.seeds, look.level * share) for look in looks]
+    levels: list[Level] = [(look.seeds, look.level * share) for look in f.looks]
     standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
     lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
     for other in group:
@@ -140,7 +137,7 @@ def _judge(
             d, worse = standing.found[other.identity]
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
-            other.size, other.verdict = d.mean, _verdict(d, worse, negligible, resolution)
+            other.size, other.verdict = d.mean, _verdict(d, worse, f.negligible, resolution)
         if other.capped:  # not known by how much
             other.size = other.difference = None
             if other.verdict == Verdict.SAME:
