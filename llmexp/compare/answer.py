@@ -63,7 +63,7 @@ def _to_target(f: Result) -> str:
     key, unit = f.key, UNITS_IN_WORDS[f.align]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
     undecided = f.those(Verdict.UNDECIDED)
-    cap = cap_of(f.taking_part, f.align)
+    cap = cap_of(f)
     at_cap = [r for r in (*few, *undecided) if best.capped and r.figures.get(REACHED)]
     tied = [r for r in at_cap if abs(r.mean - best.mean) <= RESOLUTION * cap]
 

@@ -30,7 +30,7 @@ def judge(f: Result) -> None:
     """Find out how the settings stand, and write it into them and into the result."""
     loss, sign = f.is_loss, f.metric.sign
     f.negligible = f.negligible if loss else 0.0
-    cap = cap_of(f.taking_part, f.align)
+    cap = cap_of(f)
     rivals = [s for s in f.settings if not s.out]
     for s in rivals:
         _read_off(s, f, cap)

@@ -79,9 +79,9 @@ def capped(runs: Sequence[Record], key: str, cap: float) -> dict[str, float]:
     return {r.seed: min(r.figures.get(key, cap), cap) for r in known}
 
 
-def cap_of(runs: Sequence[Record], align: str) -> float:
+def cap_of(f: Result) -> float:
     """Return the end of the first of the runs to end that never reached the target."""
-    never = [positions(r, align) for r in runs if r.figures.get(REACHED) == 0.0]
+    never = [positions(r, f.align) for r in f.taking_part if r.figures.get(REACHED) == 0.0]
     return min((float(where[-1]) for where in never if len(where)), default=math.inf)
 
 
@@ -112,7 +112,7 @@ def reached(f: Result) -> Iterator[str]:
         most = f"up to {rounded(max(widths))} {unit} apart"
         yield f"Between two evaluations, {most}, the target is placed by a straight line."
     if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
-        cap = rounded(cap_of(runs, f.align))
+        cap = rounded(cap_of(f))
         yield (
             f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); to "
             f"judge, all that had not by {cap} {unit}, where the first of them ends, count as if "
