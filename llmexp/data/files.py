@@ -26,16 +26,20 @@ OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, for so many that stay open.
+    """Raise this process's limit of open files, for so many more that stay open.
 
     Raises ConfigError where it may not.
     """
+    there = 0
+    with contextlib.suppress(OSError):  # a machine without this folder
+        there = len(os.listdir("/dev/fd"))  # such as those of the sources before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
-    if count + 64 > most:
-        text = f"are more than this process may open ({hard:,}, by ulimit -Hn); join them to fewer"
+    if there + count + 64 > most:
+        text = f"are more than this process may open beside the {there:,} that it has open "
+        text += f"({hard:,} in all, by ulimit -Hn); join them to fewer"
         raise ConfigError(f"data: {count:,} token files {text}")
-    if (wanted := min(count + OTHER_FILES, most)) > enough:
+    if (wanted := min(there + count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 
 

@@ -192,6 +192,7 @@ def _finish(work: Work) -> None:
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
     """Return the ids of a split. Raises ConfigError for a shard that is not whole, and OSError."""
     dtype, arrays = np.dtype(manifest["dtype"]), []
+    allow_open_files(len(manifest["chunks"]))  # a map keeps its file open
     for chunk in manifest["chunks"]:
         path, count = f"{folder}/{chunk['name']}.{split}.bin", chunk[split]["tokens"]
         if os.path.getsize(path) != count * dtype.itemsize:
@@ -206,7 +207,6 @@ def _open(work: Work) -> SourceShards | None:
     source, folder = work.source, work.folder
     try:
         found = json.loads((folder / SHARD_MANIFEST).read_text())
-        allow_open_files(len(found["chunks"]) * len(source.splits))  # a map keeps its file open
         streams = {}
         for split in source.splits:
             streams[split] = _stream(folder, found, split)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -235,6 +236,22 @@ def test_a_part_gets_its_share_of_one_large_file():
         parts = [work.Part(number, of) for number in range(1, of + 1)]
         counts = [sum(part.has(0, 9, 9, chunk) for chunk in range(40 * of)) for part in parts]
         assert max(counts) - min(counts) <= 2
+
+
+def test_shards_of_several_sources_may_be_more_than_are_open_by_default(files, monkeypatch):
+    """Each is a map, which keeps its file open: those of the sources before count, too."""
+    monkeypatch.setattr("llmexp.data.shards.CHUNK_BYTES", 1)
+    monkeypatch.setattr("llmexp.data.files.OTHER_FILES", 40)
+    names = ("one", "two", "three")
+    for name in names:
+        json_lines(files / f"{name}.jsonl", [f"{name} {i}" for i in range(100)])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 150, before[1]))
+    try:
+        chosen = {name: {"files": str(files / f"{name}.jsonl")} for name in names}
+        assert len(made(files, sources=chosen, val={}).train.shards) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_what_was_killed_goes_on(files):
