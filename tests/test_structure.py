@@ -50,7 +50,7 @@ SIZES = {
     "evaluate": 2_550,
     "forecast": 11_361,
     "compose": 11_243,
-    "sweep": 27_460,
+    "sweep": 27_464,
     "verify": 18_510,
     "cli": 18_354,
     "program": 3_250,

@@ -85,7 +85,7 @@ def plan_points(
     total = totals(plans, knobs)
     if knobs.decide and not refused:
         refuse_undecidable(knobs, where, seeds, able)
-    if knobs.decide and able:
+    if knobs.decide and able[1:]:
         total["sweep.decide"] = of_seeds(total, len(able), knobs)
     return PlannedSweep(able, plans, refused, knobs, total)
 

@@ -379,6 +379,9 @@ def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path):
     asked = llmexp("plan", "-m", "--json", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
     found = json.loads(asked.out)["total"]["sweep.decide"]
     assert found["least"]["runs"] <= found["expected"]["runs"] <= found["most"]["runs"]
+    one = llmexp("plan", "-m", *RUN, "optimizer.lr=1e-3,-1", "sweep.decide=true", cwd=tmp_path)
+    assert (one.code, "sweep.decide" in one.out) == (2, False)
+    assert "refused: 1-lr_-1: optimizer.lr=-1" in one.err
     limits = {"max_tokens": 1234567, "max_hours": 0.5}
     within = seeds_in_words(found, build_sweep(DEFAULTS | limits))
     assert ", within sweep.max_hours=0.5 and sweep.max_tokens=1234567; about" in within
