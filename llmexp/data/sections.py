@@ -14,7 +14,8 @@ from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-WEIGHT = Knob("share in the mixture; 0 leaves the source out", at_least=0)
+MOST = 1e18  # of a weight: sums and products stay finite
+WEIGHT = Knob("share in the mixture; 0 leaves the source out", at_least=0, at_most=MOST)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PlaceKnobs:
 
 @dataclass(frozen=True)
 class SourceKnobs(PlaceKnobs):
-    weight: float | None = knob(WEIGHT.doc, 0.5, at_least=0, default=None)
+    weight: float | None = knob(WEIGHT.doc, 0.5, at_least=0, at_most=MOST, default=None)
 
 
 @dataclass(frozen=True)

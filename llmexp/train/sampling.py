@@ -59,6 +59,11 @@ def sample(
             if token == end:
                 break
             new.append(token)
+    # some libraries leave out the space before the first word that they decode
+    before = encoding.decode(ids, errors="replace")
+    whole = encoding.decode([*ids, *new], errors="replace")
+    if prompt and whole.startswith(before):
+        return prompt + whole.removeprefix(before)
     return prompt + encoding.decode(new, errors="replace")
 
 

@@ -388,6 +388,10 @@ REFUSED = {
     "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
     "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"web.weight=0: all weights are 0; for ex"),
     "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: must be at least 0"),
+    "huge": (
+        {"sources": {"web": WEB | {"weight": 1e300}}},
+        r"weight=1e\+300: must be at most 1e\+18",
+    ),
     "some weights": (
         {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},
         "data.sources.two.weight: the other sources have weights",

@@ -63,6 +63,29 @@ def test_a_tokenizer_without_an_end_needs_a_prompt():
     assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
 
 
+class Words:
+    """A word an id; as sentencepiece's, the first word of a text has no space before it."""
+
+    n_vocab, eot_token, byte_lengths = 4, None, (1, 4, 6, 4)
+    words = ("?", "the", "quick", "fox")
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        known = {word: number for number, word in enumerate(self.words)}
+        return [[known.get(word, 0) for word in text.split()] for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.words[i] for i in ids)
+
+
+def test_the_space_behind_a_prompt_stays():
+    class Fox(Eager):
+        def forward(self, tokens_bt: Tensor) -> Tensor:
+            return super().forward(tokens_bt)[..., :4]
+
+    found = sample(as_tokenizer(Words()), Fox(), 12, "fp32", "the  quick", 2, temperature=0)
+    assert found == "the  quick fox fox"
+
+
 def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
     run = SimpleNamespace(sequence_length=12, max_position_embeddings=32, parameters=64)
     parts = SimpleNamespace(document_end=None,
