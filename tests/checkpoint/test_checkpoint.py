@@ -262,10 +262,10 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
         saving.snapshot(Tied(), [optimizer], 0, 1, False)
 
 
-DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version",
-"file gone", "bit",
-          "truncated", "outside", "no index", "a part missing", "a file not named",
-          "no tensors", "other step", "a part missing, no index"]  # fmt: skip
+# Files that are gone, cut short or have another bit, and newer versions:
+# tests/faults/test_records.py.
+DAMAGE = ["manifest a list", "older version", "outside", "no index", "a part missing",
+          "a file not named", "no tensors", "other step", "a part missing, no index"]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -274,24 +274,11 @@ def test_damage_is_named(tmp_path, damage):
     manifest, model = path / MANIFEST, path / MODEL
     content = json.loads(manifest.read_text())
     said = "100"
-    if damage == "manifest gone":
-        manifest.unlink()
-    elif damage == "manifest no json":
-        manifest.write_text("{")
-    elif damage == "manifest a list":
+    if damage == "manifest a list":
         manifest.write_text("[]")
-    elif damage in ("older version", "newer version"):
-        version = 1 if damage == "older version" else 99
-        manifest.write_text(json.dumps({**content, "format_version": version}))
-        said = f"version {version}, this program reads version 2"
-    elif damage == "file gone":
-        model.unlink()
-    elif damage == "bit":
-        data = bytearray(model.read_bytes())
-        data[-1] ^= 1
-        model.write_bytes(data)
-    elif damage == "truncated":
-        model.write_bytes(model.read_bytes()[:-1])
+    elif damage == "older version":
+        manifest.write_text(json.dumps({**content, "format_version": 1}))
+        said = "version 1, this program reads version 2"
     elif damage == "outside":
         model.rename(tmp_path / MODEL)
         content["files"][f"../{MODEL}"] = content["files"].pop(MODEL)
@@ -325,12 +312,7 @@ def test_damage_is_named(tmp_path, damage):
         said = "names no file with tensors"
     with pytest.raises(loading.CheckpointError, match=said):
         loading.read_checkpoint(path)
-    said = (
-        "99, this program reads version"
-        if damage == "newer version"
-        else "all 1 checkpoints are damaged"
-    )
-    with pytest.raises(loading.CheckpointError, match=said):
+    with pytest.raises(loading.CheckpointError, match="all 1 checkpoints are damaged"):
         loading.newest_whole(tmp_path, lambda text: None)
 
 

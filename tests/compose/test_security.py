@@ -479,6 +479,30 @@ def sweep_of(*arguments: str) -> str:
 
 
 ATTACKS: list[tuple[str, str, list[str], str]] = [
+    # Parts that are not the package's own, or that call something within.
+    *((f"{section}/evil", text, ["plan", f"{section}=evil"], section)
+      for section, text in (
+          ("model", "{_target_: os.system, command: touch canary}"),
+          ("model", "{_target_: llmexp.cli.worker.subprocess.Popen, args: [touch, canary]}"),
+          ("model", "{_target_: llmexp.cli.worker.os.system, command: touch canary}"),
+          ("model", "{_target_: builtins.open, file: canary, mode: w}"),
+          ("model", "{_target_: llmexp.system.fileio.write_whole, path: canary, text: x}"),
+          ("model", "{_target_: llmexp.models.gpt2.torch.save, obj: 1, f: canary}"),
+          ("model", "{_target_: torch.hub.load, repo_or_dir: ., source: local, model: canary}"),
+          ("model", "{_target_: llmexp.models.gpt2.GPT2, n_layers: "
+           "{_target_: os.system, command: touch canary}}"),
+          ("model", "{_target_: llmexp.models.gpt2.GPT2, _partial_: true, _args_: [touch canary]}"),
+          ("data", "{_target_: pathlib.Path.touch, self: canary}"),
+          ("optimizer", "{_target_: llmexp.compose.command_line.allow, packages: os}"),
+          ("schedule", "{_target_: llmexp.models.gpt2.GPT2}"),
+          ("tokenizer", "{_target_: os.system, command: touch canary}"))),
+    *(("experiment/evil", f"hooks: [{{_target_: {hook}}}]\nuser: {{x: os.system}}",
+       ["plan", EVIL], "hooks")
+      for hook in (
+          "os.system, command: touch canary",
+          "llmexp.cli.worker.os.system, command: touch canary",
+          "llmexp.verify.record.record, deeper: {_target_: os.system, command: touch canary}",
+          "'${user.x}'")),
     # Objects that Hydra makes.
     ("hydra/hydra_logging/evil", LOGS, ["train", "--hydra-help", "hydra/hydra_logging=evil"],
      "hydra.hydra_logging"),
@@ -564,7 +588,9 @@ def test_a_file_of_another_runs_nothing(home, capsys, file, text, command, says)
     if command[0] != "resume":
         command = [*command, "--config-dir", "conf"]
         if "--hydra-help" not in command:
-            command += [*TINY, "data=synthetic", "data.n_tokens=5000"]
+            tiny = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+            chosen = (file.partition("/")[0] + "=", file.partition("/")[0] + ".")
+            command += [word for word in tiny if not word.startswith(chosen)]
     assert run(command) == 2
     out, err = capsys.readouterr()
     assert re.match(f"llmexp: (error: )?{says}", err, re.S), err + out

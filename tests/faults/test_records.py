@@ -37,47 +37,28 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGE = {"gone": Path.unlink, "cut short": truncate, "one bit": flip}
-FILES = ("model.safetensors", "optimizer.safetensors", "state.pt")
-
-
-def damage_of(path: Path, what: str) -> str:
-    """Damages a checkpoint, `what`: how and which file; returns what a message must name."""
-    how, _, name = what.partition(": ")
-    if how == "no JSON":
-        (path / name).write_text('{"format_version": 2, "st')
-    else:
-        DAMAGE[how](path / name)
-    return name
-
-
-CASES = [*(f"{how}: {name}" for how in DAMAGE for name in FILES), "gone: manifest.json",
-"no JSON: manifest.json",
-         "cut short: manifest.json"]  # fmt: skip
-
-
-@pytest.mark.parametrize("what", CASES)
-def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, what):
+@pytest.mark.parametrize("how", [Path.unlink, truncate, flip])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.pt", "manifest.json"]
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, how, name):
+    if (how, name) == (flip, "manifest.json"):
+        return  # half of it is for people
     run = copy_of(whole, tmp_path / "run")
-    newest, older = (
-        run / "checkpoints" / f"step_{LAST:08d}",
-        run / "checkpoints" / f"step_{LAST - 2:08d}",
-    )
-    name = damage_of(newest, what)
-    warnings: list[str] = []
-    loaded = loading.newest_whole(run / "checkpoints", warnings.append)
-    assert loaded.path == older
-    text = f"checkpoint {newest.name} is damaged and not used: "
+    newest, older = (run / f"checkpoints/step_{step:08d}" for step in (LAST, LAST - 2))
+    how(newest / name)
+    text, warnings = f"checkpoint {newest.name} is damaged and not used: ", []
+    assert loading.newest_whole(run / "checkpoints", warnings.append).path == older
     assert text in warnings[0]
     assert name in warnings[0]
     assert command(["sample", str(run), "--tokens", "1"]) == 0
     err = capsys.readouterr().err
-    if "optimizer" in what and not what.startswith("gone"):
+    if "optimizer" in name and how is not Path.unlink:
         assert err == ""  # a sample does not read it
         return
     assert text in err
     assert name in err
-    damage_of(older, what)
+    how(older / name)
     assert command(["sample", str(run), "--tokens", "1"]) == 2
     err = capsys.readouterr().err
     assert "all 2 checkpoints are damaged" in err

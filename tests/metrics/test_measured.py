@@ -3,15 +3,11 @@ update is."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.conftest import Result, llmexp, train
-from tests.tools import cut_after, exact, same_state
+from tests.tools import cut_after, equal, exact, same_state, weights
 
 SPIKES = (22, 27)  # steps whose sequences hold ids that the model has learnt never to expect
 
@@ -89,11 +85,6 @@ def test_a_resumed_run_flags_and_measures_the_same(whole, tmp_path):
 OFF = ["metrics.noise_scale_every=null", "metrics.outlier_sigma=null"]
 
 
-def same(a: Path, b: Path, name: str) -> bool:
-    first, second = load_file(a / name), load_file(b / name)
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
 def without(rows: list[dict]) -> list[dict]:
     return [
         {k: v for k, v in row.items() if "noise" not in k and "outlier" not in k} for row in rows
@@ -103,7 +94,7 @@ def without(rows: list[dict]) -> list[dict]:
 def test_measuring_changes_nothing(whole, spiked, tmp_path):
     off = train(tmp_path, "off", *spiked, "batch.gradient_accumulation_steps=2", *OFF)
     assert without(exact(whole)) == exact(off)
-    assert same(whole.checkpoint(30), off.checkpoint(30), "model.safetensors")
+    assert equal(weights(whole, 30), weights(off, 30))
     summary = off.json("status.json")["summary"]
     assert not {k for k in summary if "noise" in k or "outlier" in k}
     assert "noise" not in off.json("status.json")
@@ -133,9 +124,9 @@ def test_two_ranks_skip_the_outliers_and_measuring_changes_nothing(spiked, tmp_p
     assert skipped["train/loss"] == off.rows()[first - 1]["train/loss"]
     assert "grad_norm" not in skipped
     assert (skipped["skipped_steps"], after["lr"]) == (1, skipped["lr"])
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        before, at, then = (on.checkpoint(step) for step in (first - 1, first, first + 1))
-        assert same(before, at, name)
-        assert not same(at, then, name)
+    for kind in ("model", "optimizer"):
+        before, at, then = (weights(on, step, kind) for step in (first - 1, first, first + 1))
+        assert equal(before, at)
+        assert not equal(at, then)
     assert on.json("status.json")["noise"]["measurements"] == 7
     assert "noise_scale" not in off.rows()[-1]

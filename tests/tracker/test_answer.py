@@ -15,6 +15,7 @@ import yaml
 
 from llmexp.compare.comparing import compare
 from llmexp.runs.ledger import Ledger
+from llmexp.runs.rows import read_rows
 from llmexp.tracker.answer import SweepAnswer, deliver
 from llmexp.tracker.fields import (
     MirrorPosition,
@@ -78,7 +79,14 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
             known = {k: v for k, v in values if v not in (None, "")}
             assert {k: v for k, v in there.summary.items() if k in MARKS} == known
             assert "final val/loss" in there.summary
-            assert [row["_step"] for row in there.rows] == [1, 2, 3]
+            sent = [{k: v for k, v in r.items() if k[0] != "_" or k == "_step"} for r in there.rows]
+            assert sent == [
+                row | {"_step": row["step"]} for row in read_rows(one.path / "metrics.jsonl")
+            ]
+            record = json.loads((one.path / "run.json").read_text())
+            config = {key: value["value"] for key, value in there.config.items()}
+            assert config["run"]["max_tokens"] == record["max_tokens"]
+            assert config["batch"]["real_batch_size"] == record["real_batch_size"]
     assert not upload_is_pending(tmp_path / "s")
 
 

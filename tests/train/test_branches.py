@@ -187,19 +187,6 @@ def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk)
     assert anew.rows()[-1]["tokens_seen"] == 480
 
 
-@pytest.mark.slow  # the next test has ranks that split the weights
-def test_a_fork_on_two_ranks(trunk):
-    """The same windows, and the same losses but for the order of sums; without dropout, which ranks
-    draw otherwise."""
-    more = ["model.dropout=0", "train.max_steps=6"]
-    one = fork(trunk, "one", *more)
-    two = fork(trunk, "two", *more, "parallelism=ddp", "parallelism.nproc_per_node=2")
-    for a, b in zip(exact(one), exact(two), strict=True):
-        assert a["data_digest"] == b["data_digest"]
-        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
-
-
 def test_twins_of_a_fork_move_the_weights_that_it_begins_with(trunk):
     """By a unit in the last place at most, the same on any layout; the rate is too low to move
     them any more. The best loss of a fork is its own."""

@@ -314,16 +314,6 @@ def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
-def test_a_run_saves_no_last_checkpoint_where_none_is_wanted(tmp_path):
-    done = llmexp(
-        "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=3",
-        "checkpoint.every=2", "checkpoint.last=false", "hydra.run.dir=run", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
-    assert rundir.read_status(tmp_path / "run")["state"] == "finished"
-
-
 def test_a_small_model_samples_with_one_thread(monkeypatch):
     chosen: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

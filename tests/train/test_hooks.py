@@ -3,17 +3,15 @@ what is applied."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from llmexp.data.order import sequence_index
 from llmexp.data.sources import synthetic
 from tests.conftest import Result, train
+from tests.tools import equal, weights
 
 HOOKS = """
 import os
@@ -120,9 +118,4 @@ def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(ways, tmp_pat
     halved = train(tmp_path, "halved", *plain, "hooks=[look.halve]", "optimizer.lr=0.2")
     as_it_is = train(tmp_path, "plain", *plain, "optimizer.lr=0.1")
     assert halved.rows()[0]["grad_norm"] == as_it_is.rows()[0]["grad_norm"] / 2
-    assert weights(halved.folder) == weights(as_it_is.folder)
-
-
-def weights(folder: Path) -> bytes:
-    (path,) = (folder / "checkpoints" / "step_00000001").glob("model*.safetensors")
-    return b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(path).items()))
+    assert equal(weights(halved, 1), weights(as_it_is, 1))

@@ -417,56 +417,6 @@ def test_allowing(own, capsys, monkeypatch):
     assert sorted(own.rglob("*.json")) == before
 
 
-TRICKS = [
-    "model={_target_: os.system, command: 'touch canary'}",
-    "model={_target_: llmexp.cli.worker.subprocess.Popen, args: [touch, canary]}",
-    "model={_target_: llmexp.cli.worker.os.system, command: 'touch canary'}",
-    "model={_target_: builtins.open, file: canary, mode: w}",
-    "model={_target_: llmexp.system.fileio.write_whole, path: canary, text: x}",
-    "model={_target_: llmexp.models.gpt2.torch.save, obj: 1, f: canary}",
-    "model={_target_: torch.hub.load, repo_or_dir: ., source: local, model: canary}",
-    "model={_target_: llmexp.models.gpt2.GPT2, n_layers: {_target_: os.system, command: 'touch "
-    "canary'}}",
-    "model={_target_: llmexp.models.gpt2.GPT2, _partial_: true, _args_: ['touch canary']}",
-    "data={_target_: pathlib.Path.touch, self: canary}",
-    "optimizer={_target_: llmexp.compose.command_line.allow, packages: os}",
-    "schedule={_target_: llmexp.models.gpt2.GPT2}",
-    "hooks=[{_target_: os.system, command: 'touch canary'}]",
-    "hooks=[{_target_: llmexp.cli.worker.os.system, command: 'touch canary'}]",
-    "hooks=[{_target_: llmexp.verify.record.record, deeper: {_target_: os.system, command: 'touch "
-    "canary'}}]",
-    "hooks=[{_target_: '${user.x}'}]",
-    "tokenizer={_target_: os.system, command: 'touch canary'}",
-]
-
-
-@pytest.mark.parametrize("trick", TRICKS)
-def test_tricks_are_refused_and_do_nothing(tmp_path, capsys, monkeypatch, trick):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
-    section = trick.partition("=")[0]
-    if section == "hooks":
-        (tmp_path / "conf" / "experiment").mkdir(parents=True)
-        text = f"# @package _global_\nhooks: {trick.partition('=')[2]}\nuser: {{x: os.system}}\n"
-        (tmp_path / "conf" / "experiment" / "trick.yaml").write_text(text)
-        assert (
-            run(["plan", *TINY, "data=synthetic", "--config-dir", "conf", "experiment=trick"]) == 2
-        )
-        out, err = capsys.readouterr()
-        assert err.startswith("llmexp: hooks")
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["conf"]
-        return
-    (tmp_path / "conf" / section).mkdir(parents=True)
-    (tmp_path / "conf" / section / "trick.yaml").write_text(trick.partition("=")[2] + "\n")
-    tiny = [o for o in TINY if not o.startswith("model")] if section == "model" else TINY
-    data = [] if section == "data" else ["data=synthetic"]
-    assert run(["plan", *tiny, *data, "--config-dir", "conf", f"{section}=trick"]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith(f"llmexp: {section}")
-    assert out == ""
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["conf"]
-
-
 @pytest.fixture(scope="module")
 def dropout_run(own) -> tuple[list[str], Result]:
     """A run that draws random numbers itself, without hooks."""
@@ -754,14 +704,3 @@ def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(
     assert run(["plan", "-m", *BASE, "optimizer=changing", "train.seed=1,2"]) == 0, (
         capsys.readouterr().err
     )
-
-
-def test_own_parts_in_a_sweep(own):
-    """--allow holds for the check of the points and for every point."""
-    result = llmexp(
-        "train", "-m", *BASE, "train.max_steps=1", "model.width=4", "--allow", "mymodel",
-        "hydra.sweep.dir=sweep",
-        cwd=own,
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    assert sorted(p.parent.name for p in (own / "sweep").glob("*/status.json")) == ["0-point"]

@@ -73,16 +73,23 @@ def test_saved_by_time_and_resumed_is_bit_equal(whole, tmp_path):
     assert exact(cut) == exact(result)
 
 
-def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path):
-    copy = cut_after(whole[0], tmp_path, 15)
-    for path in (copy / "config.yaml", copy / "checkpoints/step_00000015/manifest.json"):
+def test_a_run_of_an_earlier_version_goes_on(whole, tmp_path):
+    """Its functions had other names; its config.yaml lacks the keys that have come since, which
+    take their defaults, and has one that is gone."""
+    old = Result(0, "", "", cut_after(whole[0], tmp_path, 15))
+    for path in (old.folder / "config.yaml", old.checkpoint(15) / "manifest.json"):
         text = path.read_text()
         assert "llmexp.update.optim." in text
         assert "llmexp.update.schedule." in text
         path.write_text(text.replace("llmexp.update.", "llmexp."))
-    again = llmexp("resume", str(copy), cwd=tmp_path)
+    path = old.folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    del config["train"]["twin"], config["tracker"]["entity"], config["user"]
+    config["metrics"]["single_rank_rates"] = "outputs/grid"
+    path.write_text(yaml.safe_dump(config))
+    again = llmexp("resume", str(old.folder), cwd=tmp_path)
     assert again.code == 0, again.err
-    assert exact(Result(0, "", "", copy)) == exact(whole[0])
+    assert exact(old) == exact(whole[0])
     given = ["optimizer._target_=llmexp.optim.adamw", f"hydra.run.dir={tmp_path}/new"]
     gone = llmexp("train", *TINY, *given, cwd=tmp_path)
     assert gone.code == 2
@@ -136,18 +143,15 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
     same_state(resumed.checkpoint(15), result.checkpoint(15))
 
 
-# INT and TERM are slow: both of them stop a run that goes on in tests/faults/test_kills.py.
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM)),
-        signal.SIGKILL,
-    ],
-)
-def test_a_signal_in_mid_run(whole, tmp_path, number):
-    """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the
-    undisturbed one."""
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGKILL, 1), (signal.SIGTERM, 2)])
+def test_a_signal_in_mid_run(whole, tmp_path, number, ranks):
+    """TERM saves and exits 75, both ranks at one step; KILL does neither. Either way the resumed
+    run is the undisturbed one. INT, and TERM on one rank: tests/faults/test_kills.py."""
     result, settings = whole
+    if ranks == 2:
+        settings = [*settings, "parallelism=ddp", "parallelism.nproc_per_node=2"]
+        settings += ["batch.gradient_accumulation_steps=1"]
+        result = train(tmp_path, "whole", *settings)
     (tmp_path / "held.py").write_text(HOLD)
     process = start("train", *TINY, *settings, *HELD, "hydra.run.dir=run", cwd=tmp_path)
     run = Result(0, "", "", tmp_path / "run")
@@ -353,46 +357,6 @@ def test_resume_of_nothing(tmp_path):
     assert refused.code == 2
     assert "no run to resume" in refused.err
     assert not (tmp_path / "new").exists()
-
-
-def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
-    """A window longer than the 30 s after which torch's agent would kill its ranks is not needed to
-    see who forwards: both ranks stop at one step, rank 0 saves, the exit code is 75, and the
-    resumed run is the undisturbed one."""
-    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "parallelism=ddp",
-    "parallelism.nproc_per_node=2",
-                "batch.gradient_accumulation_steps=1", "precision=fp32",
-                "train.max_steps=14"]  # fmt: skip
-    result = train(tmp_path, "whole", *settings)
-    (tmp_path / "held.py").write_text(HOLD)
-    process = start("train", *TINY, *settings, *HELD, "hydra.run.dir=run", cwd=tmp_path)
-    run = Result(0, "", "", tmp_path / "run")
-    wait_for(lambda: len(read_rows(run.folder / "metrics.jsonl")) >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert run.json("status.json")["state"] == "preempted"
-    again = llmexp("resume", "run", "hooks=[]", cwd=tmp_path)
-    assert again.code == 0, again.err
-    assert exact(run) == exact(result)
-    same_state(run.checkpoint(14), result.checkpoint(14))
-
-
-def test_a_run_of_before_a_knob_goes_on_with_its_default(whole, tmp_path):
-    """Its config.yaml lacks the keys that have come since, and has one that is gone."""
-    old = Result(0, "", "", cut_after(whole[0], tmp_path, 15))
-    path = old.folder / "config.yaml"
-    config = yaml.safe_load(path.read_text())
-    del (
-        config["train"]["twin"],
-        config["tracker"]["entity"],
-        config["user"],
-    )
-    config["metrics"]["single_rank_rates"] = "outputs/grid"
-    path.write_text(yaml.safe_dump(config))
-    resumed = llmexp("resume", str(old.folder), cwd=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert exact(old) == exact(whole[0])
 
 
 def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
