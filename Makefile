@@ -25,7 +25,7 @@ test-all: .venv/.ready check
 # other orders; a name that this CPU or this numpy does not know has no effect. Left out is what prints, draws and compiles.
 NUMBERS = tests/golden tests/models tests/test_optim.py \
 	$(addprefix tests/metrics/test_,measured.py noise.py norms.py outliers.py) \
-	$(addprefix tests/compare/test_,comparing.py curves.py inference.py null_pairs.py six_points.py statistics.py target.py) \
+	$(addprefix tests/compare/test_,comparing.py curves.py inference.py null_pairs.py statistics.py target.py) \
 	-k 'not compile and not graph and not process and not thread'
 OLD = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 	NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR AVX2 FMA3"

@@ -41,12 +41,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmexp.compose import app
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.tools import option  # noqa: E402
+from tests.tools import composed, option  # noqa: E402
 
 LLAMA_1B = option("model/llama_1b")
 # Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1
@@ -151,8 +149,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     from llmexp.train.step import train_step
 
     gc.collect()
-    with app.hydra_app(None) as hydra:
-        parts = assemble(app.typed_config(app.compose(hydra, case.overrides)[0]))
+    parts = assemble(composed(*case.overrides))
     at, held, windows = parts.run.layout, list[int](), list[dict[str, list[int]]]()
     counting = Plan() if planned else Collectives()
     with contextlib.ExitStack() as stack:

@@ -12,7 +12,6 @@ import torch
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
-from llmexp.compose import app
 from llmexp.compose.command_line import opened
 from llmexp.forecast.rehearsal import cut_of, rehearse
 from llmexp.settings.values import ConfigError
@@ -24,7 +23,7 @@ from llmexp.train.windows import read_ahead
 from llmexp.update import faces, library, states
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
-from tests.tools import equal, exact, weights
+from tests.tools import composed, equal
 
 for package in ("schedulefree", "torchao", "pytorch_optimizer"):
     pytest.importorskip(package)
@@ -43,8 +42,7 @@ OPTIONS = {
 
 
 def parts_of(*overrides: str):
-    with app.hydra_app(None) as hydra:
-        return assemble(app.typed_config(app.compose(hydra, [*RUN, *overrides])[0]))
+    return assemble(composed(*RUN, *overrides))
 
 
 @pytest.fixture
@@ -101,30 +99,6 @@ def test_a_run_that_stops_goes_on_bit_for_bit(name, tmp_path, joined):
     restore(parts, other, loaded, False, {})
     assert steps(parts, other, 4, 10) == losses[4:]
     assert equal(snapshot_of(other), snapshot_of(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(name, tmp_path):
-    """SIGKILL in the eighth of ten steps, two after a checkpoint; rows and all tensors."""
-    (tmp_path / "dying.py").write_text(
-        "import os, signal\n"
-        "def kill(event, context):\n"
-        "    if (event, context.step, os.path.exists('dying')) == ('step_start', 8, True):\n"
-        "        os.remove('dying')\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    given = [*RUN[len(TINY) :], *OPTIONS[name], "checkpoint.every=3"]
-    given += ["train.log_every=1", "--allow", "dying", "hooks=[dying.kill]"]
-    whole = train(tmp_path, "whole", *given)
-    (tmp_path / "dying").touch()
-    cut = llmexp("train", *TINY, *given, "hydra.run.dir=cut", cwd=tmp_path)
-    assert cut.code == 3
-    assert "signal 9 (SIGKILL" in cut.err
-    assert llmexp("resume", "cut", "--allow", "dying", cwd=tmp_path).code == 0
-    assert exact(cut) == exact(whole)
-    for kind in ("model", "optimizer"):
-        assert equal(weights(cut, 10, kind), weights(whole, 10, kind)), kind
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from llmexp import mesh
-from llmexp.compose import app
 from llmexp.models.gpt2 import GPT2
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.set_up import set_up
@@ -18,7 +17,7 @@ from llmexp.train.windows import read_ahead
 from llmexp.update import optim
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
-from tests.tools import equal
+from tests.tools import composed, equal
 
 BUILDERS = {
     "adamw": lambda m: optim.adamw(m, lr=0.1),
@@ -105,8 +104,7 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
         "optimizer.momentum=0", "~optimizer.nesterov", "optimizer.lr=1", "schedule=constant",
         "batch.micro_batch_size=2", "batch.real_batch_size=4",
     ]  # fmt: skip
-    with app.hydra_app(None) as hydra:
-        parts = assemble(app.typed_config(app.compose(hydra, overrides)[0]))
+    parts = assemble(composed(*overrides))
     found = []
     for within in (False, True):
         monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)

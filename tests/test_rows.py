@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from llmexp.runs import rows as module
 from llmexp.runs.rows import Rows, read_rows
 from tests.conftest import TINY, llmexp
+from tests.tools import wait_for
 
 DYING = """
 import os, signal
@@ -69,10 +69,7 @@ def test_rows_are_written_while_the_loop_is_held_up(tmp_path, monkeypatch):
     rows = Rows(tmp_path / "rows", 0).open()
     for step in (1, 2, 3):
         rows.add(row(step))
-    deadline = time.monotonic() + 20
-    while len(read_rows(rows.path)) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(read_rows(rows.path)) == 3, seconds=20)
     assert rows.flush()  # there are new ones to show
     rows.close()
     assert len(read_rows(rows.path)) == 3

@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,8 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmexp.__main__ import run
+from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.metrics.keys import TIMINGS
 from llmexp.models.loss import SummedLoss
+from llmexp.settings.config import Config
 from tests.conftest import ROOT, Result
 
 # The start of a module of hooks: each rank's part of a checkpoint takes a second longer.
@@ -46,6 +50,12 @@ def _has_cuda() -> bool:
 
 HAS_CUDA = _has_cuda()
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+
+
+def composed(*overrides: str) -> Config:
+    """The config of a run with these overrides."""
+    with hydra_app(None, overrides) as hydra:
+        return typed_config(compose(hydra, overrides)[0])
 
 
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str) -> Result:
@@ -78,6 +88,15 @@ def option(path: str) -> dict[str, Any]:
         base = line.partition("@")[0]
         below |= option(base[1:] if base.startswith("/") else f"base/{base}")
     return below | tree
+
+
+def amend(file: Path, **changes: Any) -> None:
+    """Changes a file of JSON or YAML; keys of a mapping that is there are added to it."""
+    is_yaml = file.suffix == ".yaml"
+    tree = (yaml.safe_load if is_yaml else json.loads)(file.read_text())
+    for key, value in changes.items():
+        tree[key] = (tree.get(key) or {}) | value if isinstance(value, dict) else value
+    file.write_text((yaml.safe_dump if is_yaml else json.dumps)(tree))
 
 
 def exact(result: Result) -> list[dict]:
@@ -145,30 +164,23 @@ def weights(result: Result, step: int, kind: str = "model") -> dict[str, torch.T
     return found
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
+def wait_for(
+    there: Callable[[], Any], process: subprocess.Popen | None = None, seconds: float = 90
+) -> Any:
+    """What is `there` at last; the process has to be alive until then."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    while not (found := there()):
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"waited {seconds} s"
+        time.sleep(0.02)
+    return found
 
 
-def session(leader: int) -> list[str]:
-    """Command lines of the living processes of a session."""
-    listed = subprocess.run(
-        ["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-    return [args for sid, stat, args in rows if int(sid) == leader and not stat.startswith("Z")]
-
-
-def all_gone(leader: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while session(leader):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    listed = subprocess.run(["ps", "-eo", "pid=,sid=,stat="], capture_output=True, text=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return [int(pid) for pid, sid, stat in rows if int(sid) == leader and stat[0] != "Z"]
 
 
 def pids() -> list[int]:
@@ -196,3 +208,17 @@ def contents(folder: Path) -> dict[Path, bytes]:
     """Return the files of a run but for its locks and its log."""
     files = (p for p in folder.rglob("*") if p.is_file() and p.name != "train.log")
     return {p: p.read_bytes() for p in files if not p.name.startswith(".lock")}
+
+
+def agree(result: Result, want: Any, loss=1e-12, norm=1e-12, moved_by=1e-11) -> None:
+    """Losses, norms, and the final parameters by how far all moved, as tests/reference.py says."""
+    rows = result.rows()
+    np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=loss)
+    np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=norm)
+    start, end = weights(result, 0), weights(result, len(rows))
+    assert end.keys() == want.weights.keys()
+    error, moved = (
+        sum(float((w[k].double() - want.weights[k]).square().sum()) for k in w)
+        for w in (end, start)
+    )
+    assert (error / moved) ** 0.5 < moved_by

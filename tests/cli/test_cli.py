@@ -21,7 +21,7 @@ from llmexp.data import train_tokenizer
 from llmexp.system.child import start_worker
 from llmexp.tasks import make
 from tests.conftest import ROOT, TINY, environment, llmexp, start
-from tests.tools import all_gone, session, wait_for
+from tests.tools import session, wait_for
 
 RUN = [
     *TINY,
@@ -567,7 +567,7 @@ def test_a_signal_before_training(tmp_path, moment, number):
         took
     )  # 2 s, longer where others use the cores
     assert "Traceback" not in err
-    assert all_gone(process.pid, 10)
+    wait_for(lambda: not session(process.pid), seconds=10)
     assert not (tmp_path / "run").exists()
 
 
@@ -577,7 +577,7 @@ def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
     process.kill()
     process.wait()
-    assert all_gone(process.pid, 10)
+    wait_for(lambda: not session(process.pid), seconds=10)
 
 
 def test_a_tokenizer_is_trained_and_used(tmp_path, capsys, monkeypatch):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmexp.compare.records import Column, Record, Result, Setting
+from llmexp.runs.ledger import Look
 
 COLUMNS = (
     Column("final val/loss", "Final val loss", "lower"),
@@ -41,6 +43,25 @@ def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
         columns["noise_scale"] * 1.4,
     )
     return columns
+
+
+def trained(
+    setting: int,
+    seed: int,
+    loss: float,
+    looks: Sequence[Look] = (),
+    negligible: float | None = None,
+) -> Record:
+    """A run of a sweep over two keys, of one step."""
+    config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
+    columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
+    facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
+    return Record(
+        Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
+        {"summary": {"train_time": 60.0, "tokens_seen": 64}},
+        {key: np.array([value]) for key, value in columns.items()},
+        swept=("optimizer.lr", "train.seed"), looks=list(looks), negligible=negligible,
+    )  # fmt: skip
 
 
 def record(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from llmexp.runs.ledger import Ledger
+
 STEPS = 400
 
 
@@ -127,22 +129,11 @@ def make_run(
 
 def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) -> Path:
     """A sweep's folder with its ledger; `point` of a run's settings is added to its entry there."""
-    entries = []
-    for number, (label, settings) in enumerate(points.items()):
-        more = settings.get("point", {})
-        settings = {key: value for key, value in settings.items() if key != "point"}
-        make_run(path / f"{number}-{label}", own=number, **settings)
-        entries.append(
-            {
-                "number": number,
-                "label": label,
-                "folder": f"{number}-{label}",
-                "identity": None,
-                "overrides": [],
-            }
-            | more
-        )
-    ledger = {"format": 1, "name": "x", "group": "x", "launcher": "local", "arguments": [],
-              "created": 1.8e9, "state": "finished", "swept": swept, "points": entries}  # fmt: skip
-    (path / "sweep.json").write_text(json.dumps(ledger))
+    kept = Ledger(path, "x", "x", "local", [], swept, created=1.8e9, state="finished")
+    for label, settings in points.items():
+        entry = kept.add(label, [])
+        settings = dict(settings)
+        vars(entry).update(settings.pop("point", {}))
+        make_run(path / entry.folder, own=entry.number, **settings)
+    kept.save()
     return path

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare, findings, with_words
 from llmexp.compare.plot_training import other_quantities
-from llmexp.compare.records import Record, Result
+from llmexp.compare.records import Result
 from llmexp.compare.table import columns_in_full, show, to_json
 from llmexp.settings.values import ConfigError
+from tests.compare.made import trained
 from tests.compare.synthetic import make_run, make_sweep
 
 OPTIM = "llmexp.update.optim"
@@ -563,14 +564,6 @@ def test_of_a_stopped_sweep_losses_are_shown_and_the_runs_that_are_left_are_coun
     # the last evaluations of those that were stopped, at steps 200 and 100
     for offset, step in ((0.03, 200), (0.04, 100)):
         assert f"{2.6 + 3 * math.exp(-step / 80) + offset:.5g}" in shown
-
-
-def trained(setting: int, seed: int, loss: float) -> Record:
-    columns = {key: np.array([x]) for key, x in (("step", 1.0), ("tokens_seen", 1024.0))}
-    config = {"train.seed": seed, "clip.max_norm": float(setting)}
-    columns["val/loss"] = np.array([loss])
-    name = f"{setting}-{seed}"
-    return Record(Path(name), name, None, "finished", config, {}, {}, columns)
 
 
 @pytest.mark.parametrize("draws", [60, pytest.param(2000, marks=pytest.mark.slow)])

@@ -17,10 +17,11 @@ from llmexp.compare.known import Step
 from llmexp.compare.next_step import NEXT_RULES, compared, propose
 from llmexp.compare.screening import design
 from llmexp.runs.ending import COMES_AGAIN
+from llmexp.runs.ledger import read_ledger
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
-from tests.tools import printed
+from tests.tools import amend, printed
 
 NOISE = {1: 0.0, 2: 0.02, 3: -0.01, 4: 0.013, 5: -0.02}
 PARSER = OverridesParser.create()
@@ -102,10 +103,8 @@ def test_a_grid_whose_settings_computed_the_same_gets_no_seeds(tmp_path):
 
 def decided(path: Path) -> Path:
     """A sweep that has looked at the three seeds of its settings."""
-    ledger = json.loads((path / "sweep.json").read_text())
     look = {"seeds": ["1", "2", "3"], "level": 0.05, "most": 3, "going": [], "worse": []}
-    ledger["looks"] = [look | {"why": "all 3 seeds are trained"}]
-    (path / "sweep.json").write_text(json.dumps(ledger))
+    amend(path / "sweep.json", looks=[look | {"why": "all 3 seeds are trained"}])
     return path
 
 
@@ -159,11 +158,11 @@ def test_no_range_is_widened_past_what_a_knob_takes_no_limit_or_a_failure(tmp_pa
     assert step_of(beta).rule == "nothing"
     failed = planted(tmp_path / "f", falls | {4.0: 0.3}, key="clip.max_norm")
     for status in failed.glob("*v4.0*/status.json"):
-        status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "failed"}))
-    ledger = json.loads((failed / "sweep.json").read_text())
-    for point in ledger["points"]:
-        point["attempts"] = 2
-    (failed / "sweep.json").write_text(json.dumps(ledger))
+        amend(status, state="failed")
+    ledger = read_ledger(failed)
+    for point in ledger.points:
+        point.attempts = 2
+    ledger.save()
     assert step_of(failed).rule == "nothing"
 
 
@@ -201,13 +200,12 @@ def test_a_bend_between_two_values_is_looked_into(tmp_path):
 def test_what_is_left_or_failed_once_goes_first(tmp_path):
     path = planted(tmp_path / "s", {1e-3: 0.9, 3e-3: 0.5, 1e-2: 0.0})
     status = next(path.glob("0-*")) / "status.json"
-    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "failed"}))
+    amend(status, state="failed")
     step = step_of(path)
     assert (step.rule, step.words, step.runs) == ("rest", ("resume", str(path)), 1)
-    again = {"error": f"the loss is not finite; {COMES_AGAIN}"}
-    status.write_text(json.dumps(json.loads(status.read_text()) | again))
+    amend(status, error=f"the loss is not finite; {COMES_AGAIN}")
     assert step_of(path).rule != "rest"
-    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "preempted"}))
+    amend(status, state="preempted")
     assert step_of(path).words == ("resume", str(path))
     alone = make_run(tmp_path / "alone", state="preempted")
     assert step_of(alone).words == ("resume", str(alone))
@@ -229,8 +227,7 @@ def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
             **{key.replace(".", "__"): 0.1 + level for key, level in own.items()},
         )  # fmt: skip
     path = make_sweep(tmp_path / "s", points, list(sizes))
-    tree = json.loads((path / "sweep.json").read_text())
-    (path / "sweep.json").write_text(json.dumps(tree | {"screen": True}))
+    amend(path / "sweep.json", screen=True)
     step = step_of(path)
     assert (step.rule, step.runs) == ("screen", 2 * 2**3)
     assert [w for w in step.words if "," in w] == [
@@ -243,9 +240,7 @@ def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
 def test_the_best_of_a_search_are_confirmed_with_fresh_seeds(tmp_path):
     losses = {0.0012: 0.3, 0.0031: 0.0, 0.0042: 0.1, 0.0077: 0.2}
     path = planted(tmp_path / "s", losses, seeds=(1,), fixed=["model=gpt_tiny"])
-    ledger = json.loads((path / "sweep.json").read_text())
-    ledger["grid"] = False
-    (path / "sweep.json").write_text(json.dumps(ledger))
+    amend(path / "sweep.json", grid=False)
     step = step_of(path)
     assert (step.rule, step.words) == ("confirm", ("resume", str(path), "sweep.search.confirm=3"))
     assert step.runs == 9
@@ -259,9 +254,7 @@ def test_fresh_seeds_of_a_search_that_are_too_few_become_more(tmp_path, fresh, l
     losses = {lr: 0.04 * i for i, lr in enumerate((0.001, 0.002)[:lrs])}
     seeds = [5, *range(1, fresh + 1)]  # that of the trials first
     path = planted(tmp_path / "s", losses, seeds, wobble=0.02, fixed=["model=gpt_tiny"])
-    ledger = json.loads((path / "sweep.json").read_text())
-    ledger["grid"] = False
-    (path / "sweep.json").write_text(json.dumps(ledger))
+    amend(path / "sweep.json", grid=False)
     step = step_of(path)
     assert step.words == ("resume", str(path), f"sweep.search.seeds={asked}")
     assert step.runs == runs

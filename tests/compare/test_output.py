@@ -26,7 +26,7 @@ from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown
 from tests.compare.synthetic import make_run, make_sweep
-from tests.tools import printed
+from tests.tools import amend, printed
 
 
 @pytest.fixture
@@ -425,9 +425,7 @@ def test_a_program_is_told_which_path_is_not_there(command, tmp_path, capsys):
 
 def test_a_run_that_stopped_between_two_rows_is_listed_at_its_last_step(tmp_path, capsys):
     make_run(tmp_path / "a", steps=40)
-    status = json.loads((tmp_path / "a" / "status.json").read_text())
-    status["summary"] = {**status.get("summary", {}), "steps": 47}
-    (tmp_path / "a" / "status.json").write_text(json.dumps(status))
+    amend(tmp_path / "a" / "status.json", summary={"steps": 47})
     assert llmexp(["runs", "--json", str(tmp_path)]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["runs"]] == [47]
 

@@ -26,6 +26,7 @@ from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
 from tests.compare.made import comparison, entry, grid
 from tests.compare.synthetic import make_sweep
+from tests.tools import amend
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"
 FOUR_BY_THREE = {ACCUMULATION: [1, 2, 4, 8], CLIP: [0.5, 1.0, 2.0]}
@@ -376,8 +377,7 @@ def test_a_search_has_its_history_and_the_fresh_seeds_apart(tmp_path):
                 point={"overrides": [f"optimizer.lr={rate}", f"train.seed={seed}"]},
             )  # fmt: skip
     path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
-    tree = json.loads((path / "sweep.json").read_text())
-    (path / "sweep.json").write_text(json.dumps(tree | {"grid": False}))
+    amend(path / "sweep.json", grid=False)
     c = compare([path])
     best, trials, fresh = search_plots(c)[0].figure.data
     values = {r.name: r.figures["val/loss"] for r in c.runs}

@@ -150,8 +150,11 @@ def test_a_run_of_an_earlier_version_is_compared_as_before(tmp_path):
 
 
 def test_a_point_that_an_earlier_version_could_not_run_is_known_as_such(tmp_path):
-    points = {"a": {}, "b": {"point": {"state": "infeasible", "error": "is too large"}}}
-    sweep = make_sweep(tmp_path / "s", points, ["clip.max_norm"])
+    sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {}}, ["clip.max_norm"])
+    tree = json.loads((sweep / "sweep.json").read_text())
+    del tree["points"][1]["refused"]
+    tree["points"][1] |= {"state": "infeasible", "error": "is too large"}
+    (sweep / "sweep.json").write_text(json.dumps(tree))
     refused = read_ledger(sweep).points[1]
     assert (refused.state, refused.refused) == ("infeasible", "is too large")
 

@@ -17,7 +17,7 @@ from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 from tests.conftest import TINY
 from tests.conftest import llmexp as command
-from tests.tools import printed
+from tests.tools import amend, printed
 
 TOKENS = 8 * 128  # a step
 
@@ -156,11 +156,10 @@ def test_what_looks_and_a_search_chose_by_another_figure_is_not_told_of_a_target
                 optimizer__lr=lr, seed=seed, offset=0.01 * i, val_every=20, point=point
             )
     sweep = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
-    ledger = json.loads((sweep / "sweep.json").read_text())
     look = {"seeds": ["1", "2"], "level": 0.05, "most": 2, "going": [], "worse": []}
-    decided = ledger | {"looks": [look | {"why": "all seeds are trained"}]}
-    for text in (decided, ledger | {"grid": False}):
-        (sweep / "sweep.json").write_text(json.dumps(text))
+    looks = [look | {"why": "all seeds are trained"}]
+    for change in ({"looks": looks}, {"looks": [], "grid": False}):
+        amend(sweep / "sweep.json", **change)
         by_loss, by_target = compare([sweep]), compare([sweep], target="val/loss=3.2")
         for words in ("all seeds are trained", "Of the order of", "cannot be told from"):
             assert words not in " ".join(by_target.sentences)

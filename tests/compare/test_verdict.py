@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,24 +11,13 @@ import pytest
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import look_rows, page
 from llmexp.compare.plot_verdict import verdict_plot
-from llmexp.compare.records import Record, Result
+from llmexp.compare.records import Result
 from llmexp.runs.ledger import Look
+from tests.compare.made import trained
 
 # The first one is clearly worse, the second is not told apart from the third.
 LOSSES = np.array([[2.50, 2.52], [2.11, 2.12], [2.10, 2.13]])
 MORE = np.array([[2.125], [2.115]])
-
-
-def record(setting: int, seed: int, loss: float, looks: list[Look]) -> Record:
-    config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
-    columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
-    facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
-    return Record(
-        Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
-        {"summary": {"train_time": 60.0, "tokens_seen": 64}},
-        {key: np.array([value]) for key, value in columns.items()},
-        swept=("optimizer.lr", "train.seed"), looks=looks,
-    )  # fmt: skip
 
 
 def decided() -> Result:
@@ -37,8 +25,8 @@ def decided() -> Result:
         Look(["1", "2"], 0.03, 3, ["lr=2.0", "lr=3.0"], ["lr=1.0"], "2 get 3 seeds"),
         Look(["1", "2", "3"], 0.02, 3, ["lr=2.0", "lr=3.0"], [], "all 3 seeds are trained"),
     ]
-    found = [record(i, j + 1, float(x), looks) for (i, j), x in np.ndenumerate(LOSSES)]
-    found += [record(i + 1, 3, float(x), looks) for (i, _), x in np.ndenumerate(MORE)]
+    found = [trained(i, j + 1, float(x), looks) for (i, j), x in np.ndenumerate(LOSSES)]
+    found += [trained(i + 1, 3, float(x), looks) for (i, _), x in np.ndenumerate(MORE)]
     return with_words(findings(found))
 
 
@@ -70,7 +58,7 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
 
 
 def test_one_seed_each_has_no_verdict_to_draw():
-    single = with_words(findings([record(i, 1, 2.0 + i, []) for i in range(3)]))
+    single = with_words(findings([trained(i, 1, 2.0 + i, []) for i in range(3)]))
     assert verdict_plot(single) is None
     assert look_rows(single) == []
 

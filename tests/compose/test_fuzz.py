@@ -28,6 +28,7 @@ from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from tests.conftest import TINY
+from tests.tools import composed
 
 FUZZ = settings(
     max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -354,8 +355,7 @@ def test_ledgers(tmp_path, content):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     """The files of a small sweep of one point, as they should be."""
-    with app.hydra_app(None) as hydra:
-        config = plain(app.typed_config(app.compose(hydra, TINY)[0]))
+    config = plain(composed(*TINY))
     path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
     path.mkdir()
     facts = {

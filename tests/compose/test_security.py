@@ -27,13 +27,14 @@ from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ending, rundir
 from llmexp.settings import targets, variables
-from llmexp.settings.config import Config, plain
+from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import slurm
 from llmexp.sweep.points import point_label
 from llmexp.system import redact
 from tests.conftest import TINY, Result, llmexp
+from tests.tools import composed
 
 KEY, NETRC_KEY, NOTE, RATE = (
     "canary-key-0123456789",
@@ -705,11 +706,6 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
 
 
 # Run folders of others.
-
-
-def composed(*overrides: str) -> Config:
-    with app.hydra_app(None) as hydra:
-        return app.typed_config(app.compose(hydra, overrides)[0])
 
 
 BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")

@@ -26,7 +26,7 @@ from llmexp.data.sampler import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
-from tests.tools import needs_cuda
+from tests.tools import needs_cuda, wait_for
 
 LENGTH = 5
 
@@ -207,10 +207,7 @@ def _reader_threads() -> list[threading.Thread]:
 
 
 def _wait_for_no_thread() -> None:
-    deadline = time.monotonic() + 5
-    while _reader_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _reader_threads()
+    wait_for(lambda: not _reader_threads(), seconds=5)
 
 
 @pytest.mark.parametrize(("prefetch", "taken"), [(1, 1), (1, 4), (2, 3), (5, 1), (5, 4)])
@@ -241,9 +238,7 @@ def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(TokenStream, "gather", lambda *args: read.append(1) or gather(*args))
     windows = _windows(max_steps=100, prefetch=3)
     next(windows)
-    deadline = time.monotonic() + 5
-    while len(read) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(read) >= 4, seconds=5)
     time.sleep(0.05)
     assert len(read) == 4  # one taken, three ready
     assert [w.step for w in windows] == list(range(1, 100))

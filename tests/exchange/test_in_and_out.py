@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import PATHS, ROOT, TINY, Result, environment, llmexp, start, train
-from tests.forecast.test_memory import composed
-from tests.tools import run_here, same_state, weights
+from tests.tools import amend, composed, run_here, same_state, wait_for, weights
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +148,7 @@ def broken(folder: Path, what: str) -> None:
         (folder / "tokenizer.json").write_text(str(made["tokenizer.json"]))
     else:
         change = json.loads(what) if what.startswith("{") else {"model_type": what}
-        config = json.loads((folder / "config.json").read_text()) | change
-        (folder / "config.json").write_text(json.dumps(config))
+        amend(folder / "config.json", **change)
 
 
 def pretrained_pieces() -> tiktoken.Encoding:
@@ -381,11 +378,7 @@ def test_the_next_export_removes_the_draft_of_a_killed_one(
     monkeypatch.chdir(tmp_path)
     killed = start(*words, cwd=tmp_path, PYTHONPATH=paths)
     try:
-        end = time.monotonic() + 120
-        while not list(tmp_path.glob(".out.*.tmp/README.md")):
-            assert killed.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_for(lambda: list(tmp_path.glob(".out.*.tmp/README.md")), killed)
         assert command([*words, "--no-check"]) == 0
         assert len(list(tmp_path.glob(".out.*.tmp"))) == 1  # it leaves the draft of one at work
     finally:

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from llmexp.runs.rows import read_rows
 from tests import forks
 from tests.conftest import Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
+from tests.tools import session, wait_for
 
 HOOKS = '''
 import os, resource, time
@@ -57,17 +57,6 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
-    """Whether it came to that before the process ended."""
-    deadline = time.monotonic() + 120
-    while not there():
-        if process.poll() is not None:
-            return False
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return True
-
-
 def rows_of(run: Path) -> int:
     return (
         (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
@@ -78,14 +67,14 @@ def is_saving(run: Path) -> bool:
     return any((run / "checkpoints").glob(".step_*.tmp"))
 
 
-def tree_of(leader: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == leader:
-                found.append(pid)
-    return found
+def came_to(process: subprocess.Popen[str], run: Path, rows: int, saving: bool) -> bool:
+    """Whether it has that many rows, and saves, before it ends."""
+    wait_for(
+        lambda: (
+            process.poll() is not None or (rows_of(run) >= rows and (is_saving(run) or not saving))
+        )
+    )
+    return process.poll() is None
 
 
 def kill_in_a_row(
@@ -106,17 +95,16 @@ def kill_in_a_row(
         hooks = SLOW_DISK if when == "save" else "hooks=[faulty.slow]"
         process = start(*again, hooks, *HOOKED, cwd=here)
         seen = min(LAST, before + rng.randint(1, 4))
-        alive = wait_for(process, lambda run=run, seen=seen: rows_of(run.folder) >= seen)
-        if when == "save":
-            alive = alive and wait_for(process, lambda run=run: is_saving(run.folder))
+        alive = came_to(process, run.folder, seen, when == "save")
         time.sleep(rng.uniform(0, 0.2 if when == "save" else 0.06))
-        for pid in tree_of(process.pid) if alive else []:
+        for pid in session(process.pid) if alive else []:
             if whom == "tree" or (pid == process.pid) == (whom == "launcher"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         out, err = process.communicate(timeout=60)
         assert "Traceback" not in err
-        wait_free(run.folder)
+        # a worker whose parent was killed may have to save
+        wait_for(lambda run=run: not rundir.is_locked(run.folder), seconds=20)
         *older, newest = checkpoint_folders(run.folder / "checkpoints") or [None]
         # one that was being removed when the kill came lost its manifest first
         whole_ones = [path for path in older if (path / "manifest.json").exists()]
@@ -138,14 +126,6 @@ def kill_in_a_row(
     done = llmexp("resume", f"run{number}", *HOOKED, cwd=here)
     assert done.code == 0, (seed, done.err)
     assert_as_undisturbed(run, whole)
-
-
-def wait_free(run: Path) -> None:
-    """A worker whose parent was killed may have to save."""
-    deadline = time.monotonic() + 20
-    while rundir.is_locked(run):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -186,10 +166,7 @@ def test_asked_to_stop_twice_while_it_saves(here, settings, whole):
         before = rows_of(run.folder)
         command = ["resume", "run"] if before else ["train", *settings, "hydra.run.dir=run"]
         process = start(*command, SLOW_DISK, *HOOKED, more, cwd=here)
-        assert wait_for(
-            process,
-            lambda before=before: rows_of(run.folder) > before + 2 and is_saving(run.folder),
-        )
+        assert came_to(process, run.folder, before + 3, saving=True)
         process.send_signal(number)
         time.sleep(1.1)  # one that comes sooner is taken for the same one
         if process.poll() is None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from llmexp import mesh
-from llmexp.compose import app
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.set_up import set_up
@@ -21,6 +20,7 @@ from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp
 from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale
+from tests.tools import composed
 
 LAYER = "blocks.1.mlp.up_proj"
 TWO = [
@@ -36,9 +36,7 @@ def parts_of(tokens: Path, *overrides: str) -> Parts:
             "model.max_position_embeddings=32", "batch.sequence_length=12", "data=tokens",
             "data.val_ratio=0",
             f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
-    with app.hydra_app(None) as hydra:
-        config = app.typed_config(app.compose(hydra, [*base, *overrides])[0])
-    return assemble(config)
+    return assemble(composed(*base, *overrides))
 
 
 def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:

@@ -20,6 +20,7 @@ from llmexp.runs import ending, rundir
 from llmexp.runs.find import find
 from tests.conftest import TINY, Result, llmexp
 from tests.faults.helpers import LAST, assert_as_undisturbed
+from tests.tools import amend
 
 
 def copy_of(whole: Result, to: Path) -> Path:
@@ -68,9 +69,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, 
 def test_a_newer_format_is_refused_not_passed_over(whole, tmp_path, capsys):
     run = copy_of(whole, tmp_path / "run")
     manifest = run / "checkpoints" / f"step_{LAST:08d}" / "manifest.json"
-    tree = json.loads(manifest.read_text())
     newer = loading.FORMAT_VERSION + 1
-    manifest.write_text(json.dumps({**tree, "format_version": newer}))
+    amend(manifest, format_version=newer)
     assert command(["sample", str(run), "--tokens", "1"]) == 2
     err = capsys.readouterr().err
     assert f"version {newer}" in err
@@ -101,15 +101,9 @@ def cut_run(whole: Result, to: Path, **status: object) -> Path:
     """A run as a power cut leaves it: running by its status, its locks there and held by nobody."""
     run = copy_of(whole, to)
     shutil.rmtree(run / "checkpoints" / f"step_{LAST:08d}")
-    before = json.loads((run / "status.json").read_text())
-    about = {
-        "state": "running",
-        "exit_code": None,
-        "ended": None,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-    }
-    (run / "status.json").write_text(json.dumps({**before, **about, **status}))
+    here = {"pid": os.getpid(), "host": socket.gethostname()}
+    about = {"state": "running", "exit_code": None, "ended": None, **here, **status}
+    amend(run / "status.json", **about)
     for name in (".lock", ".lock-ranks"):
         (run / name).touch()
     return run
@@ -132,8 +126,7 @@ def test_a_power_cut_is_seen_and_gone_on_from_under_a_clock_that_jumps(whole, tm
     assert state_shown(run.folder, capsys) == "cut"
     assert run.json("status.json") == before  # a look changes nothing
     # An earlier version recorded it at a look.
-    recorded = {**before, "state": "failed", "error": ending.CUT_OFF}
-    (run.folder / "status.json").write_text(json.dumps(recorded))
+    amend(run.folder / "status.json", state="failed", error=ending.CUT_OFF)
     assert state_shown(run.folder, capsys) == "cut"
 
     # from the start, so that there is time to jump

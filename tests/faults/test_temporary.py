@@ -5,11 +5,11 @@ from __future__ import annotations
 import getpass
 import os
 import signal
-import time
 
 import pytest
 
 from tests.conftest import TINY, start
+from tests.tools import wait_for
 
 RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100", "tracker=wandb",
        "tracker.mode=offline", "parallelism=ddp", "parallelism.nproc_per_node=2",
@@ -37,18 +37,12 @@ def test_no_folder_is_left(how, more, tmp_path):
     given = [*RUN, *more, f"train.max_steps={steps}"]
     process = start("train", *given, cwd=tmp_path, TMPDIR=str(temporary))
     if how is not None:
-        deadline = time.monotonic() + 200
-        while not list(tmp_path.glob("run/wandb/offline-run-*")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline, "wandb was not started"
-            time.sleep(0.05)
+        wait_for(lambda: list(tmp_path.glob("run/wandb/offline-run-*")), process, 200)
         os.killpg(process.pid, how)
     out, err = process.communicate(timeout=200)
     assert process.returncode == {None: 0, signal.SIGKILL: -9, signal.SIGINT: 75}[how], err + out
-    deadline = time.monotonic() + 60
-    # torch's cache of compiled kernels is one folder for all runs of a user
-    while (left := {*os.listdir(temporary)} - CACHE) and time.monotonic() < deadline:
-        time.sleep(0.1)  # ranks of a killed agent end by themselves
-    assert not left
+    # ranks of a killed agent end by themselves; torch's cache of compiled kernels is one folder for
+    # all runs of a user
+    wait_for(lambda: not {*os.listdir(temporary)} - CACHE)
     if how is not signal.SIGKILL:
         assert not list(tmp_path.glob("run/.wandb-temporary"))

@@ -24,7 +24,7 @@ from llmexp.train.assembly import remembered
 from llmexp.train.assembly.assemble import Cache
 from llmexp.train.sizes import with_recorded_size
 from tests.conftest import TINY, llmexp
-from tests.forecast.test_memory import composed
+from tests.tools import composed
 
 GIB = 2**30
 AUTO = ["batch.real_batch_size=8", "batch.micro_batch_size=auto", "batch.memory_gib=8"]

@@ -14,13 +14,11 @@ import torch
 from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
-from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.forecast import memory
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
-from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system.devices import device_named
@@ -30,6 +28,7 @@ from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
+from tests.tools import composed
 
 SMALL = [
     "tracker=none", "data=synthetic", "data.n_tokens=20000", "train.device=cpu", "precision=fp32",
@@ -40,11 +39,6 @@ SMALL = [
 GPT, LLAMA = ["model=gpt_tiny"], ["model=llama_100m", "model.n_kv_heads=2"]
 LARGE = "model.vocab_size=4096"  # its loss is taken in chunks
 FULL = "parallelism.activation_checkpointing=full"
-
-
-def composed(*overrides: str) -> Config:
-    with app.hydra_app(None) as hydra:
-        return app.typed_config(app.compose(hydra, list(overrides))[0])
 
 
 def parts_of(*overrides: str) -> Parts:

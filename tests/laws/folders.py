@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from llmexp.runs.ledger import Ledger
 from tests.laws.planted import Law
 
 SMALL = Law(1.6, 60.0, 300.0, 0.32, 0.35)
@@ -79,11 +80,8 @@ def isoflop(
 
 def as_sweep(folder: Path, *swept: str) -> Path:
     """The folder with a ledger, as of a sweep that has come to its end."""
-    points = [
-        {"number": i, "label": path.name, "folder": path.name, "identity": None, "overrides": []}
-        for i, path in enumerate(sorted(folder.iterdir()))
-    ]
-    ledger = {"format": 1, "name": "x", "group": "x", "launcher": "local", "arguments": [],
-              "created": 1.8e9, "state": "finished", "swept": swept, "points": points}  # fmt: skip
-    (folder / "sweep.json").write_text(json.dumps(ledger))
+    kept = Ledger(folder, "x", "x", "local", [], list(swept), created=1.8e9, state="finished")
+    for path in sorted(folder.iterdir()):
+        kept.add(path.name, [], path.name)
+    kept.save()
     return folder

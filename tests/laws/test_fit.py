@@ -24,7 +24,7 @@ from tests.conftest import TINY, start
 from tests.conftest import llmexp as llmexp_command
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, csv_of, ladder
-from tests.tools import alive, printed, wait_for
+from tests.tools import alive, amend, printed, wait_for
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -116,9 +116,7 @@ def test_neither_the_order_of_training_nor_a_resume_moves_a_byte(sweep, tmp_path
     again = tmp_path / "adamw"
     for path in sorted(sweep.iterdir(), reverse=True):
         shutil.copytree(path, again / path.name)
-    status = again / "1-2" / "status.json"
-    was = json.loads(status.read_text())
-    status.write_text(json.dumps(was | {"host": "other", "attempts": 2, "started": 5.0}))
+    amend(again / "1-2" / "status.json", host="other", attempts=2, started=5.0)
     assert to_json(fit([again], predict=1e15)) == to_json(fit([sweep], predict=1e15))
 
 

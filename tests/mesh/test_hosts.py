@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from llmexp.mesh.ranks import place_of_this_host
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
-from tests.tools import alive, contents, exact, pids, weights
+from tests.tools import alive, amend, contents, exact, pids, wait_for, weights
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
 SETTINGS = [
@@ -153,13 +153,6 @@ def run(work, tmp_path) -> Result:
     return Result(0, "", "", tmp_path / "run")
 
 
-def change(run: Result, **parallelism: object) -> None:
-    """What `resume` would change: these keys change no results."""
-    tree = yaml.safe_load((run.folder / "config.yaml").read_text())
-    tree["parallelism"] |= parallelism
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(tree))
-
-
 def variables(work: Path, **more: str) -> dict[str, str]:
     path = os.pathsep.join(map(str, (work, ROOT)))
     return (
@@ -217,13 +210,6 @@ def ended(
     return [process.returncode for process in processes], said
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
-
-
 def until_row(run: Result, step: int, *agents: subprocess.Popen[str]) -> None:
     def there() -> bool:
         for process in agents:
@@ -231,7 +217,7 @@ def until_row(run: Result, step: int, *agents: subprocess.Popen[str]) -> None:
         metrics = run.folder / "metrics.jsonl"
         return metrics.exists() and metrics.read_bytes().count(b"\n") >= step
 
-    until(there, f"row {step}", 90)
+    wait_for(there)
 
 
 def same(run: Result, work: Path) -> None:
@@ -261,12 +247,12 @@ def ranks_of(run: Result) -> dict[int, int]:
 
 def test_torchrun_brings_back_a_host_that_was_lost(two_hosts, run, work):
     one, two = two_hosts
-    change(run, max_restarts=2)
+    amend(run.folder / "config.yaml", parallelism={"max_restarts": 2})
     with torchrun(one, run, work) as first, torchrun(two, run, work) as second:
         until_row(run, 7, first, second)
         two.kill()
         told = run.folder / "status.json"
-        until(lambda: "was lost (killed, or its host is down)" in told.read_text(), "its loss")
+        wait_for(lambda: "was lost (killed, or its host is down)" in told.read_text())
         with torchrun(two, run, work) as again:
             codes, said = ended([first, again], 90)
     assert codes == [0, 0], said
@@ -276,11 +262,11 @@ def test_torchrun_brings_back_a_host_that_was_lost(two_hosts, run, work):
 
 def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
     one, two = two_hosts
-    change(run, timeout_s=5.0)
+    amend(run.folder / "config.yaml", parallelism={"timeout_s": 5.0})
     with torchrun(one, run, work) as first, torchrun(two, run, work) as second:
         until_row(run, 7, first, second)
         subprocess.run(two.command("ip", "link", "set", "eth0", "down"), check=True, timeout=10)
-        until(lambda: not ranks_of(run), "the end of all ranks", 5 + 30)
+        wait_for(lambda: not ranks_of(run), seconds=5 + 30)
         for process in (first, second):  # which may wait for the other's store for minutes
             process.send_signal(signal.SIGKILL)
         _, said = ended([first, second])
@@ -332,7 +318,7 @@ def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):
         rank = ranks_of(run)[1]
         starter = int(status_of(rank)[1])  # second is its stand-in, where workers are forks
         os.kill(starter, signal.SIGSTOP)  # it must not report for its rank
-        until(lambda: status_of(starter)[0] == "T", "it to stop", 10)
+        wait_for(lambda: status_of(starter)[0] == "T", seconds=10)
         os.kill(rank, signal.SIGKILL)
         os.kill(starter, signal.SIGKILL)
         codes, (err,) = ended([first])
@@ -348,7 +334,7 @@ def test_a_killed_starter_takes_its_rank_with_it(run, work):
         until_row(run, 7, first, second)
         rank = ranks_of(run)[1]
         os.kill(second.pid, signal.SIGKILL)
-        until(lambda: rank not in alive(run.folder), "its rank to go", 10)
+        wait_for(lambda: rank not in alive(run.folder), seconds=10)
         codes, said = ended([first], 40)
         assert alive(run.folder) == []
     assert codes == [75], said
@@ -373,7 +359,7 @@ def test_a_start_too_many_leaves_the_run_alone(run, work):
 
 def missed(run: Result, work: Path, node: int, missing: int) -> None:
     """Start one of two nodes, for which the other never comes."""
-    change(run, start_timeout_s=3.0)
+    amend(run.folder / "config.yaml", parallelism={"start_timeout_s": 3.0})
     with nodes(run, work, node) as one:
         codes, (err,) = ended(one)
     assert codes == [3]
@@ -387,7 +373,7 @@ def missed(run: Result, work: Path, node: int, missing: int) -> None:
 def test_a_node_that_never_comes_is_missed_whatever_an_earlier_start_left(run, work, failed):
     """Rank 1 failed in the first start, or waited in vain for rank 0; then it does not come."""
     if failed:
-        change(run, start_timeout_s=60.0)
+        amend(run.folder / "config.yaml", parallelism={"start_timeout_s": 60.0})
         with nodes(run, work, 0, 1, FAILS="1") as first:
             ended(first)
     else:
@@ -458,7 +444,7 @@ def test_torchrun_finds_the_size_that_fits_on_each_host(two_hosts, run, work):
 def test_a_rank_that_is_lost_while_sizes_are_tried_is_named(run, work):
     with_auto(run)
     with nodes(run, work, 0, 1, SLOW="1") as both:
-        until(lambda: list(run.folder.glob("logs/trial-0/metrics.jsonl")), "the steps of a trial")
+        wait_for(lambda: list(run.folder.glob("logs/trial-0/metrics.jsonl")))
         os.kill(ranks_of(run)[1], signal.SIGKILL)
         codes, said = ended(both, 90)
         assert alive(run.folder) == []
@@ -470,7 +456,7 @@ def test_a_rank_that_is_lost_while_sizes_are_tried_is_named(run, work):
 
 def test_a_node_that_waits_for_another_can_be_stopped(run, work):
     with nodes(run, work, 0) as (process,):
-        until(lambda: list(run.folder.glob("logs/rank-*.json")), "its rank")
+        wait_for(lambda: list(run.folder.glob("logs/rank-*.json")))
         time.sleep(1)  # it soon waits where no handler of Python's runs
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
@@ -565,7 +551,7 @@ def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
 
 def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):
     shutil.copytree(run.folder, tmp_path / "copy")
-    change(Result(0, "", "", tmp_path / "copy"), max_restarts=1)
+    amend(tmp_path / "copy/config.yaml", parallelism={"max_restarts": 1})
     said = ranks(2, run, work, here, RUN=str(tmp_path / "copy"))
     assert all("rank 0 has another config than rank 1" in err for err in said)
 
@@ -575,14 +561,13 @@ def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):
 def test_a_refused_resume_leaves_all_but_its_logs_and_its_status(work, tmp_path, hosts, by):
     """By torchrun on one host, or on two nodes of Slurm: the status alone tells why there."""
     run = Result(0, "", "", shutil.copytree(work / "whole", tmp_path / "run"))
-    change(run, nnodes=hosts, nproc_per_node=2 // hosts)
+    two = {"nnodes": hosts, "nproc_per_node": 2 // hosts}
+    amend(run.folder / "config.yaml", parallelism=two)
     rundir.write_status(run.folder, "preempted")
     if by == "rows":
         (run.folder / "layers.jsonl").write_text("no row\n")
     else:
-        tree = yaml.safe_load((run.folder / "config.yaml").read_text())
-        tree["optimizer"]["lr"] = 1.0
-        (run.folder / "config.yaml").write_text(yaml.safe_dump(tree))
+        amend(run.folder / "config.yaml", optimizer={"lr": 1.0})
     before = contents(run.folder)
     if hosts == 1:
         assert plain_torchrun(2, run, work).returncode == 1

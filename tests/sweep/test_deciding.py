@@ -21,22 +21,12 @@ from llmexp.sweep.deciding import Deciding, seeded
 from llmexp.sweep.planning import seeds_in_words
 from llmexp.sweep.section import build_sweep
 from llmexp.sweep.show import values_of
+from tests.compare.made import trained
 from tests.conftest import TINY, llmexp, start
 from tests.sweep.running import DEFAULTS, current_sweep
-from tests.tools import all_gone, wait_for
+from tests.tools import session, wait_for
 
 FULL = 8
-
-
-def record(setting: int, seed: int, loss: float) -> Record:
-    config = {"optimizer.lr": 1.0 + setting, "train.seed": seed, "train.max_steps": 1}
-    columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
-    facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
-    return Record(
-        Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
-        {"summary": {}}, {key: np.array([value]) for key, value in columns.items()},
-        swept=("optimizer.lr", "train.seed"), negligible=0.0,
-    )  # fmt: skip
 
 
 class Simulated(Deciding):
@@ -52,7 +42,8 @@ class Simulated(Deciding):
         for setting in going:
             for seed in self.seeds(count):
                 i = int(next(iter(setting)))
-                self.made[i, seed] = record(i, seed, float(self.losses[i, seed - 1]))
+                loss = float(self.losses[i, seed - 1])
+                self.made[i, seed] = trained(i, seed, loss, negligible=0.0)
 
     def records(self):
         return list(self.made.values())
@@ -98,7 +89,8 @@ def simulated(tmp_path, monkeypatch, means, sweeps: int):
         alarms += bool(worse if len(set(means)) == 1 else 0 in worse)
         runs += len(sweep.made)
         found += len(worse - {0})
-        whole = [record(i, j + 1, float(x)) for (i, j), x in np.ndenumerate(losses)]
+        places = np.ndenumerate(losses)
+        whole = [trained(i, j + 1, float(x), negligible=0.0) for (i, j), x in places]
         of_full += len(called_worse(whole) - {0}) if len(set(means)) > 1 else 0
     return alarms / sweeps, found / max(1, of_full), runs / (sweeps * len(means) * FULL)
 
@@ -253,7 +245,7 @@ def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path, k
         wait_for(lambda rows=rows: list(there.glob(rows)), process)
         process.kill()
         process.communicate()
-        assert all_gone(process.pid, 60)
+        wait_for(lambda p=process: not session(p.pid), seconds=60)
         assert number == 0 or looks_of(there)[:number] == expected[:number]
         command = ["resume", "s"]
     done = llmexp("resume", "s", cwd=tmp_path)

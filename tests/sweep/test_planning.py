@@ -22,6 +22,7 @@ from llmexp.sweep.local import Local
 from llmexp.sweep.points import expand
 from llmexp.sweep.section import Sweep
 from tests.conftest import TINY, llmexp
+from tests.tools import composed
 
 DEFAULTS = Sweep(
     resume=None, max_parallel=None, devices_per_run=None, on_infeasible="refuse", max_retries=0,
@@ -94,8 +95,7 @@ GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
 def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
     """A run that is there already is assembled anew, and so is one whose config is another now."""
     small = [*TINY, "data=synthetic", "train.max_steps=2", "checkpoint.resume=auto"]
-    with app.hydra_app(None) as hydra:
-        config = plain(app.typed_config(app.compose(hydra, small)[0]))
+    config = plain(composed(*small))
     path, assemble, times, waiting = tmp_path / "0-a", check.assemble, [], {}
     request = {"config": config, "folder": str(path), "fixed": True}
     monkeypatch.setattr(check, "assemble", lambda *a, **k: times.append(1) or assemble(*a, **k))

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from llmexp.compare.searching import importance_words, importances
 from llmexp.runs import ledger
 from tests.compare.made import record
 from tests.conftest import TINY, llmexp, start
+from tests.tools import wait_for
 
 optuna = pytest.importorskip("optuna")
 
@@ -92,13 +92,12 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     whole = llmexp("train", "-m", *SEARCH, "hydra.sweep.dir=whole", cwd=tmp_path)
     assert whole.code == 0, whole.err + whole.out
     process = start("train", "-m", *SEARCH, "hydra.sweep.dir=cut", cwd=tmp_path)
-    runs, until = tmp_path / "cut", time.monotonic() + 120
-    while not list(runs.glob("1-*/metrics.jsonl")) and time.monotonic() < until:
-        time.sleep(0.05)
+    runs = tmp_path / "cut"
+    wait_for(lambda: list(runs.glob("1-*/metrics.jsonl")), process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    while any(p.state == "running" for p in points(runs)) and time.monotonic() < until:
-        time.sleep(0.05)  # a worker ends when it notices that nobody is there
+    # a worker ends when it notices that nobody is there
+    wait_for(lambda: all(p.state != "running" for p in points(runs)))
     proposed = json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)
     assert (proposed["rule"], proposed["words"]) == ("rest", ["resume", "cut"])
     there = sum(p.state == "finished" for p in points(runs))  # of three trials and two fresh seeds

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from llmexp.settings.values import section_knobs
 from llmexp.sweep import ray, slurm
 from tests import forks
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
-from tests.tools import exact
+from tests.tools import exact, wait_for
 
 FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
 
@@ -89,7 +89,7 @@ def work(cluster: dict[str, str], tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     client(cluster, "scancel", "--user=root")
     client(cluster, "scontrol", "update", "PartitionName=main", "GraceTime=10")
-    until(lambda: client(cluster, "squeue", "--noheader") == "", 30, "the end of all jobs")
+    wait_for(lambda: client(cluster, "squeue", "--noheader") == "", seconds=30)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +114,6 @@ def client(cluster: dict[str, str], *command: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.2)
-
-
 def facts(cluster: dict[str, str], job: str) -> dict[str, str]:
     """What Slurm knows of a job: JobState, ExitCode, Restarts, ..."""
     return dict(
@@ -131,17 +124,13 @@ def facts(cluster: dict[str, str], job: str) -> dict[str, str]:
 
 
 def until_state(cluster: dict[str, str], job: str, state: str, seconds: float = 60) -> None:
-    until(lambda: facts(cluster, job)["JobState"] == state, seconds, f"job {job} {state}")
+    wait_for(lambda: facts(cluster, job)["JobState"] == state, seconds=seconds)
 
 
 def until_rows(run: Path, cluster: dict[str, str], job: str, after: int = 0) -> None:
     """Until the run has gone past step `after`."""
     metrics = run / "metrics.jsonl"
-    until(
-        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > after,
-        90,
-        f"rows in {run}",
-    )
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > after)
     assert facts(cluster, job)["JobState"] == "RUNNING"
 
 
@@ -150,11 +139,7 @@ def start_again(cluster: dict[str, str], job: str) -> None:
     after it is pending."""
     until_state(cluster, job, "PENDING")
     title = f"slurmstepd: [{facts(cluster, job)['JobId']}.".encode()
-    until(
-        lambda: not any(title in command for command in command_lines()),
-        120,
-        f"the end of job {job}'s daemons",
-    )
+    wait_for(lambda: not any(title in command for command in command_lines()), seconds=120)
     time.sleep(
         2
         # the nodes have revoked what the job was allowed, by the second: a start within it would
@@ -256,7 +241,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
              "hydra.sweep.dir=sweep", "train.max_steps=2000"]  # fmt: skip
     good, bad = (work / "sweep" / name for name in ("0-hooks__slow.slow", "1-hooks__slow.bad"))
     waiting = start(*sweep, cwd=work, **cluster)
-    until((bad / "slurm.json").exists, 90, "the submission")
+    wait_for((bad / "slurm.json").exists)
     job, failing = (json.loads((run / "slurm.json").read_text())["job_id"] for run in (good, bad))
     until_rows(good, cluster, job)
     client(cluster, "scancel", "--signal=USR2", job)  # what Slurm sends before the time limit
@@ -266,7 +251,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
         "0",
     )
     start_again(cluster, job)
-    until(lambda: state_of(good) == "running", 60, "the run to go on")
+    wait_for(lambda: state_of(good) == "running")
     waiting.send_signal(signal.SIGINT)
     out, err = waiting.communicate(timeout=20)
     assert waiting.returncode == 75, out + err
@@ -283,11 +268,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     )
 
     waiting = start("resume", "sweep", "--allow", "slow", cwd=work, **cluster)
-    until(
-        lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing,
-        90,
-        "the failed run's second job",
-    )
+    wait_for(lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing)
     assert json.loads((good / "slurm.json").read_text())["job_id"] == job
     client(cluster, "scancel", job)
     out, err = waiting.communicate(timeout=60)

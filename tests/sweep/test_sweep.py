@@ -19,7 +19,7 @@ from llmexp.sweep.running import halving_rungs
 from llmexp.system import child
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.sweep.running import current_sweep, new_point, run_locally, stand_in
-from tests.tools import all_gone, exact, same_state, wait_for
+from tests.tools import amend, exact, same_state, session, wait_for
 
 STEPS = 30
 RUN = [
@@ -138,7 +138,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     assert "Traceback" not in err
-    assert all_gone(process.pid, 10)
+    wait_for(lambda: not session(process.pid), seconds=10)
     folder = tmp_path / "grid"
     found = states(folder)
     assert len(found) == 6
@@ -163,7 +163,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     )
     process.kill()
     process.communicate()
-    assert all_gone(process.pid, 30)
+    wait_for(lambda: not session(process.pid), seconds=30)
     done = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
     assert done.code == 1, done.err
     found = states(folder)
@@ -224,6 +224,8 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path, pa
     second = llmexp("train", *base, *wider, cwd=tmp_path)
     assert second.code == 0, second.err + second.out
     assert f"page   {Path('s') / 'compare.html'}" in second.out.replace(f"{tmp_path}/", "")
+    compared = llmexp("compare", "s", cwd=tmp_path).out.splitlines()
+    assert "\n".join(line.rstrip() for line in compared) in second.out
     assert (tmp_path / "s" / "plotly.min.js").stat().st_size > 1e6  # what the page names
     assert {p: p.read_bytes() for p in before} == before
     points = sweep_json(tmp_path / "s")["points"]
@@ -344,7 +346,7 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     assert process.returncode == 0, out + err
     assert "no sign of life for 25 s (sweep.silence_s); it was ended" in out
     assert [p["attempts"] for p in sweep_json(tmp_path / "s")["points"]] == [2]
-    assert all_gone(process.pid, 10)
+    wait_for(lambda: not session(process.pid), seconds=10)
 
 
 @pytest.mark.parametrize(
@@ -603,11 +605,7 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
     """Its files know fewer knobs, and its points by other hashes; a point that was cut goes on."""
     for path in pair.glob("*/config.yaml"):
         config = yaml.safe_load(path.read_text())
-        del (
-            config["user"],
-            config["train"]["twin"],
-            config["tracker"]["entity"],
-        )
+        del config["user"], config["train"]["twin"], config["tracker"]["entity"]
         del config["optimizer"]["rule"]
         path.write_text(yaml.safe_dump(config))
     tree = written(tmp_path / "s")
@@ -616,7 +614,7 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
         point["identity"] = "0" * 24
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(tree))
     cut = tmp_path / "s" / tree["points"][1]["folder"] / "status.json"
-    cut.write_text(json.dumps({**json.loads(cut.read_text()), "state": "preempted"}))
+    amend(cut, state="preempted")
     rows = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/metrics.jsonl")}
     resumed = llmexp("resume", "s", cwd=tmp_path)
     assert resumed.code == 0, resumed.err + resumed.out

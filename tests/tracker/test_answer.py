@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from llmexp.compare.comparing import compare
 from llmexp.runs.ledger import Ledger
@@ -25,6 +24,7 @@ from llmexp.tracker.fields import (
 )
 from llmexp.tracker.sync import upload_command
 from tests.conftest import ROOT, TINY, Result, llmexp
+from tests.tools import amend
 from tests.tracker.fake_wandb import Behaviour, FakeRun, FakeWandb
 from tests.tracker.test_sync import KEY, make_run
 
@@ -186,9 +186,7 @@ def make_sweep(path: Path) -> Path:
     """A sweep whose two runs are in wandb."""
     for number in range(2):
         run_dir = make_run(path / f"{number}-seed={number}", 20)
-        config = yaml.safe_load((run_dir / "config.yaml").read_text())
-        config["tracker"]["finish_timeout_s"] = 2
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+        amend(run_dir / "config.yaml", tracker={"finish_timeout_s": 2})
         there = {"project": "proj", "step": 20, "exit_code": 0}
         write_position(run_dir, MirrorPosition(f"r{number}", 1280, 20, there, entity="someone"))
     Ledger(path, "x", str(path), "local", [], []).save()

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.settings.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
     MirrorPosition,
@@ -26,7 +25,7 @@ from llmexp.tracker.fields import (
     write_position,
 )
 from llmexp.tracker.wandb import has_login
-from tests.tools import option
+from tests.tools import composed, option
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -178,9 +177,7 @@ def test_the_environment_fills_in() -> None:
 def test_wandbs_mode_is_no_other_trackers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be set for all commands of a shell, and such a tracker refuses a mode."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with hydra_app(None) as hydra:
-        cfg, _ = compose(hydra, [f"tracker={kind}"])
-        assert typed_config(cfg).tracker.mode == "auto"
+    assert composed(f"tracker={kind}").tracker.mode == "auto"
 
 
 def test_the_config_goes_before_the_environment_with_a_line() -> None:

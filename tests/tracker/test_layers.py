@@ -14,7 +14,7 @@ from llmexp.runs.layers import by_layer
 from llmexp.runs.rows import read_rows
 from tests.tracker.fake_wandb import FakeWandb
 from tests.tracker.test_sync import llmexp, make_run, rows_of
-from tests.tracker.test_tracker import FAKE_KEY, bare, make_rows, run_worker
+from tests.tracker.test_tracker import bare, make_rows, run_worker
 
 LAYERS = 3
 PARTS = ("attention.q_proj", "mlp.up_proj", "mlp.down_proj")
@@ -79,8 +79,7 @@ def test_a_run_in_training_has_a_heat_map_of_each_figure(tmp_path: Path) -> None
     rows = make_rows(1, 20)
     write_layers(tmp_path / "run", [5, 10, 15])
     with FakeWandb() as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        assert run_worker(tmp_path / "run", rows, env=env, start_timeout_s=20).said == []
+        assert run_worker(tmp_path / "run", rows, server.url, start_timeout_s=20).said == []
     there = [shown(row["step"]) if row["step"] in (5, 10, 15) else {} for row in rows]
     assert bare(server.run.rows) == [a | b for a, b in zip(rows, there, strict=True)]
 

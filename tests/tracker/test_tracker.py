@@ -30,7 +30,7 @@ from llmexp.tracker.fields import (
 )
 from tests import forks
 from tests.conftest import PATHS, ROOT, environment
-from tests.tracker.fake_wandb import FakeWandb
+from tests.tracker.fake_wandb import Behaviour, FakeWandb
 
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -79,6 +79,7 @@ def make_rows(first: int, last: int) -> list[dict[str, Any]]:
 def run_worker(
     run_dir: Path,
     rows: list[dict[str, Any]],
+    server: str | None = None,
     *,
     env: dict[str, str] | None = None,
     pause: float = 0.0,
@@ -88,7 +89,8 @@ def run_worker(
     exit_code: int = 0,
     **tracker: Any,
 ) -> Outcome:
-    """Write `rows` as a run would, after those that its folder has up to there."""
+    """Write `rows` as a run would, after those that its folder has up to there; `server`: the URL
+    of one, to which there is a login."""
     run_dir.mkdir(exist_ok=True)
     spec = {
         "run_dir": str(run_dir),
@@ -105,6 +107,8 @@ def run_worker(
     home.mkdir(exist_ok=True)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
     clean |= {"HOME": str(home), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    if server:
+        clean |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": FAKE_KEY}
     master, slave = pty.openpty() if terminal else (None, None)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.tracker.worker", json.dumps(spec)],
@@ -162,8 +166,7 @@ def test_an_offline_run_has_every_row_and_value_and_needs_no_server(tmp_path: Pa
     run_dir = tmp_path / "a run, 实验"
     rows = make_rows(1, 200)
     with dead_server("closed port") as url:
-        env = {"WANDB_MODE": "offline", "WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(run_dir, rows, env=env)
+        outcome = run_worker(run_dir, rows, url, env={"WANDB_MODE": "offline"})
     assert_cost_nothing(outcome)
     assert outcome.said == []
     assert outcome.exit_s < 8 * outcome.slow
@@ -219,8 +222,7 @@ def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
 def test_online_rows_arrive(tmp_path: Path) -> None:
     rows = make_rows(1, 50)
     with FakeWandb() as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(tmp_path / "run", rows, env=env, start_timeout_s=20)
+        outcome = run_worker(tmp_path / "run", rows, server.url, start_timeout_s=20)
     assert_cost_nothing(outcome)
     assert outcome.said == []
     assert bare(server.run.rows) == rows
@@ -280,8 +282,7 @@ def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dead
     def run(kind: str, where: Path) -> DeadServerRun:
         run_dir = where / "run"
         with dead_server(kind) as url:
-            env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
-            outcome = run_worker(run_dir, make_rows(1, 100), env=env, finish_timeout_s=15)
+            outcome = run_worker(run_dir, make_rows(1, 100), url, finish_timeout_s=15)
         return DeadServerRun(url, run_dir, outcome, history(run_dir))
 
     folders = [
@@ -328,10 +329,8 @@ def test_what_wandb_was_never_given_is_owed_too(
     if before:
         write_position(run_dir, before)
     with dead_server("silent") as url:
-        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(
-            run_dir, make_rows(2, 5), env=env, start_timeout_s=60, finish_timeout_s=1
-        )
+        late = {"start_timeout_s": 60, "finish_timeout_s": 1}
+        outcome = run_worker(run_dir, make_rows(2, 5), url, **late)
     (said,) = outcome.said
     assert "not done after 1 s" in said
     assert said.endswith(f"llmexp sync {run_dir}")
@@ -341,18 +340,28 @@ def test_what_wandb_was_never_given_is_owed_too(
     assert upload_is_pending(run_dir)
 
 
-def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:
-    with FakeWandb("hangs after start") as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(
-            tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=8
-        )
+@pytest.mark.parametrize(
+    ("behaviour", "rows", "options", "says"),
+    [
+        ("hangs after start", 20, {"finish_timeout_s": 8}, ""),
+        ("dies in the middle", 400, {"finish_timeout_s": 8, "pause": 0.01}, ""),
+        # wandb's finish returns as if all were well when the server has refused the rows for good
+        ("refuses rows", 20, {}, "0 of 20 rows"),
+    ],
+)
+def test_a_server_that_fails_later_costs_the_finish_timeout(
+    tmp_path: Path, behaviour: Behaviour, rows: int, options: dict[str, Any], says: str
+) -> None:
+    run_dir, options = tmp_path / "run", {"start_timeout_s": 20, **options}
+    with FakeWandb(behaviour) as server:
+        outcome = run_worker(run_dir, make_rows(1, rows), server.url, **options)
     assert_cost_nothing(outcome)
-    assert outcome.costs["finish"] < 8 + outcome.slow
+    assert outcome.costs["finish"] < options.get("finish_timeout_s", 60) + outcome.slow
     assert outcome.exit_s < 8 * outcome.slow
     (said,) = outcome.said
-    assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
-    assert upload_is_pending(tmp_path / "run")
+    assert says in said
+    assert said.endswith(f"llmexp sync {run_dir}")
+    assert upload_is_pending(run_dir)
 
 
 def test_without_a_login_it_is_offline_and_never_asks(tmp_path: Path) -> None:
@@ -443,39 +452,15 @@ def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None
     before.close()
     write_position(run_dir, MirrorPosition("run-1", rows[29]["tokens_seen"], 30))
     with FakeWandb() as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        resumed = run_worker(run_dir, rows[25:], env=env, start_timeout_s=20)
+        resumed = run_worker(run_dir, rows[25:], server.url, start_timeout_s=20)
     assert resumed.said == []
     assert bare(server.run.rows) == rows
     assert server.run.lines_sent == 40
     assert not upload_is_pending(run_dir)
 
 
-def test_a_server_that_refuses_rows_or_dies_is_reported(tmp_path: Path) -> None:
-    """wandb's finish returns as if all were well when the server has refused the rows for good."""
-    with FakeWandb("refuses rows") as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20)
-    (said,) = outcome.said
-    assert "0 of 20 rows" in said
-    assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
-    assert upload_is_pending(tmp_path / "run")
-
-
-def test_a_server_that_dies_in_the_middle_costs_the_finish_timeout(tmp_path: Path) -> None:
-    with FakeWandb("dies in the middle") as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        options = {"start_timeout_s": 20, "finish_timeout_s": 8}
-        outcome = run_worker(tmp_path / "run", make_rows(1, 400), env=env, pause=0.01, **options)
-    assert len(outcome.said) == 1
-    assert outcome.costs["finish"] < 8 + outcome.slow
-    assert outcome.exit_s < 8 * outcome.slow
-    assert upload_is_pending(tmp_path / "run")
-
-
 def test_a_preempted_run_is_not_called_failed(tmp_path: Path) -> None:
     with FakeWandb() as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        run_worker(tmp_path / "run", make_rows(1, 3), env=env, start_timeout_s=20, exit_code=75)
+        run_worker(tmp_path / "run", make_rows(1, 3), server.url, start_timeout_s=20, exit_code=75)
     assert server.run.exit_code == 75
     assert server.run.preempting

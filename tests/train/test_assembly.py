@@ -12,7 +12,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.train.assembly.assemble import Cache, assemble
-from tests.forecast.test_memory import composed
+from tests.tools import composed
 
 SMALL = ["data=synthetic", "data.n_tokens=4000", "model.n_layers=1", "train.device=cpu"]
 

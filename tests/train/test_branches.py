@@ -22,7 +22,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
 from llmexp.compare.reading import read
-from llmexp.compose.app import compose, hydra_app, typed_config
+from llmexp.compose.app import compose, hydra_app
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import with_steps
 from llmexp.runs import rundir
@@ -39,8 +39,9 @@ from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.beginning import _begun_anew
 from llmexp.update.schedule import cooldown
+from tests import tools
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.tools import exact, run_here, same_state, wait_for, weights
+from tests.tools import amend, exact, run_here, same_state, wait_for, weights
 
 # Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
 SETTINGS = [
@@ -225,9 +226,7 @@ def test_halving_over_forks_counts_their_own_steps(trunk):
 
 
 def composed(overrides: list[str]) -> Config:
-    args = parse("train", overrides)
-    with hydra_app(None, args.overrides) as hydra:
-        return typed_config(compose(hydra, args.overrides)[0])
+    return tools.composed(*parse("train", overrides).overrides)
 
 
 def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, monkeypatch):
@@ -430,8 +429,7 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
         text = (made / "config.yaml").read_text()
         assert old in text
         (made / "config.yaml").write_text(text.replace(old, new))
-        run = json.loads((made / "run.json").read_text()) | {"warmup_updates": 3}
-        (made / "run.json").write_text(json.dumps(run))
+        amend(made / "run.json", warmup_updates=3)
     for name, more, steps, ratio in (
         ("share", ["schedule=constant", "train.max_steps=400"], 3, None),
         ("share", ["batch.real_batch_size=4", "train.max_tokens=4800"], 3, None),

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from llmexp.__main__ import run
-from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.run.batch import solve_batch
 from tests.conftest import ROOT, TINY, llmexp, train
-from tests.tools import printed
+from tests.tools import composed, printed
 
 SHORT = [
     "data=synthetic", "data.n_tokens=20000", "schedule=constant", "schedule.warmup_steps=0",
@@ -84,9 +83,7 @@ def test_a_fork_takes_another_batch_in_tokens_or_in_sequences(tmp_path, monkeypa
         (["batch.sequence_length=24"], 8, None),
         (["batch.micro_batch_size=2"], 8, 96),
     ):
-        overrides = ["fork.run=trunk", "train.max_steps=3", *given]
-        with hydra_app(None, overrides) as hydra:
-            config = typed_config(compose(hydra, overrides)[0])
+        config = composed("fork.run=trunk", "train.max_steps=3", *given)
         solved = solve_batch(config.batch, 1)
         assert (solved.real_batch_size, solved.tokens_per_step) == (real, tokens), given
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from llmexp.compare.folding import factors
 from llmexp.compare.records import Record, Setting
-from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.compose.command_line import opened
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import TokenCost
@@ -28,6 +27,7 @@ from llmexp.settings.knobs import deciding_result
 from llmexp.settings.rules import RULE_KEYS, SCALING_RULES, Reference
 from llmexp.settings.values import ConfigError, flatten
 from llmexp.train.assembly.assemble import assemble
+from tests import tools
 from tests.conftest import TINY, llmexp, train
 
 SHORT = [
@@ -40,9 +40,7 @@ OF_ONES_OWN = [name for name, rule in SCALING_RULES.items() if rule.at is None]
 
 
 def composed(*given_values: str) -> Config:
-    overrides = [opened(override, given_values) for override in given_values]
-    with hydra_app(None, overrides) as hydra:
-        return typed_config(compose(hydra, overrides)[0])
+    return tools.composed(*(opened(override, given_values) for override in given_values))
 
 
 @pytest.fixture(scope="module")

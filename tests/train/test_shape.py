@@ -11,17 +11,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.common import parameter_counts
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.run.shape import parameters_in, solve_shape
-from llmexp.settings.config import Config
 from llmexp.settings.rules import SHAPE_KEYS
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import llmexp
-from tests.tools import exact
+from tests.tools import composed, exact
 
 QUIET = [
     "tracker=none", "train.device=cpu", "precision=fp32", "data=synthetic", "data.n_tokens=20000",
@@ -149,11 +147,6 @@ def test_a_model_without_these_sizes_is_refused():
     own = {"_target_": "mine.Net", "width": 3, "depth": 2}
     with pytest.raises(ConfigError, match=r"model.depth=2: mine.Net has no n_layers that a rule"):
         solve_shape(own, lambda s: 0, 4.0)
-
-
-def composed(*overrides: str) -> Config:
-    with hydra_app(None, overrides) as hydra:
-        return typed_config(compose(hydra, overrides)[0])
 
 
 def test_the_last_word_on_a_shape_counts(tmp_path):

@@ -24,6 +24,7 @@ from llmexp.system.child import children, ended
 from llmexp.verify import runs
 from llmexp.verify.checks import Check, at_most, none_differ
 from tests.conftest import TINY, llmexp, start
+from tests.tools import wait_for
 
 BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "precision=fp64"]
 
@@ -250,11 +251,7 @@ def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
 @pytest.mark.fresh  # its workers are no children of the stand-in
 def test_ctrl_c_ends_it_and_leaves_no_worker(tmp_path):
     process = start("verify", "geometry", *BASE, "hydra.run.dir=v", cwd=tmp_path)
-    deadline = time.monotonic() + 120
-    workers: list[int] = []
-    while not (workers := children(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert workers
+    workers = wait_for(lambda: children(process.pid), process)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)

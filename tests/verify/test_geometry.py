@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp.compose import app
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
@@ -39,7 +38,7 @@ from llmexp.verify.reference import (
 )
 from llmexp.verify.runs import shrunk, trial
 from llmexp.verify.tolerance import FLOOR, Off, checks_of_run, moved_off, off_by
-from tests import reference
+from tests import reference, tools
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import PACKAGE_OF
 
@@ -173,9 +172,7 @@ def test_mean_of_means_and_lost_rows_fail(tmp_path):
 
 
 def composed(*overrides: str, data: list[str] = DATA) -> Config:
-    with app.hydra_app(None) as hydra:
-        cfg, _ = app.compose(hydra, [*TINY, *data, *FAST, *overrides])
-        return app.typed_config(cfg)
+    return tools.composed(*TINY, *data, *FAST, *overrides)
 
 
 @pytest.fixture

@@ -358,27 +358,6 @@ def test_several_hosts_are_refused(proof):
         resume.plan_to_break(with_knobs(config, parallelism={"nnodes": 2}), 6, shrink=False)
 
 
-FORGETFUL = """
-from llmexp.checkpoint import hashes, loading
-
-loading.newest_whole = lambda *_, **__: None  # begins anew each time, and so comes to the same end
-
-
-def forgets(event, context):
-    pass
-"""
-
-
-@pytest.mark.slow  # what is recorded of each start is in the proof above, what it means in `hits`
-def test_a_run_that_never_resumes_fails(tmp_path):
-    (tmp_path / "forgetful.py").write_text(FORGETFUL)
-    result = prove(tmp_path, "--allow", "forgetful", "hooks=[forgetful.forgets]")
-    assert result.code == 1, result.out + result.err
-    found = {what: check for what, check in checks(result).items() if check["passed"] is False}
-    assert found.keys() == {"resumed from its newest checkpoint, one after step 0"}
-    assert "but there was a checkpoint of step" in found.popitem()[1]["note"]
-
-
 @pytest.mark.fresh  # a fork's stand-in is not the rank
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
