@@ -7,6 +7,7 @@ products).
 from __future__ import annotations
 
 import functools
+import signal
 import subprocess
 import sys
 
@@ -44,6 +45,7 @@ def step_a_little() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the plan may be stopped before the answer
     torch.set_num_threads(int(sys.argv[1]))
     step_a_little()
     print(round(hardware.peak_memory_gib(CPU) * 2**30))

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
 from llmexp.update.precision import settings_kept
-from tests.conftest import TINY
+from tests.conftest import TINY, environment
 from tests.tools import composed
 
 SMALL = [
@@ -379,3 +381,12 @@ def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, ca
     out = planned(capsys, "--allow", "stubborn", *TINY[7:], *own, "data=synthetic",
                   "data.n_tokens=5000", "batch.sequence_length=12", "plan.device=cpu")  # fmt: skip
     assert "memory not known: the model does not run without memory" in out
+
+
+def test_the_process_that_is_measured_is_quiet_where_its_plan_was_stopped():
+    command, pipe = [sys.executable, "-m", "llmexp.forecast.process", "1"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as left:
+        assert left.stdout is not None
+        left.stdout.close()
+        assert left.stderr is not None
+        assert left.stderr.read() == b""
