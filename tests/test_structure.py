@@ -48,7 +48,7 @@ SIZES = {
     "train": 39_930,
     "laws": 17_869,
     "evaluate": 2_550,
-    "forecast": 11_361,
+    "forecast": 11_375,
     "compose": 11_243,
     "sweep": 27_464,
     "verify": 18_510,
