@@ -44,7 +44,7 @@ SIZES = {
     "runs": 12_122,
     "exchange": 10_550,
     "tracker": 9_448,
-    "compare": 51_358,
+    "compare": 51_361,
     "train": 39_930,
     "laws": 17_869,
     "evaluate": 2_550,

@@ -40,7 +40,8 @@ def expected_runs(settings: int, first: int, most: int) -> int:
         level = level_of(count, most, looks)
         looks.append(Look([], level, most, [], [], ""))
         # Student's t by Bonferroni over all pairs: nearly the bound of the studentized range.
-        z = NormalDist().inv_cdf(1 - level / (len(left) * (len(left) - 1)))
+        # A level of 0, as with hundreds of seeds at most, leaves nobody out.
+        z = -NormalDist().inv_cdf((level or 1e-9) / (len(left) * (len(left) - 1)))
         t = z + (z**3 + z) / (4 * (len(left) - 1) * (count - 1))
         bound = t * math.sqrt(2 / count)
         left = [distance for distance in left if distance <= bound]

@@ -148,6 +148,7 @@ def test_the_levels_of_all_looks_are_5_percent_together(first, most):
 def test_the_expected_cost_lies_between_the_least_and_the_most():
     assert 2 * 16 < expected_runs(16, 2, 8) < 8 * 16
     assert expected_runs(2, 2, 2) == 4
+    assert 2 * 4 < expected_runs(4, 2, 1000) < 100 * 4  # whose first look has no level
 
 
 def test_hours_and_tokens_end_a_sweep_and_cut_the_next_look_short(tmp_path, monkeypatch):
