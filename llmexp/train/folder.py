@@ -94,7 +94,7 @@ def forget_run(path: Path) -> None:
     What another process has begun there meanwhile is kept."""
     if rundir.read_status(path).get("exit_code") != REFUSED:
         return
-    for file in describing(path):
+    for file in (*describing(path), path / LINEAGE):  # the next one may be no fork, or of another
         file.unlink(missing_ok=True)
 
 

@@ -346,8 +346,10 @@ def test_a_run_that_is_refused_leaves_what_another_process_has_begun_there(whole
     folder.forget_run(copy)
     assert contents(copy).keys() == before.keys()
     rundir.write_status(copy, "failed", exit_code=2)  # by its own refusal
+    (copy / "lineage.jsonl").write_text('{"step": 1}\n')  # it was a fork
     folder.forget_run(copy)
     assert not any(file.exists() for file in folder.describing(copy))
+    assert not (copy / "lineage.jsonl").exists()
 
 
 def test_resume_of_nothing(tmp_path):
