@@ -143,11 +143,12 @@ def begin_model(
 
     They are drawn, or those that the section names, and moved for a twin. A rank fills the parts
     that it holds, the same numbers on any layout."""
+    without_values = any(p.is_meta for p in model.parameters())
     give_memory(model, device)
     model.to(device)
     if not fresh:
         return
-    if draws_by_blocks(section):
+    if without_values:
         torch.manual_seed(seed)
         cast(LanguageModel, model).init_weights(piece_of)
     initial_weights(section, model, True)
