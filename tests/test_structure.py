@@ -31,7 +31,7 @@ PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 # Tokens of each room (`make size`) and a little more: a change that needs more says why.
 SIZES = {
-    "settings": 13_150,
+    "settings": 13_154,
     "run": 9_755,
     "system": 6_758,
     "models": 15_072,
