@@ -9,7 +9,12 @@ from pathlib import Path
 from llmexp.settings.values import code_of
 
 PACKAGE = Path(__file__).parents[1] / "llmexp"
-MAKE = ("ConfigError", "refuse", "wrong")  # the last one: a refusal that a caller hands down
+MAKE = (
+    "ConfigError",
+    "TooManyFiles",
+    "refuse",
+    "wrong",
+)  # the last one: a refusal that a caller hands down
 
 
 def places() -> Iterator[tuple[str, str]]:

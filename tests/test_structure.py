@@ -38,7 +38,7 @@ SIZES = {
     "mesh": 6_505,
     "update": 13_719,
     "metrics": 7_900,
-    "data": 31_650,
+    "data": 31_661,
     "tasks": 3_120,
     "checkpoint": 6_959,
     "runs": 12_122,

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmexp.data import shards
 from llmexp.data.cache import building, id_type
-from llmexp.data.files import allow_open_files
+from llmexp.data.files import TooManyFiles, allow_open_files
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, is_remote
@@ -82,6 +82,8 @@ def prepare_source(work: Work, remote: RemoteCache) -> SourceShards:
                 write_part(work, Part(), 0, sum(work.unit_bytes()))
                 _refuse_changed(work, cache)
                 _finish(work)
+            except TooManyFiles:
+                raise
             except ValueError:  # the documents are refused, or a file changed meanwhile
                 shutil.rmtree(work.folder, ignore_errors=True)
                 raise
@@ -218,6 +220,8 @@ def _open(work: Work) -> SourceShards | None:
         )
         counts = Counts(**found["counts"])
         return SourceShards(work, streams, counts, documents, text_bytes)
+    except TooManyFiles:
+        raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 

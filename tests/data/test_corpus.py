@@ -254,6 +254,22 @@ def test_shards_of_several_sources_may_be_more_than_are_open_by_default(files, m
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_shards_that_this_process_may_not_open_are_refused_and_stay(files, monkeypatch):
+    """They are whole, and took hours."""
+    monkeypatch.setattr("llmexp.data.shards.CHUNK_BYTES", 1)
+    json_lines(files / "one.jsonl", [f"one {i}" for i in range(100)])
+    chosen = {"one": {"files": str(files / "one.jsonl")}}
+    limits = len(os.listdir("/dev/fd")) + 100
+    for _ in range(2):  # at the end of the preparation, and from the cache
+        with monkeypatch.context() as narrow:
+            narrow.setattr(resource, "getrlimit", lambda _: (limits, limits))
+            with pytest.raises(ValueError, match="token files are more than this process"):
+                made(files, sources=chosen, val={})
+        there = sorted(path for path in files.rglob("*.bin"))
+        assert len(there) >= 100
+    assert len(made(files, sources=chosen, val={}).train.shards) == 100
+
+
 def test_what_was_killed_goes_on(files):
     """Killed by the system while two sources are written, at any time: after a few chunks."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
