@@ -156,7 +156,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         if planned:
             stack.enter_context(pretend.pretended(case.world, case.rank))
         sizes = at.replicate_size, at.shard_size, at.tensor_parallel_size
-        joined = mesh.join("cpu", case.kind, *sizes, once=case.once)
+        joined = mesh.join("cpu", case.kind, *sizes, reduces_once=case.once)
         modes = stack.enter_context(contextlib.ExitStack())
         if planned:
             # As on an accelerator: hundreds of small tiles of logits would only take time.

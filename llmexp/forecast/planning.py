@@ -43,15 +43,15 @@ class Planner:
     def __init__(self, plan: PlanKnobs, measure: bool) -> None:
         self._plan, self._measure = plan, measure
         self._device = None if plan.device is None else device_named(plan.device)
-        self._once = Cache()
+        self._cached = Cache()
 
     def planned(self, config: Config, folder: str) -> Planned:
         """Return the plan of a run. Raises ConfigError."""
-        plan, device, once = self._plan, self._device, self._once
+        plan, device, cached = self._plan, self._device, self._cached
         own = config if plan.device is None or self._measure else placeable(config)
-        parts = assemble(own, once)
+        parts = assemble(own, cached)
         if config.batch.micro_batch_size == AUTO:
-            parts = assemble(self._cut(own, parts), once)
+            parts = assemble(self._cut(own, parts), cached)
         if device is not None:  # what was measured here is not of it
             parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, memory=None))
         precision = memory.precision_on(parts, config.precision.kind, device)
@@ -68,9 +68,11 @@ class Planner:
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         work = deciding_work(parts.config, name)
         kind = (work, precision, config.data, config.tokenizer, steps)
-        of_memory = once(lambda *_: self._memory(parts, config, precision), "memory", *kind)
+        of_memory = cached(lambda *_: self._memory(parts, config, precision), "memory", *kind)
         moved = of_memory.figures.get("memory_bytes", {}).get("moved", 0)
-        times, basis = once(lambda *_: self._times(parts, precision, folder, moved), "times", *kind)
+        times, basis = cached(
+            lambda *_: self._times(parts, precision, folder, moved), "times", *kind
+        )
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"

@@ -82,7 +82,7 @@ def rehearse(
             place,
             cut.parallelism.kind,
             *cut.layout.sizes,
-            once=cut.parallelism.fsdp_communication == "once",
+            reduces_once=cut.parallelism.fsdp_communication == "once",
             sequence=cut.parallelism.sequence_parallel,
         )
         if device is not None and place == "cpu":

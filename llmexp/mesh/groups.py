@@ -88,7 +88,7 @@ def join(  # noqa: PLR0913 (what parallelism says)
     shard_size: int,
     tensor_parallel_size: int,
     *,
-    once: bool = False,
+    reduces_once: bool = False,
     sequence: bool = False,
     backend: str | None = None,
     timeout_s: float = 600.0,
@@ -129,7 +129,9 @@ def join(  # noqa: PLR0913 (what parallelism says)
             if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
                 sharding = whole[names_left]
     dp_rank, dp_size = rank // tensor_parallel_size, replicate_size * shard_size
-    return Mesh(rank, world, dp_rank, dp_size, kind, device, sharding, tensor, once, sequence)
+    return Mesh(
+        rank, world, dp_rank, dp_size, kind, device, sharding, tensor, reduces_once, sequence
+    )
 
 
 @functools.cache

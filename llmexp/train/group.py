@@ -78,7 +78,7 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
                 parts.device.type,
                 p.kind,
                 *layout.sizes,
-                once=p.fsdp_communication == "once",
+                reduces_once=p.fsdp_communication == "once",
                 sequence=p.sequence_parallel,
                 backend=p.backend,
                 timeout_s=p.start_timeout_s,

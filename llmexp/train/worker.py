@@ -80,13 +80,13 @@ def go_on(path: Path) -> int:
         rundir.check_plain(path)
     if folder.is_finished(path):
         return DONE
-    parent, config, once = folder.recorded_parent(path), rundir.built_config(path), Cache()
+    parent, config, cached = folder.recorded_parent(path), rundir.built_config(path), Cache()
     if "RANK" not in os.environ and config.parallelism.nnodes == 1:
         config = sizes.found_alone(config)
-    parts = assemble(config, once, tried=True, parent=parent)
+    parts = assemble(config, cached, tried=True, parent=parent)
     if "RANK" in os.environ and sizes.is_open(config):
         config = sizes.found_together(path, config, parts)
-        parts = assemble(config, once, tried=True, parent=parent)
+        parts = assemble(config, cached, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     request = {key: recorded.get(key) for key in folder.RECORDED}

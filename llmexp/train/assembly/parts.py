@@ -179,18 +179,18 @@ def build_on_meta(section: dict[str, Any], kind: str, end: int | None) -> nn.Mod
 
 
 def shaped(
-    section: dict[str, Any], kind: str, end: int | None, once: Callable[..., Any]
+    section: dict[str, Any], kind: str, end: int | None, cached: Callable[..., Any]
 ) -> tuple[dict[str, Any], str | None]:
     """Return the model section with the sizes that follow from one number, and how, in words.
 
-    `once`: an `assemble.Cache`; the models that are counted are built without memory. Raises
+    `cached`: an `assemble.Cache`; the models that are counted are built without memory. Raises
     ConfigError."""
     asked = {key: section.get(key) for key in ("size", "depth", "shape_rule")}
     if not any(value is not None for value in asked.values()):
         return section, None
 
     def count(sizes: dict[str, Any]) -> int:
-        model = once(build_on_meta, sizes, kind, end)
+        model = cached(build_on_meta, sizes, kind, end)
         return parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
 
     target = locate("model._target_", section.get("_target_"))

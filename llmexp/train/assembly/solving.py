@@ -103,13 +103,13 @@ def solve_run(
     solved: Config,
     facts: Facts,
     corpus: Corpus,
-    once: Callable[..., Any],
+    cached: Callable[..., Any],
 ) -> Run:
     """Return the run, with its sources, its warnings and what is known of its memory.
 
-    `solved` is `config` with every derived value; `once`: an `assemble.Cache`. Raises
+    `solved` is `config` with every derived value; `cached`: an `assemble.Cache`. Raises
     ConfigError."""
-    versions, commit = once(provenance.versions), once(provenance.source_commit)
+    versions, commit = cached(provenance.versions), cached(provenance.source_commit)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), versions, commit)
     sources = []
     if (mixed := corpus.mixed) is not None:
