@@ -166,6 +166,8 @@ class Known:
 
     def hours(self, tokens: float) -> float | None:
         """Return the hours that so many tokens take at the rate of the runs' own steps."""
-        rates = [r.figures for r in self.runs if {"train_time", "tokens_seen"} <= r.figures.keys()]
-        seen = sum(r.get("own_tokens", r["tokens_seen"]) for r in rates)
-        return tokens * sum(r["train_time"] for r in rates) / seen / 3600 if seen else None
+        known = [
+            r.figures for r in self.runs if {"train_time", "tokens_per_sec"} <= r.figures.keys()
+        ]
+        done = sum(r["train_time"] * r["tokens_per_sec"] for r in known)
+        return tokens * sum(r["train_time"] for r in known) / done / 3600 if done else None

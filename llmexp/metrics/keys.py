@@ -83,7 +83,7 @@ _ALL = (
         unit="s", better="lower", timing=True),
     Key("outside_share", "share of the time since the last row that lies outside steps",
         better="lower", digits=3, timing=True),
-    Key("tokens_per_sec", "target tokens per second of step_time, of all ranks",
+    Key("tokens_per_sec", "tokens computed per second of step_time, of all ranks",
         "tokens/s", better="higher", timing=True, plot="Tokens per second, all ranks"),
     Key("tokens_per_sec_per_rank", "tokens_per_sec divided by the ranks",
         better="higher", timing=True),

@@ -22,15 +22,14 @@ class Meter:
         self._tokens: Any = float(tokens_seen)
         if device.type != "cpu":
             self._tokens = torch.tensor(self._tokens, dtype=torch.float64, device=device)
-        self._timed_from = tokens_seen
-        self._timed_steps = 0
+        self.timed_steps = 0  # since the last row, of this attempt
         self._step_time = self._data_time = 0.0
         self._since: float | None = None  # the last row, or the first step
 
     def add(self, target_tokens: Tensor | float) -> None:
         """Count one step, without a host wait."""
         self._tokens += target_tokens
-        self._timed_steps += 1
+        self.timed_steps += 1
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -56,22 +55,25 @@ class Meter:
 
         None where there were none.
         """
-        return self._step_time / self._timed_steps if self._timed_steps else None
+        return self._step_time / self.timed_steps if self.timed_steps else None
 
-    def take(self, ranks: int) -> dict[str, float]:
-        """Return the rates since the last row, and start over. The host waits."""
-        tokens_seen = self.tokens_seen()
-        rate = (tokens_seen - self._timed_from) / self._step_time
+    def take(self, tokens: int, ranks: int) -> dict[str, float]:
+        """Return the rates since the last row, whose steps have these tokens, and start over.
+
+        Rates of work count all tokens of the sequences, as banner and run.json do: those whose
+        target is masked are computed too.
+        """
+        rate = tokens / self._step_time
         now = time.perf_counter()
         wall = now - (now if self._since is None else self._since)
         found = {
-            "step_time": self._step_time / self._timed_steps,
-            "data_time": self._data_time / self._timed_steps,
+            "step_time": self._step_time / self.timed_steps,
+            "data_time": self._data_time / self.timed_steps,
             "outside_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
             "tokens_per_sec": rate,
             "tokens_per_sec_per_rank": rate / ranks,
         }
-        self._timed_steps = 0
+        self.timed_steps = 0
         self._step_time = self._data_time = 0.0
-        self._timed_from, self._since = tokens_seen, now
+        self._since = now
         return found

@@ -78,7 +78,7 @@ class Facts:
         "tokens; the longest sequence allowed", "model.max_position_embeddings"
     )
     flops_per_token: int | None = derived(
-        "floating-point operations per target token, forward and backward",
+        "floating-point operations per token computed, forward and backward",
         "model batch.sequence_length",
         "{flops_formula}",
     )
@@ -159,7 +159,9 @@ class Run(Facts):
     real_batch_size: int = resolved_knob("batch.real_batch_size", *_BATCH)
     sequence_length: int = resolved_knob("batch.sequence_length")
     tokens_per_step: int = derived(
-        "target tokens of a full optimizer step", "real_batch_size batch.sequence_length", _TOKENS
+        "tokens of a full optimizer step, masked targets with them",
+        "real_batch_size batch.sequence_length",
+        _TOKENS,
     )
     ramp: str | None = resolved_knob("batch.ramp")
     stages: tuple[BatchStage, ...] = derived(
@@ -167,7 +169,7 @@ class Run(Facts):
         "batch.ramp batch.micro_batch_size dp_size batch.sequence_length",
     )
     max_steps: int = derived("optimizer steps of the whole run", _TAIL, _TEXT)
-    max_tokens: int = derived("target tokens of the whole run", _TAIL, _TEXT)
+    max_tokens: int = derived("tokens of the whole run, masked targets with them", _TAIL, _TEXT)
     max_epochs: float = derived(
         "passes over the training sequences", f"{_BUDGET} train_sequences", _TEXT
     )

@@ -41,8 +41,7 @@ class Batch:
         "sequences per optimizer step over all ranks; null: the product", 32
     )
     tokens_per_step: int | None = count(
-        "target tokens per optimizer step over all ranks, in place of real_batch_size; null: the "
-        "product",
+        "tokens per optimizer step over all ranks, in place of real_batch_size; null: the product",
         4096,
         default=None,
     )
@@ -68,14 +67,14 @@ class Train:
     max_epochs: float | None = knob(
         "budget in passes over the training sequences, fractions allowed", 1.5, above=0
     )
-    max_tokens: int | None = count("budget in target tokens", 1_000_000)
+    max_tokens: int | None = count("budget in tokens", 1_000_000)
     max_flops: float | None = optional(
         "budget in floating-point operations, as the model counts them for a token",
         1e14,
         above=0,
     )
     tokens_per_parameter: float | None = optional(
-        "budget in target tokens for each parameter of the model, its head with them, tables of "
+        "budget in tokens for each parameter of the model, its head with them, tables of "
         "embeddings without",
         20.0,
         above=0,

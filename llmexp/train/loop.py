@@ -218,7 +218,9 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     if loop.config.train.data_digest:
         digest = torch.tensor(window.digest, device=loop.mesh.device)
         row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
-    row |= loop.meter.take(loop.mesh.world_size) | loop.norms.take()
+    timed_from = progress.step - loop.meter.timed_steps
+    tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
+    row |= loop.meter.take(tokens, loop.mesh.world_size) | loop.norms.take()
     row |= measures.take() | loop.noise.figures()
     if setup.outliers.sigma is not None:
         row["outlier_steps"] = progress.outlier_count

@@ -41,8 +41,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["best val/loss"] = loop.progress.best_val_loss
     if seconds := training_time(loop):
         found["train_time"] = seconds
-        if tokens_seen is not None:
-            found["mean tokens_per_sec"] = (tokens_seen - before) / seconds
+        tokens = loop.run.tokens_at(loop.progress.step) - loop.run.begin.tokens
+        found["mean tokens_per_sec"] = tokens / seconds
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
     if loop.progress.step:
         found["skipped_steps"] = loop.progress.skipped_steps

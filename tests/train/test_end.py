@@ -75,7 +75,10 @@ def made(
                 train=SimpleNamespace(max_consecutive_skips=1),
                 metrics=SimpleNamespace(spikes=False),
             ),
-            run=SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0),
+            run=SimpleNamespace(
+                parent=None, stages=(), begin=Begin(), first_step=0,
+                tokens_at=lambda step: 96 * step,
+            ),
         ),
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
