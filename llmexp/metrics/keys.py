@@ -67,7 +67,7 @@ _ALL = (
         "noise scale", digits=3),
     Key("noise_scale_low", "lower end of the 95 % interval of noise_scale"),
     Key("noise_scale_high", "upper end of the 95 % interval of noise_scale"),
-    Key("outlier_steps", "steps so far whose loss or norm was far off its trailing window",
+    Key("outlier_steps", "steps so far whose loss or norm was far above its trailing window",
         "outlier steps", better="lower"),
     Key("weight_norm", "L2 norm of all parameters, after the update"),
     Key("loss_scale", "loss scale that this step used, in fp16"),

@@ -1,4 +1,4 @@
-"""Outlier steps: loss or gradient norm far off the steps before."""
+"""Outlier steps: loss or gradient norm far above the steps before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 ENOUGH = 32  # steps in the window before anything is judged, or all of a smaller window
+LASTING = (
+    4  # outliers skipped with no update between them are a new level, as the weights stood still
+)
 # A loss that stands still differs by rounding alone (some 2**-24 in fp32): that is no outlier.
 LEAST_DEVIATION = 1e-6
 SCALE = 2**200  # units in 1: the smallest numbers of fp32 keep their digits
@@ -19,13 +22,16 @@ LARGEST = 1e80  # what is beyond it counts as this; its square in units is a flo
 
 @dataclass(frozen=True)
 class Limits:
-    """The range of losses and of norms that are no outliers, both ends included."""
+    """Hold the usual range of losses and of norms; a step above one of them is an outlier.
+
+    A low loss or a small norm harms nothing: what is below is neither counted nor skipped.
+    """
 
     loss: tuple[float, float]
     norm: tuple[float, float]
 
     def hold(self, loss: float, norm: float) -> bool:
-        return self.loss[0] <= loss <= self.loss[1] and self.norm[0] <= norm <= self.norm[1]
+        return loss <= self.loss[1] and norm <= self.norm[1]
 
 
 class Trailing:
@@ -66,19 +72,27 @@ class Outliers:
     """Judge loss and norm of each step by a trailing window, on the host.
 
     Values enter it clamped to the limits of their step, so that one spike does not blind it and a
-    level that lasts is learned; what is not finite never enters.
+    level that lasts is learned; what is not finite never enters. After LASTING skipped outliers in
+    a row it begins anew.
     """
 
     def __init__(self, sigma: float | None, window: int) -> None:
         self.sigma = sigma
         self._needed = min(ENOUGH, window)
         self._losses, self._norms = Trailing(window), Trailing(window)
+        self.skipped = 0  # outliers since the last update
         self.limits: Limits | None = None  # for the next step; None while too little is known
 
-    def add(self, loss: float, norm: float) -> None:
-        """Take the figures of a step, which become part of the limits of the next one."""
+    def add(self, loss: float, norm: float, skipped: bool = False) -> None:
+        """Take the figures of a step, which become part of the limits of the next one.
+
+        `skipped`: it was an outlier, and made no update.
+        """
         if self.sigma is None or not (math.isfinite(loss) and math.isfinite(norm)):
             return
+        self.skipped = self.skipped + 1 if skipped else 0
+        if self.skipped == LASTING:
+            self.forget()
         if self.limits is not None:
             loss, norm = _clamp(loss, *self.limits.loss), _clamp(norm, *self.limits.norm)
         self._losses.add(loss)
@@ -111,12 +125,13 @@ class Outliers:
 
     def state_dict(self) -> dict[str, Any]:
         pairs = zip(self._losses.values, self._norms.values, strict=True)
-        return {"window": [[loss, norm] for loss, norm in pairs]}
+        return {"window": [[loss, norm] for loss, norm in pairs], "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for loss, norm in state["window"]:
             self._losses.add(loss)
             self._norms.add(norm)
+        self.skipped = state["skipped"]
         self._renew()
 
 
@@ -130,15 +145,15 @@ def middle(values: Collection[float]) -> tuple[float, float]:
 
 
 def describe(limits: Limits, loss: float, norm: float) -> str:
-    """Return what is off, with figures."""
+    """Return what is above its limit, with figures."""
     found = []
-    for name, value, (low, high) in (
+    for name, value, (_, high) in (
         ("loss", loss, limits.loss),
         ("gradient norm", norm, limits.norm),
     ):
         found.append(f"{name} {value:.4g}")
-        if not low <= value <= high:
-            found[-1] += f", not within {max(low, 0.0):.4g} to {high:.4g}"
+        if value > high:
+            found[-1] += f", above {high:.4g}"
     return "; ".join(found)
 
 

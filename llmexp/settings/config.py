@@ -163,7 +163,10 @@ class Train:
     )
     data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
     max_consecutive_skips: int = knob(
-        "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"
+        "stop after more skipped updates in a row than this; outliers alone stop no run",
+        50,
+        at_least=0,
+        affects="nothing",
     )
     stop_step: int | None = count(
         "save and stop after this optimizer step; null: never", 100, affects="nothing"
@@ -186,8 +189,8 @@ class Metrics:
         "optimizer steps between gradient noise scales; null: never", 10, affects="nothing"
     )
     outlier_sigma: float | None = knob(
-        "an outlier's loss or norm is this many standard deviations off its trailing window; null: "
-        "no check",
+        "an outlier's loss or norm is this many standard deviations above its trailing window; "
+        "null: no check",
         6.0,
         above=0,
         decides=SKIPPING,

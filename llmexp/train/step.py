@@ -285,9 +285,8 @@ def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits:
     if isinstance(skip, bool):
         return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
     loss_64, norm_64 = loss.double(), norm.double()  # as `Limits.hold` compares them
-    outside = loss_64.clamp(*limits.loss) != loss_64
-    outside |= norm_64.clamp(*limits.norm) != norm_64
-    return mesh.maximum(joined, (skip | outside).int()) > 0
+    above = (loss_64 > limits.loss[1]) | (norm_64 > limits.norm[1])
+    return mesh.maximum(joined, (skip | above).int()) > 0
 
 
 def seed_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from llmexp import mesh
-from llmexp.metrics.outliers import describe
+from llmexp.metrics.outliers import LASTING, describe
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.runs.rows import Figures
 from llmexp.train import spikes
@@ -71,7 +71,8 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
     not_finite = overflowed and not scaler.enabled
     scale_gone = overflowed and scaler.enabled and float(scaler.value) < 1
-    if not (not_finite or scale_gone or progress.consecutive_skips > limit):
+    too_many = progress.consecutive_skips > limit and code != SKIPPED_OUTLIER
+    if not (not_finite or scale_gone or too_many):
         return ""
     try:
         finish_save(loop)
@@ -147,7 +148,9 @@ def take_in(loop: Loop, seen: Outcome) -> None:
     if seen.code != EMPTY and loop.setup.layers is not None and loop.config.metrics.spikes:
         spikes.follow_spike(loop, seen, outliers.robust())
     if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
-        outliers.add(seen.loss, seen.grad_norm)
+        outliers.add(seen.loss, seen.grad_norm, skipped=seen.skipped)
+        if outliers.skipped == LASTING:
+            loop.out.console.line(f"{LASTING} in a row: their level counts as the usual one now")
         small = seen.small_square, seen.small_targets
         loop.noise.add(*small, seen.grad_norm**2, seen.target_tokens)
     if any(stage.first_step == progress.step for stage in loop.run.stages[1:]):

@@ -130,3 +130,26 @@ def test_two_ranks_skip_the_outliers_and_measuring_changes_nothing(spiked, tmp_p
         assert not equal(at, then)
     assert on.json("status.json")["noise"]["measurements"] == 7
     assert "noise_scale" not in off.rows()[-1]
+
+
+def test_a_new_level_of_the_data_is_trained_on_after_four_steps(tmp_path):
+    """A run resumed between the skipped ones is the same run."""
+    ids = np.arange(60 * 8 * 12 + 1) * 5 % 20 + np.random.default_rng(0).integers(0, 2, 5761)
+    ids[50 * 96 :] += 280
+    np.save(tmp_path / "train.npy", ids.astype(np.uint16))
+    run = train(
+        tmp_path, "jump", "data=tokens", f"data.train_files=[{tmp_path / 'train.npy'}]",
+        "data.shuffle=false", "data.val_ratio=0", "train.log_every=1", "train.max_steps=60",
+        "batch.real_batch_size=8", "optimizer.lr=0.01", "precision=fp32", "checkpoint.every=2",
+        "metrics.outlier_window=16", "metrics.skip_outliers=true", "checkpoint.keep=null",
+        "train.max_consecutive_skips=0",
+    )  # fmt: skip
+    assert [row["step"] for row in run.rows() if row["skipped"]] == [51, 52, 53, 54]
+    assert run.json("status.json")["summary"]["outlier_steps"] == 4
+    assert "above" in run.out
+    copy = cut_after(run, tmp_path, 52)
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    resumed = Result(0, again.out, again.err, copy)
+    assert exact(resumed) == exact(run)
+    same_state(resumed.checkpoint(60), run.checkpoint(60))
