@@ -191,7 +191,7 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     if "batch.sequence_length" not in keys:
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
-    words = [command_line.opened(o, ()) for o in (*own, *args.overrides)]
+    words = command_line.for_hydra([*own, *args.overrides])
     whole = argparse.Namespace(
         config_dir=args.config_dir, overrides=words, multirun=False, command=""
     )

@@ -20,18 +20,25 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose import forking
 from llmexp.compose.adopting import leave_open, take_sizes
-from llmexp.compose.command_line import opened
+from llmexp.compose.command_line import for_hydra
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
-from llmexp.compose.origin import CONFIG_NAME, loader, refuse_dead, refuse_unplaced, refuse_unused
+from llmexp.compose.origin import (
+    CONFIG_NAME,
+    layers,
+    loader,
+    refuse_dead,
+    refuse_unplaced,
+    refuse_unused,
+)
 from llmexp.compose.overrides import key_of, parsed, replace_ramp, typed_in
 from llmexp.run.budget import replace_budgets
 from llmexp.runs import rundir
 from llmexp.runs.ledger import is_sweep
 from llmexp.settings.config import FOLDER_NAME, Config, conf_dir
 from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import NUMBER_OR_WORD, ConfigError, refuse
 from llmexp.system.child import handling
 
 
@@ -129,7 +136,7 @@ def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = 
         several = next((o.input_line for o in parsed(overrides) if o.is_sweep_override()), None)
     if several is not None:
         raise ConfigError(f"{several}: several values are a sweep; one is needed here")
-    overrides = [opened(override, overrides) for override in overrides]
+    overrides = for_hydra(overrides)
     with hydra_app(config_dir, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
         refuse_unused(overrides, multirun)
@@ -166,8 +173,9 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     config = build({str(k): v for k, v in tree.items()})
     config = config if beneath is None else forking.recut(config, given)
     refuse_dead(cfg, config, chosen=beneath is None)
-    if FOLDER_NAME.fullmatch(config.name) is None:
-        text = "must be one folder name: 1 to 80 characters, no /, no dot or - at its start"
+    if FOLDER_NAME.fullmatch(config.name) is None or len(os.fsencode(config.name)) > 240:
+        text = "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its"
+        text += " start"
         way = "hydra.run.dir takes any path"
         raise refuse("name", repr(config.name[:100]), f"{text}; {way}", "my_run")
     return config
@@ -182,6 +190,11 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
         text = "a folder is needed, without control characters"
         raise refuse(key, repr(value), text, "outputs/try1")
+    if NUMBER_OR_WORD.fullmatch(str(value)):
+        given = [w.values[key] for w in layers(typed_in(cfg)) if key in w.values]
+        if given and not isinstance(given[-1], str):
+            text = "without quotes this is a number to YAML: put quotes around what you wrote"
+            raise refuse(key, given[-1], text, "outputs/try1")
     refuse_secrets(str(value), key)
     return Path(str(value))
 

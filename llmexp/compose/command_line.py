@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from llmexp.compose.forking import parents_in
 from llmexp.compose.guard import BY_HAND, refuse_search_path
-from llmexp.compose.overrides import key_of, parsed
+from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.runs.rundir import read_config
 from llmexp.settings.rules import LIBRARY_TARGET
 from llmexp.settings.values import ConfigError, Parser, pasteable, typed
@@ -121,7 +121,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
             text = "has no meaning here; your own files are options of the groups"
             raise ConfigError(f"{name}: {text}: {way}")
     args.command += " --measure" * getattr(args, "measure", False)
-    args.overrides = [opened(override, args.overrides) for override in args.overrides]
+    args.overrides = for_hydra(args.overrides)
     if getattr(args, "screen", False):
         args.multirun = True
         if not any(key_of(override) == "sweep.screen" for override in args.overrides):
@@ -135,7 +135,15 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.exponents")
 
 
-def opened(override: str, beside: Sequence[str]) -> str:
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as Hydra reads them as they are meant: texts as texts, new keys added.
+
+    Raises ConfigError for a fork of what is no run."""
+    texts = [as_text(override) for override in overrides]
+    return [_opened(override, texts) for override in texts]
+
+
+def _opened(override: str, beside: Sequence[str]) -> str:
     """Return an override that Hydra takes: that of a section that may be empty may add it.
 
     So may one of an argument of a library's optimizer, which the overrides `beside` it choose, or

@@ -81,9 +81,8 @@ def with_steps(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
     named = [(run, rundir.newest_step(run) if at is None else at) for run, at in forks]
     if len({step for _, step in named}) == 1 and not any(at for _, at in forks):
         return [*words, f"fork.step={named[0][1]}"]
-    last = [o for o in overrides if key_of(o) == "fork.run"][-1]
     text = ",".join(quoted(f"{run}@{step}") for run, step in named)
-    return [f"fork.run={text}" if word == last else word for word in words]
+    return [f"fork.run={text}" if key_of(word) == "fork.run" else word for word in words]
 
 
 @contextmanager
@@ -135,7 +134,9 @@ def root_of(point: Sequence[str], whole: Sequence[str]) -> str:
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    # in quotes: OmegaConf reads 1e3 as a number, PyYAML writes it as a text without
+    text = yaml.safe_dump(tree, sort_keys=False, default_style='"')
+    path.write_text(text, encoding="utf-8")
 
 
 def settle(

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from antlr4 import CommonTokenStream, InputStream  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
+
+from llmexp.settings.knobs import takes_text
+from llmexp.settings.values import quoted
 
 
 def key_of(override: str) -> str:
     """Return the key of an override, also of one that adds or removes it."""
     return override.lstrip("+~").partition("=")[0]
+
+
+_NO_TEXT = (OverrideLexer.INT, OverrideLexer.FLOAT, OverrideLexer.BOOL)  # to Hydra
+
+
+@functools.lru_cache(maxsize=4096)
+def as_text(override: str) -> str:
+    """Return an override with quotes around what a knob of text takes, and Hydra takes for more.
+
+    So a text is what was typed: Hydra reads the short commit 695e0514 as infinity, 1_000 as 1000,
+    and no letter beyond ASCII. In lists, sections and sweeps each value has them; null stays what
+    it is.
+    """
+    key, _, value = override.partition("=")
+    if not value.isascii() and takes_text(key.lstrip("+~")) and not set(value) & set("'\"(){}"):
+        words = re.sub(r"[^][,]+", lambda m: m[0] if m[0].isascii() else quoted(m[0]), value)
+        override = f"{key}={words}"
+    try:
+        parsed([override])
+        stream = CommonTokenStream(OverrideLexer(InputStream(override)))
+        tree = OverrideParser(stream).override()
+        found = override
+        for start, stop in sorted(_texts_in(tree, key_of(override)), reverse=True):
+            found = f"{found[:start]}'{found[start:stop].strip()}'{found[stop:]}"
+        parsed([found])  # a function such as range takes numbers alone
+    except HydraException:
+        return override
+    return found
+
+
+def _texts_in(node: Any, key: str) -> Iterator[tuple[int, int]]:
+    """Yield where a text stands that Hydra takes for a number or a switch."""
+    if isinstance(node, OverrideParser.DictKeyValuePairContext):
+        key = f"{key}.{node.dictKey().getText()}"
+    inside = list(getattr(node, "children", None) or ())
+    if isinstance(node, OverrideParser.PrimitiveContext) and takes_text(key):
+        words = [leaf.symbol for leaf in inside if leaf.symbol.type != OverrideLexer.WS]
+        if len(words) == 1 and words[0].type in _NO_TEXT:
+            yield node.start.start, node.stop.stop + 1
+    for child in inside:
+        yield from _texts_in(child, key)
 
 
 def typed_in(cfg: DictConfig) -> list[str]:

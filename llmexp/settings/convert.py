@@ -20,6 +20,7 @@ from llmexp.settings.config import Config
 from llmexp.settings.values import (
     AUTO,
     NO_DEFAULT,
+    NUMBER_OR_WORD,
     ConfigError,
     Knob,
     field_key,
@@ -214,8 +215,9 @@ def _entries(kind: type, value: Any, key: str, knob: Knob) -> list[Any]:
     """Return a list of texts, or of sections of the class `kind`."""
     several = isinstance(value, (list, tuple))
     if kind is str:
-        if not several or not all(isinstance(entry, str) for entry in value):
-            raise refuse(key, value, "a list of texts is needed", "[one,two]")
+        wrong = next((e for e in value if not isinstance(e, str)), "") if several else ""
+        if not several or wrong != "":
+            raise refuse(key, value, f"a list of texts is needed{_unquoted(wrong)}", "[one,two]")
         return list(value)
     if not several or not all(isinstance(entry, Mapping) for entry in value):
         raise refuse(key, value, "a list of sections is needed", knob.example)
@@ -257,14 +259,22 @@ def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
         raise refuse(key, value, text, knob.example) from None
 
 
+def _unquoted(value: Any) -> str:
+    """Return what to do about a number or a switch in the place of a text; empty for others."""
+    if not isinstance(value, (bool, int, float)):
+        return ""
+    what = "a switch (as are off, no, on and yes)" if isinstance(value, bool) else "a number"
+    return f", and without quotes this is {what}: put quotes around what you wrote"
+
+
 def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
     """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float."""
     a_switch, example, needed = isinstance(value, bool), knob.example, ""
     if kind is bool and not a_switch:
         needed, example = "true, false or auto" if knob.auto else "true or false", "true"
     elif kind is str and not isinstance(value, str):
-        hint = " (YAML reads off, no, on, yes without quotes as true or false)" if a_switch else ""
-        raise refuse(key, value, f"a text is needed, not {type(value).__name__}{hint}", example)
+        text = f"a text is needed{_unquoted(value)}"
+        raise refuse(key, value, text, example)
     elif kind in (int, float):
         a_number = isinstance(value, (int, float)) and not a_switch
         whole = a_number and math.isfinite(value) and value == int(value)  # 1e6 is meant as an int
@@ -272,6 +282,9 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
             needed = "a whole number"
         elif not a_number or not math.isfinite(value):
             needed = "a finite number" if a_number else "a number"
+    if needed and isinstance(value, str) and NUMBER_OR_WORD.fullmatch(value):
+        text = f"is a text, as it has quotes or leading zeros; {needed} is needed"
+        raise refuse(key, repr(value), text, value.lstrip("0_") or "0")
     if needed:
         auto = ", or auto" if knob.auto and kind is not bool else ""
         raise refuse(key, value, f"{needed} is needed{auto}", example)

@@ -40,6 +40,29 @@ def fields() -> dict[str, Knob]:
     return found | {key: knob for key, (_, knob) in parts.arguments().items()}
 
 
+# Knobs of text that `fields` does not know: of commands, of Hydra, and of single parts.
+_TEXT = re.compile(
+    r"\w+|hydra\.(run|sweep)\.\w+|hydra\.launcher\.(partition|account|qos|address|setup)"
+    r"|sweep\.(resume|report|on_infeasible|search\.sampler)|plan\.device|prepare\.(part|on)"
+    r"|model\.path|data\.val_main|data\.(train|val)_(files|labels)|tokenizer\.(?!\w*timeout)\w+"
+    r"|data\.(sources|val)\.[^.]+\.(files|hf|split|text_key)|optimizer\.name|\w+\._target_"
+)
+
+
+@functools.cache
+def takes_text(key: str) -> bool:
+    """Return whether a key takes text, or a list of texts: what is typed for it is no number.
+
+    A key without a dot is the name of a run, a group of options or a list of names.
+    """
+    section, _, name = key.partition(".")
+    kind: Any = parts.arguments().get(key, [None])[0]
+    if (closed := typing.get_type_hints(Config).get(section)) and dataclasses.is_dataclass(closed):
+        kind = typing.get_type_hints(closed).get(name)
+    of = {*(typing.get_args(kind) or (kind,))} - {type(None)}
+    return (of == {str} and key != "batch.ramp") or _TEXT.fullmatch(key) is not None
+
+
 def affects(key: str) -> str:
     """Return what another value of a key changes: the `result`, its `rounding`, or `nothing`."""
     return getattr(fields().get(key), "affects", "") or "result"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -66,9 +67,27 @@ def parse_value(text: str) -> Any:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
+    return unquoted(text)
+
+
+def unquoted(text: str) -> str:
+    """Return the text that the value of an override stands for, without its quotes or escapes."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return re.sub(r"\\(.)", r"\1", text)  # Hydra's escapes, as of a space
+
+
+def as_name(text: str) -> str:
+    """Return a text as part of a file's name that needs no quotes, in at most 120 bytes.
+
+    Letters and digits of all scripts stay, with ._+- between them; the rest becomes _.
+    """
+    kept = [
+        c if c in "._+-" or unicodedata.category(c)[0] in "LMN" else " "
+        for c in unicodedata.normalize("NFC", text)
+    ]
+    name = re.sub(" +", "_", "".join(kept)).encode()[:120]
+    return name.decode(errors="ignore").strip("._-")
 
 
 def short_label(values: Mapping[str, Any]) -> str:

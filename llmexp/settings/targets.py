@@ -235,18 +235,25 @@ def resolve(
     for name, (kind, knob) in arguments_of(target).items():
         if name in knobs:
             knobs[name] = convert_value(kind, knobs[name], f"{section}.{name}", knob)
+    for name, kind in _hints(target).items():  # of the user's function, which declares no knob
+        if kind in (str, str | None) and isinstance(knobs.get(name), (bool, int, float)):
+            convert_value(str, knobs[name], f"{section}.{name}", Knob(""))
     return target, knobs
 
 
 def arguments_of(target: Callable[..., Any]) -> dict[str, tuple[Any, Knob]]:
     """Return (type, knob) of each argument that a function or a class declares as a knob."""
+    found = {name: declared(kind) for name, kind in _hints(target).items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of the arguments of a function or a class."""
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     try:
-        hints = typing.get_type_hints(function, include_extras=True)
+        return typing.get_type_hints(function, include_extras=True)
     except Exception:  # of the user's code, such as a name that only type checkers import
         return {}
-    found = {name: declared(kind) for name, kind in hints.items()}
-    return {name: one for name, one in found.items() if one is not None}
 
 
 def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llmexp.settings.knobs import takes_text
 from llmexp.settings.values import nested, refuse
 
 # Names of variables that hold a secret, and names that often do: of these the value decides.
@@ -49,8 +50,8 @@ def fill(value: Any, key: str) -> Any:
     """Return `value` with the values of its variables ${oc.env:NAME}, at any depth.
 
     A lone variable that reads as a number, true, false or null is one, as on a command line; one
-    with the name of a secret stays text. To be called once: a value may look like a variable
-    itself. Raises ConfigError naming the key and a variable that is not set.
+    with the name of a secret, or for a key of text, stays text. To be called once: a value may look
+    like a variable itself. Raises ConfigError naming the key and a variable that is not set.
     """
     if isinstance(value, Mapping):
         return {k: fill(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
@@ -66,7 +67,7 @@ def fill(value: Any, key: str) -> Any:
             )
     NAMED_VARIABLES.update(names)
     text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
-    if not VARIABLE.fullmatch(value) or is_secret(names[0]):
+    if not VARIABLE.fullmatch(value) or is_secret(names[0]) or takes_text(key):
         return text
     if NUMBER.fullmatch(text):
         try:

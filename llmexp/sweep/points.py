@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, visible
 from llmexp.compose.errors import BESIDE, own_options, user_errors
 from llmexp.compose.origin import loader
-from llmexp.compose.overrides import key_of, typed_in
+from llmexp.compose.overrides import as_text, key_of, typed_in
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.labels import as_name, unquoted
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.composer import Composer
@@ -140,11 +140,10 @@ def new_entry(number: int, overrides: Sequence[str], swept: Sequence[str]) -> Le
 
 
 def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """Return the swept keys with their values, in characters that need no quotes."""
+    """Return the swept keys with their values, as a folder's name."""
     given = [o.partition("=") for o in overrides]
     values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
-    text = "+".join(f"{name}_{value.replace('=', '_')}" for name, value in values)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:120].strip("._-") or "point"
+    return as_name("+".join(f"{name}_{unquoted(value)}" for name, value in values)) or "point"
 
 
 def load_points(
@@ -260,7 +259,7 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     overrides = [o for o in overrides if not key_of(o).startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=loader())
     with user_errors():
-        found: list[Override] = parser.parse_overrides([*fixed, *overrides])
+        found: list[Override] = parser.parse_overrides([*map(as_text, fixed), *overrides])
     for override in filter(Override.is_discrete_sweep, found):
         key, values = override.key_or_group, [*override.sweep_string_iterator()]
         given = str(override.input_line).partition("=")[2]
@@ -275,7 +274,7 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
     """Return all combinations of the values. Raises ConfigError."""
     with user_errors():
         grid: list[list[str]] = BasicSweeper.split_arguments(asked, None)[0]
-    return grid
+    return [[as_text(override) for override in point] for point in grid]
 
 
 def no_start(refused: Sequence[LedgerEntry]) -> ConfigError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from llmexp.compose.overrides import as_text
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
@@ -141,7 +142,8 @@ def distribution(o: Override) -> Any:
         whole = isinstance(sweep.start, int)
         kind = distributions.IntDistribution if whole else distributions.FloatDistribution
         return kind(sweep.start, sweep.end, log=log)
-    texts = list(o.sweep_string_iterator())
+    key = o.get_key_element()
+    texts = [as_text(f"{key}={t}").partition("=")[2] for t in o.sweep_string_iterator()]
     if o.is_range_sweep() and all(text.lstrip("-").isdigit() for text in texts):
         numbers = sorted(map(int, texts))
         if log and numbers[0] <= 0:

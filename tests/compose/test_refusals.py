@@ -124,7 +124,7 @@ BAD = [
     ("--allow=../x", "--allow ../x", "--allow mypackage"),
     # types that YAML or a shell may change; tests/test_knobs.py tries each knob's type and range
     ("clip=off", "clip=off", "adaptive, none, norm, per_group, quantile, update, value, zscore"),
-    ("clip.kind=false", "clip.kind=false", "YAML reads off"),
+    ("clip.kind=false", "clip.kind=false", "value, zscore"),
     ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
     # knobs that do nothing in the chosen option
     ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "

@@ -1,0 +1,256 @@
+"""A knob of text gets the characters that were typed, whatever Hydra or YAML makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import typing
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from llmexp.__main__ import run
+from llmexp.cli.preparing import Prepare
+from llmexp.compose.command_line import parse
+from llmexp.compose.overrides import as_text, parsed
+from llmexp.forecast.section import PlanKnobs
+from llmexp.settings.config import Config, conf_dir
+from llmexp.settings.knobs import takes_text
+from llmexp.settings.labels import as_name
+from llmexp.settings.parts import arguments
+from llmexp.settings.targets import arguments_of
+from llmexp.settings.values import override_value
+from llmexp.sweep.points import point_label
+from llmexp.sweep.section import Sweep
+from tests.conftest import TINY, llmexp
+from tests.tools import run_here
+
+# What Hydra, YAML or OmegaConf takes for something else, or is near to that.
+ODD = ["695e0514", "2e3", "4e1", "1_000", "007", "0x10", "0o17", "true", "FALSE", "off", "no",
+       "nan", "-inf", "1e400", ".5", "5.", "+3", "1:30", "2024-01-02", "null?", "nulls", "1.2.3",
+       "12e", "0", "-0", "1e-3", "e5"]  # fmt: skip
+PLAIN = st.text("0123456789eE_+-.xnaifltrue@/%?", min_size=1, max_size=8)
+WORDS = (st.sampled_from(ODD) | PLAIN).filter(lambda w: w.lower() != "null" and w != "???")
+SCRIPTS = st.text(st.characters(categories=["L", "Nd"]), min_size=1, max_size=8)
+ANY = st.text(
+    st.characters(codec="utf-8", exclude_characters="$", exclude_categories=["C", "Zl", "Zp"]),
+    min_size=1,
+    max_size=12,
+).filter(lambda text: text != "???")
+TEXTS = ["name", "tracker.project", "tracker.notes", "model.init_from", "data.train_files",
+         "tokenizer.path", "tokenizer.end_of_text", "train.tasks_folder", "data.cache_dir",
+         "hydra.run.dir", "hydra.sweep.dir"]  # fmt: skip
+LISTS = ["tracker.tags", "train.tasks", "data.val_files", "hooks"]
+CHOSEN = ["data=text", "tokenizer=file", "train.tasks=[x]"]
+
+
+def hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def declared() -> dict[str, tuple[Any, Any]]:
+    """Each knob of the sections, of the commands and of all shipped parts: its type and knob."""
+    found: dict[str, tuple[Any, Any]] = dict(arguments())
+    of_commands = {"sweep": Sweep, "prepare": Prepare, "plan": PlanKnobs}
+    sections = {k: v for k, v in hints(Config).items() if dataclasses.is_dataclass(v)}
+    for name, section in (sections | of_commands).items():
+        for field in dataclasses.fields(section):
+            if knob := field.metadata.get("knob"):
+                key = f"{name}.{field.name.removesuffix('_')}"
+                found[key] = hints(section)[field.name], knob
+    for name in ("model", "data", "tokenizer", "optimizer", "schedule"):
+        for file in (conf_dir() / name).glob("*.yaml"):
+            if target := yaml.safe_load(file.read_text()).get("_target_"):
+                module, _, function = target.rpartition(".")
+                part = getattr(importlib.import_module(module), function)
+                assert inspect.isfunction(part) or inspect.isclass(part)
+                found |= {f"{name}.{k}": one for k, one in arguments_of(part).items()}
+    return found
+
+
+def test_each_knob_of_text_is_known_to_be_one():
+    for key, (kind, knob) in declared().items():
+        of = set(typing.get_args(kind) or [kind]) - {type(None)}
+        if of == {str} and key != "batch.ramp" and not knob.choices:
+            assert takes_text(key), key
+        elif of & {int, float, bool} or knob.auto:
+            assert not takes_text(key), key
+
+
+def config_of(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What `llmexp train --cfg all` prints, as a file that Hydra reads."""
+    result = run_here(capfd, "train", "--cfg", "all", *CHOSEN, *words)
+    assert result.code == 0, result.err
+    return OmegaConf.create(result.out)
+
+
+HERE = settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+
+
+@HERE
+@given(texts=st.lists(WORDS, min_size=len(TEXTS), max_size=len(TEXTS)), entries=st.lists(WORDS))
+def test_characters_that_need_no_quotes_arrive_as_typed(texts, entries, capfd):
+    given = dict(zip(TEXTS, texts, strict=True))
+    listed = [f"{key}=[{','.join(entries)}]" for key in LISTS]
+    cfg = config_of(capfd, *(f"{key}={text}" for key, text in given.items()), *listed)
+    assert {key: OmegaConf.select(cfg, key) for key in TEXTS} == given
+    assert all(OmegaConf.select(cfg, key) == entries for key in LISTS)
+
+
+@HERE
+@given(texts=st.lists(ANY, min_size=len(TEXTS), max_size=len(TEXTS)), entries=st.lists(ANY))
+def test_any_text_arrives_in_the_quotes_that_messages_print(texts, entries, capfd):
+    given = dict(zip(TEXTS, texts, strict=True)) | dict.fromkeys(LISTS, entries)
+    cfg = config_of(capfd, *(f"{key}={override_value(value)}" for key, value in given.items()))
+    assert {key: OmegaConf.select(cfg, key) for key in given} == given
+
+
+@HERE
+@given(words=st.lists(WORDS | SCRIPTS, min_size=1, max_size=4, unique=True))
+def test_sweeps_and_sections_have_texts_too(words):
+    swept = parsed([as_text(f"name={','.join(words)}")])[0]
+    if len(words) > 1:
+        assert [parsed([f"name={v}"])[0].value() for v in swept.sweep_string_iterator()] == words
+    else:
+        assert swept.value() == words[0]
+    for key in ("fork.run", "data.train_files", "experiment"):
+        assert parsed([as_text(f"{key}=[{','.join(words)}]")])[0].value() == words
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.sources={a: {files: 1e5, weight: 1e3}}", {"a": {"files": "1e5", "weight": 1e3}}),
+        ("tracker={project: 1e3, tags: [2e3, null]}", {"project": "1e3", "tags": ["2e3", None]}),
+        ("hooks=[{_target_: 1e3, every: 10}]", [{"_target_": "1e3", "every": 10}]),
+        ("batch.ramp={0: 1e2}", {0: 100.0}),
+        ("train.max_steps=1e3", 1000.0),
+        ("user.mine=1e3", 1000.0),
+        ("name=null", None),
+    ],
+)
+def test_a_number_stays_one_where_a_number_is_taken(override, value):
+    assert parsed([as_text(override)])[0].value() == value
+
+
+def test_texts_that_look_like_numbers_come_through_runs_and_sweeps(tmp_path):
+    names = ["695e0514", "1_000", "2e3"]
+    words = ["name=1e3", "tracker.tags=[007,off]", "train.max_steps=4", "train.stop_step=2"]
+    first = llmexp("train", *TINY, *words, "data=synthetic", f"hydra.run.dir={names[0]}",
+                   cwd=tmp_path)  # fmt: skip
+    assert first.code == 75
+    assert sorted(p.name for p in tmp_path.iterdir()) == [names[0]]
+    assert llmexp("resume", names[0], cwd=tmp_path).code == 0
+    assert json.loads((first.folder / "status.json").read_text())["state"] == "finished"
+    forked = llmexp("train", f"fork.run={names[0]}", "train.max_steps=5",
+                    f"hydra.run.dir={names[1]}", cwd=tmp_path)  # fmt: skip
+    assert forked.code == 0, forked.err
+    config = yaml.safe_load((tmp_path / names[1] / "config.yaml").read_text())
+    assert (config["name"], config["fork"]["run"]) == ("1e3", names[0])
+    assert config["tracker"]["tags"] == ["007", "off"]
+    for name in ("1e5", "2e5"):
+        (tmp_path / name).write_text("To be, or not to be, that is the question. " * 20)
+    texts = ["data=text", "data.val_files=1e5", "data.cache_dir=9e9", "train.max_steps=2"]
+    sweep = llmexp("train", "-m", *TINY, *texts, "data.train_files=1e5,2e5,日本.txt",
+                   "sweep.on_infeasible=skip", "hydra.sweep.dir=4e1", cwd=tmp_path)  # fmt: skip
+    assert {p.name for p in (tmp_path / "4e1").iterdir() if p.is_dir()} == {
+        "0-train_files_1e5", "1-train_files_2e5"}, sweep.err  # fmt: skip
+    assert (tmp_path / "9e9").is_dir()
+    refused = json.loads((tmp_path / "4e1" / "sweep.json").read_text())["points"][2]
+    assert refused["label"] == "train_files_日本.txt"
+    assert "data.train_files=日本.txt: no file matches" in refused["refused"]
+    assert "2 points, none of them new" in llmexp("resume", "4e1", cwd=tmp_path).out
+
+
+@pytest.mark.parametrize(
+    ("yaml_line", "key"),
+    [
+        ("name: 2e3", "name"),
+        ("name: off", "name"),
+        ("name: 0x10", "name"),
+        ("tracker: {project: 1_000}", "tracker.project"),
+        ("tracker: {tags: [a, 1e5]}", "tracker.tags"),
+        ("model: {init_from: 12}", "model.init_from"),
+        ("hydra: {run: {dir: 2e3}}", "hydra.run.dir"),
+    ],
+)
+def test_a_file_without_quotes_is_refused_with_the_way_out(yaml_line, key, tmp_path, capfd):
+    own = tmp_path / "experiment" / "1e3.yaml"  # whose name is a text too
+    own.parent.mkdir()
+    own.write_text(f"# @package _global_\n{yaml_line}\n")
+    words = ["--config-dir", str(tmp_path), "experiment=1e3", *TINY, "data=synthetic"]
+    result = run_here(capfd, "plan", *words)
+    assert result.code == 2
+    assert result.err.startswith(f"llmexp: {key}=")
+    assert "put quotes around what you wrote" in result.err
+
+
+@pytest.mark.parametrize(
+    ("given", "better"),
+    [
+        ("train.max_steps='20'", "train.max_steps=20"),
+        ("train.max_steps=007", "train.max_steps=7"),
+        ("optimizer.lr='1e-3'", "optimizer.lr=1e-3"),
+        ("train.data_digest='true'", "train.data_digest=true"),
+    ],
+)
+def test_a_text_in_the_place_of_a_number_says_so(given, better, capfd):
+    result = run_here(capfd, "plan", *TINY, "data=synthetic", given)
+    assert result.code == 2
+    assert "is a text" in result.err
+    assert result.err.endswith(f"for example {better}\n")
+    assert run_here(capfd, "plan", *TINY, "data=synthetic", better).code == 0
+
+
+def test_a_part_of_the_users_with_a_text_gets_one_or_a_refusal(tmp_path, monkeypatch, capfd):
+    (tmp_path / "textpart.py").write_text(
+        "from llmexp.models.gpt2 import GPT2\n"
+        "class Mine(GPT2):\n"
+        "    def __init__(self, corpus: str | None = None, **rest):\n"
+        "        super().__init__(**rest); assert corpus in (None, '1e5'), corpus\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [*TINY, "data=synthetic", "--allow=textpart", "model._target_=textpart.Mine"]
+    result = run_here(capfd, "plan", *words, "+model.corpus=1e5")
+    assert (result.code, "model.corpus=100000.0: a text is needed" in result.err) == (2, True)
+    result = run_here(capfd, "plan", *words, "+model.corpus='1e5'")
+    assert result.code == 0, result.err
+
+
+def test_a_variable_is_text_where_text_is_taken(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOLDER", "695e0514")
+    result = run_here(capfd, "plan", "model=hf", "model.path=${oc.env:FOLDER}", "tracker=none")
+    assert "a folder with config.json" in result.err  # not: a text is needed
+    assert "inf" not in result.err
+
+
+@given(st.text(max_size=200) | SCRIPTS)
+def test_names_keep_letters_of_all_scripts_and_fit_a_disk(text):
+    name = as_name(text)
+    assert len(name.encode()) <= 120
+    assert as_name(name) == name == unicodedata.normalize("NFC", name)
+    assert all(c in "._+-" or unicodedata.category(c)[0] in "LMN" for c in name)
+    if text.isalnum() and len(unicodedata.normalize("NFC", text).encode()) <= 120:
+        assert name == unicodedata.normalize("NFC", text)
+
+
+def test_a_point_is_named_by_its_text():
+    assert point_label(["name='1e3'", "data.train_files=\\ a"], ["name"]) == "name_1e3"
+    assert point_label(["user.x='हिन्दी, ß'"], ["user.x"]) == "x_हिन्दी_ß"
+
+
+def test_flags_are_text(tmp_path):
+    args = parse("plan", ["--config-dir", "1e3", "name=2e3"])
+    assert (args.config_dir, args.overrides) == ("1e3", ["name='2e3'"])
+    assert run(["resume", str(Path(tmp_path, "4e1"))]) == 2
