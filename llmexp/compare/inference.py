@@ -4,6 +4,11 @@ The figure of setting i with seed j is y_ij = setting_i + seed_j + e_ij. The res
 sweep estimate the noise e. Each setting has a variance of its own, drawn towards the common one
 (Smyth 2004, doi 10.2202/1544-6115.1027). All pairs hold together by the studentized range (Tukey);
 the verdicts step down: a setting that is shown to be worse is no rival of those that remain.
+
+Where a seed moves some settings more than others, settings that are alike differ by what these few
+seeds happened to be, which no residual tells. Tukey's test for one degree of freedom (1949) finds
+it: then effects and seeds multiply, setting_i (1 + c seed_j), and intervals are wider by what the
+factor varies over seeds.
 """
 
 from __future__ import annotations
@@ -21,6 +26,10 @@ from llmexp.system.text import decimals_of, with_interval
 FEW = 3  # seeds from which on its own spread tells something of a setting
 STRICT = 0.9  # of the level, where settings share no seeds or have few
 WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
+# The chance that seeds are taken to multiply effects which they do not: with two seeds each, where
+# few degrees of freedom find little, a larger one.
+MULTIPLY, MULTIPLY_OF_TWO = 0.03, 0.1
+FAR_OFF = 0.01  # the chance that a seed is called far off where noise is alike and normal
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ class Difference:
     def seeds_needed(self, size: float) -> int | None:
         """Return the seeds a setting that would find a difference of `size`; None for too many."""
         spread = self.error * math.sqrt(self.seeds)  # of the difference of a single pair of seeds
-        return seeds_needed(spread, size, self.rivals, self.df / max(1, self.seeds - 1))
+        df = self.df / max(1, self.seeds - 1)
+        return seeds_needed(spread, size, self.rivals, df, self.alpha)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,10 @@ class Model:
     df: np.ndarray  # (settings,): degrees of freedom of each variance
     blocked: bool  # whether seeds are shared, and their own effect is taken out
     apart: bool = False  # whether nothing but its own seeds tells the variance of a setting
+    # (settings,): what each moves together with all others, where seeds multiply effects, as a
+    # standard error, and its degrees of freedom
+    swing: np.ndarray | None = None
+    swing_df: int = 1
 
     def contrast(self, weights: np.ndarray, rivals: int = 2, alpha: float = 0.05) -> Difference:
         """Estimate a sum of the settings' figures with weights, one a setting, that add up to 0.
@@ -100,6 +114,10 @@ class Model:
         df = float(parts @ self.df) / total if total > 0 else float(self.df.max(initial=1.0))
         if self.apart and total > 0:
             df = total**2 / float((parts**2 / self.df).sum())  # Welch's
+        if self.swing is not None and total > 0:  # Satterthwaite's
+            more = float(weights @ self.swing) ** 2
+            df = min(df, (total + more) ** 2 / (total**2 / df + more**2 / self.swing_df))
+            total += more
         counts = np.bincount(self.of_cell, minlength=len(weights))[weights != 0]
         # a cell minus itself has no seeds
         seeds = int(counts.min(initial=len(a))), int(counts.max(initial=0))
@@ -123,16 +141,8 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     its own alone.
     """
     wild = _wild(seeds)
-    cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
-    blocks = _blocks([cell for cell in cells if cell[0] not in wild])
-    if blocks:
-        cells = [cell for cell in cells if cell[1] in blocks or cell[0] in wild]
+    cells, blocks, design = _design(seeds, wild)
     count = len(seeds)
-    design = np.zeros((len(cells), count + len(blocks)))
-    for row, (i, s, _) in zip(design, cells, strict=True):
-        row[i] = 1.0
-        if blocks and i not in wild:
-            row[count + blocks[s]] = 1.0
     inverse = np.linalg.pinv(design)
     left = np.eye(len(cells)) - design @ inverse
     figures = np.array([y for _, _, y in cells])
@@ -150,9 +160,117 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     if not apart:
         variances[tame], df[tame] = _moderated(squares[tame], df[tame], total)
     weights = inverse[:count]
-    if blocks:  # the figure over the seeds as they are on average
-        weights[tame] += inverse[count:].mean(axis=0)
-    return Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
+    model = Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
+    if not blocks:
+        return model
+    # the figure over the seeds as they are on average
+    weights[tame] += inverse[count:].mean(axis=0)
+    few = len(cells) < FEW * count
+    factor = _factor(left, residuals, design, inverse @ (figures - figures.mean()), count, few)
+    if not factor:
+        return model
+    effects = weights @ figures
+    swing = np.zeros(count)
+    swing[tame] = factor / math.sqrt(len(blocks)) * (effects[tame] - effects[tame].mean())
+    return replace(model, swing=swing, swing_df=len(blocks) - 1)
+
+
+def _factor(
+    left: np.ndarray,
+    residuals: np.ndarray,
+    design: np.ndarray,
+    estimates: np.ndarray,
+    count: int,
+    few: bool,
+) -> float:
+    """Return the standard deviation over seeds of the factor by which they multiply effects.
+
+    It is 0 where Tukey's test for one degree of freedom does not find it. `estimates`: of `count`
+    settings, then of seeds.
+    """
+    from scipy.special import stdtr
+
+    both = (design[:, :count] @ estimates[:count]) * (design[:, count:] @ estimates[count:])
+    shared = design[:, count:].any(axis=1)
+    product = left @ both
+    square, spare = float(product @ product), round(float(np.trace(left[shared][:, shared]))) - 1
+    settings = int(design[shared, :count].any(axis=0).sum())
+    if settings < 3 or spare < 2 or square <= 0:  # two differ by seeds in one way alone
+        return 0.0
+    slope = float(product @ residuals) / square
+    rest = float(residuals[shared] @ residuals[shared]) - slope**2 * square
+    t = slope * math.sqrt(square * spare / max(rest, 1e-300))
+    if 2 * float(stdtr(spare, -abs(t))) > (MULTIPLY_OF_TWO if few else MULTIPLY):
+        return 0.0
+    return abs(slope) * float(estimates[count:].std(ddof=1))
+
+
+Cell = tuple[int, str, float]  # the setting, the seed, the figure
+
+
+def _design(
+    seeds: Sequence[Mapping[str, float]], wild: Sequence[int]
+) -> tuple[list[Cell], dict[str, int], np.ndarray]:
+    """Return the figures that count, the numbers of shared seeds, and the design matrix."""
+    cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
+    blocks = _blocks([cell for cell in cells if cell[0] not in wild])
+    if blocks:
+        cells = [cell for cell in cells if cell[1] in blocks or cell[0] in wild]
+    design = np.zeros((len(cells), len(seeds) + len(blocks)))
+    for row, (i, s, _) in zip(design, cells, strict=True):
+        row[i] = 1.0
+        if blocks and i not in wild:
+            row[len(seeds) + blocks[s]] = 1.0
+    return cells, blocks, design
+
+
+def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
+    """Return settings with a seed that is far off what all other figures tell of it.
+
+    Each figure is held against the model without it, by Student's t at `FAR_OFF` over all figures
+    (Bonferroni): noise that is alike names one in 1 % of sweeps at most. Of two seeds, and of two
+    settings that share seeds, nothing tells which one is off. Settings that are wild without their
+    farthest seed too are left aside. What is found is taken out, and the rest looked at again.
+    """
+    from scipy.special import stdtr
+
+    found, rest = list[tuple[int, str]](), [dict(own) for own in seeds]
+    while len(found) < len(seeds):
+        wild = _wild([_without_farthest(own) for own in rest])
+        tame = [i for i, own in enumerate(rest) if len(own) >= FEW and i not in wild]
+        held = [own if i in tame else {} for i, own in enumerate(rest)]
+        cells, blocks, design = _design(held, ())
+        if not tame or (blocks and len(tame) < 3):
+            break
+        left = np.eye(len(cells)) - design @ np.linalg.pinv(design)
+        of_cell = np.array([i for i, _, _ in cells])
+        figures = np.array([y for _, _, y in cells])
+        residuals, spare = left @ (figures - figures.mean()), np.diag(left)
+        size = np.abs(residuals) / np.sqrt(spare)
+        odd, least = None, FAR_OFF / len(cells)
+        for i in tame:
+            c = int(np.where(of_cell == i, size, -1.0).argmax())
+            without = residuals - left[:, c] * residuals[c] / spare[c]
+            squares = np.bincount(of_cell, without**2, len(rest))[tame]
+            df = np.bincount(of_cell, spare - left[:, c] ** 2 / spare[c], len(rest))[tame]
+            variances = squares / df
+            if len(tame) > 2:
+                variances, df = _moderated(squares, df, float(df.sum()))
+            at = tame.index(i)
+            p = 2 * float(stdtr(df[at], -size[c] / math.sqrt(max(variances[at], 1e-300))))
+            if p < least and size[c] > 1e-9 * abs(figures[c]):  # more than rounding
+                odd, least = cells[c][:2], p
+        if odd is None:
+            break
+        found.append(odd)
+        del rest[odd[0]][odd[1]]
+    return found
+
+
+def _without_farthest(own: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a setting but for the one farthest from their median."""
+    middle = float(np.median(list(own.values()) or [0.0]))
+    return dict(sorted(own.items(), key=lambda item: abs(item[1] - middle))[:-1])
 
 
 def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:

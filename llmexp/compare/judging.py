@@ -15,7 +15,7 @@ import numpy as np
 from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_rows
 from llmexp.compare.figures import task
 from llmexp.compare.folding import varying
-from llmexp.compare.inference import Difference
+from llmexp.compare.inference import Difference, far_off
 from llmexp.compare.looks import Level, Stood, stood
 from llmexp.compare.records import TWIN, Result, Setting, Verdict
 from llmexp.compare.spending import ALPHA
@@ -54,6 +54,10 @@ def judge(f: Result) -> None:
         f.floor = floor_of(ranked, f.key)
         if standing and f.tasks == 1:
             f.effects = effects(ranked, varying(rivals, f.factors), standing.seen)
+            f.multiplied = standing.seen.model.swing is not None
+        members = standing.seen.members if standing else f.ranked[:1]
+        found = far_off([r.seeds for r in members]) if f.tasks == 1 else []
+        f.far = [(members[i], seed) for i, seed in found]
     for s in f.settings:
         s.mark = s.out or _mark(s, f)
     # those of one budget together, last those that are left out

@@ -52,7 +52,7 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     first, beside, how = (
         [line for say in several for line in say(f)]
         for several in (
-            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _spiked),
+            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _far, _spiked),
             (_left_out, _unequal_seeds, _planned),
             (_tokens, _where, _batch, _method, _halving),
         )
@@ -137,6 +137,16 @@ def _rounding(f: Result) -> Iterator[str]:
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
         yield f"Rounding alone makes {size} here ({f.floor.source})."
+
+
+def _far(f: Result) -> Iterator[str]:
+    """Name seeds that are far off, and say where seeds multiply what settings do."""
+    if f.far:
+        names = [f"seed {seed} of {r.label} ({f.digits(r.seeds[seed])})" for r, seed in f.far]
+        are = "is" if len(names) == 1 else "are"
+        yield f"{first_of(names)} {are} far off what all other seeds tell."
+    if f.multiplied:
+        yield "Seeds move some settings more than others, so intervals are wider."
 
 
 def _trunk(f: Result) -> Iterator[str]:

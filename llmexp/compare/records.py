@@ -260,6 +260,8 @@ class Result:
     tasks: int = 1  # validation texts
     floor: Floor | None = None
     effects: Sequence[Effect] = ()
+    multiplied: bool = False  # whether seeds multiply effects, and intervals are wider by it
+    far: Sequence[tuple[Setting, str]] = ()  # seeds that are far off all others
     screen: Screen | None = None  # of the knobs of a screen
     looks: Sequence[Look] = ()  # of a sweep that decided by itself how many seeds it trained
     # In words.

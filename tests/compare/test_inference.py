@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,6 +133,83 @@ def test_the_interval_that_is_shown_is_that_of_the_verdict():
     assert [shown[i][0].half for i in (1, 2)] == [found[i][0].half for i in (1, 2)]
 
 
+def multiplied(rng, count: int, seeds: int, times: float = 4.0) -> np.ndarray:
+    """Settings that are alike, but for what a seed does to each: 0 to `times` as much."""
+    noise, effect = rng.normal(size=(count, seeds)), 2 * rng.normal(size=seeds)
+    return 3 + noise + np.linspace(0, times, count)[:, None] * effect
+
+
+@pytest.mark.parametrize(("count", "seeds", "level"), [(4, 4, 0.03), (3, 5, 0.03), (6, 2, 0.1)])
+def test_seeds_that_multiply_effects_are_found_by_tukeys_test_and_widen_intervals(
+    count, seeds, level
+):
+    found = set()
+    for number in range(40):
+        y = multiplied(np.random.default_rng(number), count, seeds, 2.0)
+        m, u = y.mean(1) - y.mean(), y.mean(0) - y.mean()
+        residuals = y - y.mean() - m[:, None] - u
+        product = np.outer(m, u)
+        slope = (product * residuals).sum() / (product**2).sum()
+        own = slope**2 * (product**2).sum()
+        spare = (count - 1) * (seeds - 1) - 1
+        p = stats.f.sf(own / (((residuals**2).sum() - own) / spare), 1, spare)
+        model = inference.fit_model(table(y))
+        found.add(told := model.swing is not None)
+        assert told == (p < level), (number, p)
+        plain = replace(model, swing=None).pair(0, 1)
+        more = (slope * u.std(ddof=1) * (m[1] - m[0])) ** 2 / seeds if told else 0.0
+        assert model.pair(0, 1).error ** 2 == pytest.approx(plain.error**2 + more)
+        assert model.pair(0, 1).df <= plain.df
+    assert found == {True, False}
+
+
+def test_two_settings_over_shared_seeds_are_not_widened():
+    """Their differences are those of pairs, whatever a seed does to each."""
+    for number in range(20):
+        y = multiplied(np.random.default_rng(number), 2, 5)
+        assert inference.fit_model(table(y)).swing is None
+
+
+def alone(y: np.ndarray, shared: bool) -> list[dict[str, float]]:
+    rows = [{f"{i}-{j}": v for j, v in enumerate(row)} for i, row in enumerate(y.tolist())]
+    return table(y) if shared else rows
+
+
+@pytest.mark.parametrize(("count", "seeds", "shared"), [(3, 4, True), (5, 3, False), (1, 6, False)])
+def test_a_seed_that_is_far_off_is_named_and_no_other(count, seeds, shared):
+    for number in range(10):
+        y = multiplied(np.random.default_rng(number), count, seeds, 1.0) * 0.01
+        y[0, 1] += 5  # the whole setting would be called wild for it
+        found = inference.far_off(alone(y, shared))
+        assert found == [(0, "1" if shared else "0-1")]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (6, 2)])
+def test_where_nothing_tells_which_one_is_off_none_is_named(shape):
+    y = np.random.default_rng(0).normal(size=shape)
+    y[0, 1] += 50
+    assert inference.far_off(table(y)) == []
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "sizes"),
+    [
+        (60, [(6, 3)]),
+        pytest.param(1000, [(3, 3), (6, 3), (12, 3), (12, 5)], marks=pytest.mark.slow),
+    ],
+)
+def test_few_seeds_are_named_where_none_is_off(sweeps, sizes):
+    for (count, seeds), shared in itertools.product(sizes, (True, False)):
+        rng, named = np.random.default_rng(count * seeds), [0, 0, 0]
+        for at, unlike in enumerate((0.0, 0.35, 0.7)):
+            for _ in range(sweeps if sweeps > 100 or not unlike else 0):
+                y = rng.normal(size=(count, seeds)) * np.exp(unlike * rng.normal(size=(count, 1)))
+                named[at] += bool(inference.far_off(alone(y, shared)))
+        print(f"{count} x {seeds}, {shared=}: named in {[n / sweeps for n in named]}")
+        limits = [stats.binom.ppf(0.999, sweeps, limit) for limit in (0.01, 0.05, 0.12)]
+        assert all(n <= limit for n, limit in zip(named, limits, strict=True))
+
+
 figures = st.floats(-3, 3).map(lambda x: round(x, 3))
 
 
@@ -148,8 +226,10 @@ def test_what_seeds_share_changes_nothing_nor_does_the_order(rows, shared, missi
         y[i, j] = np.nan
     order = list(range(len(rows)))
     random.shuffle(order)
-    model = inference.fit_model(table(y))
-    other = inference.fit_model(table((y + shared)[order]))
+    # but for the check whether seeds multiply effects, which is about what they share
+    model, other = (
+        replace(inference.fit_model(table(x)), swing=None) for x in (y, (y + shared)[order])
+    )
     for i, j in itertools.combinations(range(len(rows)), 2):
         a, b = model.pair(order[i], order[j]), other.pair(i, j)
         assert b.mean == pytest.approx(a.mean, abs=1e-9)
@@ -231,6 +311,29 @@ def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
     assert least <= single * 2 * sweeps <= most
     assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06 if unlike < 0.7 else 0.10)
     assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    ("count", "seeds", "limit"),
+    [(3, 3, 0.08), (6, 3, 0.07), (12, 3, 0.07), (6, 5, 0.07), (24, 5, 0.07), (6, 2, 0.1),
+     (12, 2, 0.1)],
+)  # fmt: skip
+def test_false_alarms_where_seeds_multiply_effects(count, seeds, limit, times):
+    """0 to 4 times, by seeds that move losses by `times` / 2 of noise: without the check 6 x 3 has
+    11.5 %."""
+    rng, sweeps, alarms, told = np.random.default_rng(count * seeds), 1000, 0, 0
+    for _ in range(sweeps):
+        y = rng.normal(size=(count, seeds))
+        y += np.linspace(0, 4, count)[:, None] * rng.normal(size=seeds) * times
+        model = inference.fit_model(table(y))
+        told += model.swing is not None
+        alarms += any(out for _, out in inference.judged(model)[1].values())
+    print(
+        f"{count} x {seeds}, seeds {times}: false alarms {alarms / sweeps:.1%}, {told / sweeps:.0%}"
+    )
+    assert alarms <= stats.binom.ppf(0.999, sweeps, limit)
 
 
 @pytest.mark.slow
