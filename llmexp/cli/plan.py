@@ -66,5 +66,5 @@ def planned(args: Any) -> Planned | PlannedSweep:
     if multirun:
         from llmexp.sweep.planning import plan_points
 
-        return plan_points(points, [*refused, *same], knobs, where, seeds, plan_of)
+        return plan_points(points, [*refused, *same], knobs, seeds, plan_of)
     return plan_of(config, str(wanted))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labels
 from llmexp.compare.screened import screen_line
+from llmexp.compare.spending import level_of
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import UNITS_IN_WORDS, cap_of, nobody
 from llmexp.settings.labels import plural
@@ -238,14 +240,12 @@ def _unequal(f: Result) -> str:
 
 def _one_seed(f: Result) -> str:
     rival, equal = f.those(Verdict.FEW_SEEDS)[0], f.those(Verdict.SAME)
-    lead = abs(rival.size or 0.0)
+    lead, wanted = abs(rival.size or 0.0), needed(rival, f)
     apart = f"{lead:.2g} {_side(f)}" if lead else "the same as"
-    seeds, rounding = f"{FEW} seeds each would begin to tell", ""
+    seeds, rounding = f"{wanted} seeds each would begin to tell", ""
     if floor := f.floor:
         rounding = f" (rounding alone makes {floor.size:.2g})" if floor.size else ""
-        # if seeds spread no wider than rounding does
-        wanted = seeds_needed(floor.spread, lead, len(f.ranked), len(f.ranked) - 1)
-        seeds = f"{max(FEW, wanted or 0)} seeds each are the least that would tell"
+        seeds = f"{wanted} seeds each are the least that would tell"
         seeds = seeds if wanted else "no affordable number of seeds would tell"
     leads = _leads(f)
     if equal:
@@ -304,24 +304,38 @@ def _between(best: Setting, other: Setting, f: Result) -> str:
 
 
 def needed(other: Setting, f: Result) -> int | None:
-    """Return the seeds a setting that would decide an undecided one; None for too many."""
-    d = other.difference
+    """Return the seeds a setting that would tell one from the leading one; None for too many.
+
+    All that is printed or proposed has this number. Of single seeds it is the least, as if seeds
+    spread no wider than rounding does. A sweep that had all of its looks is judged at the level
+    that it has left at twice the seeds.
+    """
+    d, size = other.difference, max(abs(other.size or 0.0), f.negligible)
+    if other.verdict == Verdict.FEW_SEEDS:
+        count = len(f.ranked)
+        least = seeds_needed(f.floor.spread, size, count, count - 1) if f.floor else FEW
+        return least and max(FEW, least)
     if d is None or other.verdict != Verdict.UNDECIDED:
         return None
-    return d.seeds_needed(max(abs(d.mean), f.negligible))
+    if f.looks:
+        level = level_of(2 * d.seeds, 2 * d.seeds, f.looks)
+        d = replace(d, alpha=level or d.alpha)
+    wanted = d.seeds_needed(size)
+    return wanted and max(wanted, d.seeds + 1)
 
 
 def _seeds_to_go(other: Setting, f: Result) -> str:
-    wanted = needed(other, f)
+    wanted, before = needed(other, f), ""
     if f.looks and not f.target:  # which the looks did not judge
-        return f.looks[-1].why or "the sweep has not come to its end"
+        before = f.looks[-1].why
+        if not f.looks[-1].is_last:
+            return before or "the sweep has not come to its end"
+        before += "; "
     if other.capped:
-        return "longer runs would tell"
+        return f"{before}longer runs would tell"
     if other.difference is None or wanted is None:
-        return "no affordable number would"
-    if wanted <= other.difference.seeds:
-        return "more seeds would settle it"
-    return f"{plural(wanted - other.difference.seeds, 'more seed')} each would tell"
+        return f"{before}no affordable number would"
+    return f"{before}{plural(wanted - other.difference.seeds, 'more seed')} each would tell"
 
 
 def _side(f: Result, other: bool = False) -> str:

@@ -39,8 +39,9 @@ def propose(f: Result) -> Step:
     known = Known(f)
     if step := next(filter(None, (rule(known) for rule in NEXT_RULES)), None):
         return step
-    if any((needed(r, f) or 0) > MOST_SEEDS for r in f.ranked):
-        return Step("nothing", f"more than {MOST_SEEDS} seeds each are not proposed. {f.headline}")
+    most = _affordable(f)
+    if any((needed(r, f) or 0) > most for r in f.ranked):
+        return Step("nothing", f"more than {most} seeds each are not proposed. {f.headline}")
     return Step("nothing", f.headline)
 
 
@@ -224,24 +225,32 @@ def decide(k: Known) -> Step | None:
 def seeds(k: Known) -> Step | None:
     """Give further seeds to the settings that can still be best, so many as should decide."""
     f, lead = k.f, k.f.ranked[0]
-    if f.looks:  # such a sweep has had the seeds that it may have
+    if f.looks and not f.looks[-1].is_last:  # the sweep asks for its seeds itself
         return None
     worse = [f.metric.sign * (r.size or 0.0) for r in f.those(Verdict.WORSE)]
     few = f.those(Verdict.FEW_SEEDS)[: MOST_SETTINGS - 1]
     few = [r for r in few if f.metric.sign * (r.size or 0.0) < min(worse, default=math.inf)]
-    undecided = f.those(Verdict.UNDECIDED)[: MOST_SETTINGS - 1]
-    wanted = {r: needed(r, f) or math.inf for r in undecided}
-    if not (near := [r for r in wanted if wanted[r] <= MOST_SEEDS]) and not few:
+    wanted = {r: needed(r, f) for r in (*f.those(Verdict.UNDECIDED)[: MOST_SETTINGS - 1], *few)}
+    near = {r: n for r, n in wanted.items() if n and n <= _affordable(f)}
+    if not near:
         return None
-    chosen = (lead, *near, *few)
+    chosen, count = (lead, *near), max(near.values())
+    why = f"{labels(chosen)} are not told apart; {plural(count, 'seed')} each should tell."
+    if f.looks and k.sweep:  # which gives seeds to all that are not worse
+        left = [r for r in f.ranked if r.verdict not in (Verdict.WORSE, Verdict.NEGLIGIBLE)]
+        runs = sum(max(0, count - len(r.seeds)) for r in left)
+        return _resumed(k, "seeds", why, f"sweep.max_seeds={count}", runs)
     have = list(dict.fromkeys(s for r in chosen for s in r.seeds))
-    count = max(FEW, len(lead.seeds) + bool(near), *(int(wanted[r]) for r in near))
     every = [*have, *fresh_seeds(have, max(0, count - len(have)))]
     if not k.sweep:  # runs that are there would be trained again
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
     changes = {key: _values([k.settings[r] for r in chosen], key) for key in k.keys}
-    why = f"{labels(chosen)} are not told apart; {plural(count, 'seed')} each should tell."
     return k.step("seeds", why, changes | {SEED: every})
+
+
+def _affordable(f: Result) -> int:
+    """Return the seeds of a setting that are still proposed: 12, or twice those of its looks."""
+    return max(MOST_SEEDS, 2 * len(f.looks[-1].seeds) if f.looks else 0)
 
 
 def finer(k: Known) -> Step | None:

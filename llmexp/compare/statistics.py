@@ -74,7 +74,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] |
     return mean, (mean - half, mean + half)
 
 
-def seeds_needed(spread: float, size: float, rivals: int = 2, df: float = 1.0) -> int | None:
+def seeds_needed(
+    spread: float, size: float, rivals: int = 2, df: float = 1.0, alpha: float = 0.05
+) -> int | None:
     """Return the seeds a setting that find a difference of `size` with a chance of 80 %.
 
     None where these are more than 1000.
@@ -87,7 +89,7 @@ def seeds_needed(spread: float, size: float, rivals: int = 2, df: float = 1.0) -
 
     def enough(n: int) -> bool:
         freedom = round(df * (n - 1), 1)
-        margin = quantile(rivals, freedom) / math.sqrt(2) + float(stdtrit(freedom, POWER))
+        margin = quantile(rivals, freedom, alpha) / math.sqrt(2) + float(stdtrit(freedom, POWER))
         return margin * spread / math.sqrt(n) <= size
 
     found = bisect.bisect_left(range(_MOST + 1), True, lo=2, key=enough)

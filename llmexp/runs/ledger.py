@@ -92,6 +92,11 @@ class Look:
     worse: list[str]  # and of those that it showed to be worse
     why: str  # the sweep goes on, or ends
 
+    @property
+    def is_last(self) -> bool:
+        """Tell whether it was over all seeds that a setting might have."""
+        return len(self.seeds) >= self.most
+
 
 @dataclass(frozen=True)
 class PointFacts:

@@ -72,7 +72,7 @@ def placed_grid(current: Current, able: list[Point], refused: list[LedgerEntry])
     Raises ConfigError.
     """
     if current.knobs.decide:
-        refuse_undecidable(current.knobs, current.where, current.seeds, able)
+        refuse_undecidable(current.knobs, current.seeds, able)
     if not current.resumed:
         warn_of_budgets([p.spent for p in able], current.knobs, current.arguments)
         if len(able) + len(refused) == 1:

@@ -115,9 +115,7 @@ def further_points(
     return found
 
 
-def refuse_undecidable(
-    knobs: Sweep, where: Path, seeds: Sequence[int], able: Sequence[Point]
-) -> None:
+def refuse_undecidable(knobs: Sweep, seeds: Sequence[int], able: Sequence[Point]) -> None:
     """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
     count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
     if count < 2:
@@ -131,13 +129,6 @@ def refuse_undecidable(
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
         raise refuse("sweep.max_tokens", knobs.max_tokens, text, wanted)
-    if not ledgers.is_sweep(where):
-        return
-    looks, most = ledgers.read_ledger(where).looks, knobs.max_seeds
-    if looks and len(looks[-1].seeds) < most and not level_of(most, most, looks):
-        text = f"the chance of error of 5 % is used up by the looks up to {looks[-1].most} seeds"
-        way = "to go on, train a sweep of its own with other seeds"
-        raise refuse("sweep.max_seeds", most, f"{text}; {way}", looks[-1].most)
 
 
 def run_looks(current: Current, points: Sequence[Point]) -> None:
@@ -221,7 +212,7 @@ class Deciding:
         if count >= most:
             return 0, f"all {plural(count, 'seed')} are trained (sweep.max_seeds)"
         wanted = known or following(count, most)
-        while not (known or level_of(wanted, most, f.looks)):
+        while wanted < most and not (known or level_of(wanted, most, f.looks)):
             wanted += 1
         for more in [known] if known else range(wanted, count, -1):
             if (limit := self.beyond(len(going) * (more - count), runs, count)) is None:

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmexp.compare.spending import expected_runs
@@ -60,7 +59,6 @@ def plan_points(
     points: list[Point],
     refused: list[LedgerEntry],
     knobs: Sweep,
-    where: Path,
     seeds: Sequence[int],
     plan: Callable[[Config, str], Planned],
 ) -> PlannedSweep:
@@ -84,7 +82,7 @@ def plan_points(
     plans = [found[point.name] for point in able]
     total = totals(plans, knobs)
     if knobs.decide and not refused:
-        refuse_undecidable(knobs, where, seeds, able)
+        refuse_undecidable(knobs, seeds, able)
     if knobs.decide and able[1:]:
         total["sweep.decide"] = of_seeds(total, len(able), knobs)
     return PlannedSweep(able, plans, refused, knobs, total)

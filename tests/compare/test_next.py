@@ -101,9 +101,9 @@ def test_a_grid_whose_settings_computed_the_same_gets_no_seeds(tmp_path):
     assert step.why.startswith("clip=1.0 and clip=2.0 computed the same")
 
 
-def decided(path: Path) -> Path:
+def decided(path: Path, most: int = 3) -> Path:
     """A sweep that has looked at the three seeds of its settings."""
-    look = {"seeds": ["1", "2", "3"], "level": 0.05, "most": 3, "going": [], "worse": []}
+    look = {"seeds": ["1", "2", "3"], "level": 0.04, "most": most, "going": [], "worse": []}
     amend(path / "sweep.json", looks=[look | {"why": "all 3 seeds are trained"}])
     return path
 
@@ -120,15 +120,18 @@ def test_where_seeds_are_too_many_that_is_said(tmp_path):
     assert step.why.startswith("more than 12 seeds each are not proposed. Undecided: ")
 
 
-def test_a_sweep_that_has_decided_gets_no_further_seeds_and_chooses_those_of_a_further_value(
-    tmp_path,
-):
+def test_a_sweep_that_ends_undecided_is_extended_and_chooses_the_seeds_of_a_further_value(tmp_path):
     losses = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02, 3e-2: 0.5}
     path = planted(tmp_path / "s", losses, wobble=0.03)
     assert step_of(path).rule == "seeds"
     step = step_of(decided(path))
-    assert step.rule == "nothing"
-    assert "all 3 seeds are trained" in step.why
+    most = int(step.words[-1].removeprefix("sweep.max_seeds="))
+    assert (step.rule, step.words[:2]) == ("seeds", ("resume", str(path)))
+    assert step.runs == 2 * (most - 3)  # of the two that were not shown to be worse
+    words = f"all 3 seeds are trained; {most - 3} more seeds each would tell"
+    assert words in compare([path]).headline
+    cut = decided(path, most=8)  # by hours or tokens, say
+    assert (step_of(cut).rule, "3 seeds are trained" in step_of(cut).why) == ("nothing", True)
     path = decided(planted(tmp_path / "t", {1e-3: 0.9, 2e-3: 0.5, 4e-3: 0.0}))
     step = step_of(path)
     assert (step.rule, step.words) == ("wider", ("resume", str(path), "optimizer.lr=0.008"))

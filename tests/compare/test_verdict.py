@@ -82,7 +82,8 @@ def test_the_answer_says_what_was_spent_and_what_all_seeds_would_cost():
     assert "8 runs, 448 tokens, 7m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
     (spent,) = [note for note in c.notes if note.startswith("2 looks")]
     assert "8 runs, 512 tokens, 8m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent
-    assert c.headline.endswith("(3 seeds); all 3 seeds are trained. 1 of the 2 others is worse.")
+    assert "(3 seeds); all 3 seeds are trained; " in c.headline
+    assert c.headline.endswith(" more seeds each would tell. 1 of the 2 others is worse.")
 
 
 def test_long_names_that_differ_in_their_middle_have_a_row_each():
