@@ -48,6 +48,7 @@ settings.register_profile("all", deadline=None)
 settings.load_profile("all")
 
 BEGAN = time.monotonic()
+HANG_S = 1200  # a limit only ends what hangs: a busy machine may be twenty times as slow
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 # Packages may lie in a folder that PYTHONPATH names.
@@ -190,7 +191,7 @@ def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def llmexp(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> Result:
+def llmexp(*arguments: str, cwd: Path, timeout: float = HANG_S, **env: str) -> Result:
     """Runs `llmexp ARGUMENTS` to its end; `folder` is that of hydra.run.dir, or cwd."""
     process = start(*arguments, cwd=cwd, **env)
     out, err = process.communicate(timeout=timeout)

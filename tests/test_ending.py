@@ -3,10 +3,12 @@ recorded."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import signal
 import socket
+import threading
 
 import pytest
 
@@ -116,6 +118,15 @@ def test_a_run_that_another_process_is_at_work_in_is_left_alone(tmp_path, lock):
     assert rundir.read_status(tmp_path) == before
     assert state_now(tmp_path, before) == "cut"
     assert conclude_run(tmp_path, Left.GONE, cause="the job is gone").error == "the job is gone"
+
+
+def test_a_look_at_a_lock_however_slow_refuses_nobody(tmp_path):
+    """On a busy machine a process may be held up while it looks whether a folder is locked."""
+    with open(tmp_path / ".lock", "a") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        threading.Timer(0.6, fcntl.flock, (look, fcntl.LOCK_UN)).start()
+        with rundir.locked(tmp_path):
+            assert rundir.is_locked(tmp_path)
 
 
 @pytest.mark.parametrize("state", [None, 3, "odd", "queued", "finished"])

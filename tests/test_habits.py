@@ -3,6 +3,7 @@ Makefile, and the templates of issues and changes are forms that GitHub reads.""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -48,6 +49,15 @@ def test_hooks_before_a_commit_are_what_make_check_runs():
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert [hook["entry"] for hook in repo["hooks"]] == [x.strip() for x in commands("check")]
     assert not any(hook["pass_filenames"] for hook in repo["hooks"])
+
+
+def test_a_limit_in_a_test_only_ends_what_hangs():
+    """It counts the work of others on a machine that may be busy, so it is no figure of its own."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "timeout":
+                limit = getattr(node.value, "value", None)
+                assert limit is None or limit >= HANG_S, f"{path.name}:{node.value.lineno}"
 
 
 def test_the_site_has_each_page_once():

@@ -451,6 +451,42 @@ def test_a_value_that_does_not_fit_its_declaration_is_refused(case):
         assert not knob.doc.endswith("."), key
 
 
+def ends(knob: Knob) -> Iterator[float]:
+    """The ends of what a knob takes; those that are left out, a little inside of them."""
+    yield from (end for end in (knob.at_least, knob.at_most) if end is not None)
+    yield from [knob.above + 1e-6] if knob.above is not None else []
+    yield from [knob.below - 1e-6] if knob.below is not None else []
+
+
+def numbers() -> Iterator[tuple[str, str, str, float]]:
+    """(group, option, key, value) of each end of a range of a part that computes."""
+    for group in ("optimizer", "schedule", "clip"):
+        for chosen in options(group):
+            tree = shipped(f"{group}/{chosen}")
+            known = {k.partition(".")[2]: k for k in fields() if k.startswith(f"{group}.")}
+            found = {name: fields()[key] for name, key in known.items()}
+            if "_target_" in tree:
+                target = locate(f"{group}._target_", tree["_target_"])
+                common = {k: arguments()[f"{group}.{k}"] for k in COMMON.get(group, ())}
+                found = {k: one[1] for k, one in (common | arguments_of(target)).items()}
+            for name in found.keys() & tree.keys():
+                yield from ((group, chosen, f"{group}.{name}", end) for end in ends(found[name]))
+
+
+def test_a_run_trains_at_the_ends_of_each_range(work):
+    """A value that a knob takes makes weights and figures that are finite, also where gradients
+    are 0: the text has few of the tokens and of the positions."""
+    usual, told = {"precision": "fp32", "data": "text"}, []
+    for group, chosen, key, value in sorted(numbers()):
+        try:
+            figures = trained(made(usual | {group: chosen}, {key: value}))[1]
+        except ConfigError as refused:  # two that exclude each other
+            told.append((key, str(refused)))
+            continue
+        assert np.isfinite(figures).all(), (chosen, key, value)
+    assert all(key in text for key, text in told), told
+
+
 def test_every_knob_of_a_part_is_declared():
     """Else it has no comment, no range and no type."""
     for section, names in OPTIONS_OF.items():

@@ -235,7 +235,10 @@ DDP = ["parallelism=ddp", *SHARDED[1:]]
         ("Lion", ["++optimizer.betas=3"], "optimizer.betas=3: a list of 2 numbers is needed for "
          "pytorch_optimizer.Lion; for example 'optimizer.betas=[0.9, 0.99]'"),
         ("Lion", ["++optimizer.betas=[0.9]"], "a list of 2 numbers is needed"),
-        ("Lion", ["++optimizer.weight_decay=-1"], "pytorch_optimizer.Lion: cannot be made with"),
+        ("Lion", ["++optimizer.weight_decay=-1"], "optimizer.weight_decay=-1: must be at least 0"),
+        ("RAdam", ["++optimizer.eps=0"], "optimizer.eps=0: must be at least 1e-37"),
+        ("AdamW8bit", ["++optimizer.betas=[0.9,0.9999999999999999]"],
+         "optimizer.name=torchao.optim.AdamW8bit: makes values that are not finite"),
         ("nadam", [], "optimizer.name=nadam: there is no such optimizer. Did you mean NAdam?"),
         ("Muon", [], "optimizer.name=Muon: is for matrices alone, and a model has vectors; choose "
          "optimizer=muon"),

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import zstandard
 
-from tests.conftest import ROOT, llmexp
+from tests.conftest import HANG_S, ROOT, llmexp
 
 
 def load() -> ModuleType:
@@ -134,7 +134,7 @@ def test_a_listing_is_what_its_command_prints(listing, tmp_path):
         *listing.small,
         cwd=tmp_path,
         COLUMNS=listings.COLUMNS,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert done.code == listing.code, done.err
     printed = listings.printed(listing, done.out, done.err)

@@ -69,7 +69,7 @@ def test_rows_are_written_while_the_loop_is_held_up(tmp_path, monkeypatch):
     rows = Rows(tmp_path / "rows", 0).open()
     for step in (1, 2, 3):
         rows.add(row(step))
-    wait_for(lambda: len(read_rows(rows.path)) == 3, seconds=20)
+    wait_for(lambda: len(read_rows(rows.path)) == 3)
     assert rows.flush()  # there are new ones to show
     rows.close()
     assert len(read_rows(rows.path)) == 3

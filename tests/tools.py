@@ -24,7 +24,7 @@ from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.metrics.keys import TIMINGS
 from llmexp.models.loss import SummedLoss
 from llmexp.settings.config import Config
-from tests.conftest import ROOT, Result
+from tests.conftest import HANG_S, ROOT, Result
 
 # The start of a module of hooks: each rank's part of a checkpoint takes a second longer.
 SLOW_WRITES = """
@@ -165,7 +165,7 @@ def weights(result: Result, step: int, kind: str = "model") -> dict[str, torch.T
 
 
 def wait_for(
-    there: Callable[[], Any], process: subprocess.Popen | None = None, seconds: float = 90
+    there: Callable[[], Any], process: subprocess.Popen | None = None, seconds: float = HANG_S
 ) -> Any:
     """What is `there` at last; the process has to be alive until then."""
     deadline = time.monotonic() + seconds

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Annotated, Any
 
 import numpy as np
 import tiktoken
+import tiktoken.load
 
 from llmexp.settings.parts import TokenizerKnobs
 from llmexp.settings.values import ConfigError, knob, nearest, refuse
@@ -44,6 +46,7 @@ NEEDED = {
 PROBE = "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: "
 PROBE += "Gr\u00fc\u00dfe, \u4f60\u597d! \U0001f600"
 REPEATS = 40
+_READ_FILE = tiktoken.load.read_file
 MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
@@ -303,29 +306,39 @@ def pretrained(
 ) -> Tokenizer:
     """Return the published encoding `name`, from tiktoken's cache or, once, from the network.
 
-    Raises ValueError for an unknown name, and when the encoding is neither cached nor there within
-    `download_timeout_s` seconds.
+    The cache is read first, however long that takes: `download_timeout_s` limits the wait for the
+    network alone. Raises ValueError for an unknown name, and when the encoding is in neither.
     """
     known = tiktoken.list_encoding_names()
     if name not in known:
         near = nearest(str(name), known)
         text = f"there is no such encoding.{near} Known: {', '.join(known)}"
         raise refuse("tokenizer.name", name, text)
+
+    def fetched(blobpath: str) -> bytes:
+        """Return a file of the network. Raises TimeoutError."""
+        importlib.import_module("requests")  # which tiktoken would import while we wait
+        found: Future[bytes] = Future()
+
+        def ask() -> None:
+            try:
+                found.set_result(_READ_FILE(blobpath))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=ask, name="llmexp-download", daemon=True).start()
+        return found.result(download_timeout_s)
+
     # tiktoken sets no timeout of its own: a network that swallows packets would hold it for minutes
-    found: Future[tiktoken.Encoding] = Future()
-
-    def ask() -> None:
-        try:
-            found.set_result(tiktoken.get_encoding(name))
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=ask, name="llmexp-download", daemon=True).start()
-    wait([found], download_timeout_s)
-    if found.done() and found.exception() is None:
-        return as_tokenizer(found.result())
-    silent = f"no answer within {download_timeout_s:g} s"
-    why = type(found.exception()).__name__ if found.done() else silent
+    tiktoken.load.read_file = fetched
+    try:
+        return as_tokenizer(tiktoken.get_encoding(name))
+    except TimeoutError:
+        why = f"no answer within {download_timeout_s:g} s"
+    except Exception as error:
+        why = type(error).__name__
+    finally:
+        tiktoken.load.read_file = _READ_FILE
     text = f"its files are neither cached nor could they be downloaded ({why})"
     way = "set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them"
     raise refuse("tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")

@@ -146,14 +146,10 @@ def middle(values: Collection[float]) -> tuple[float, float]:
 
 def describe(limits: Limits, loss: float, norm: float) -> str:
     """Return what is above its limit, with figures."""
+    named = ("loss", loss, limits.loss), ("gradient norm", norm, limits.norm)
     found = []
-    for name, value, (_, high) in (
-        ("loss", loss, limits.loss),
-        ("gradient norm", norm, limits.norm),
-    ):
-        found.append(f"{name} {value:.4g}")
-        if value > high:
-            found[-1] += f", above {high:.4g}"
+    for name, value, (_, high) in named:
+        found.append(f"{name} {value:.4g}" + f", above {high:.4g}" * (value > high))
     return "; ".join(found)
 
 

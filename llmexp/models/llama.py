@@ -24,7 +24,7 @@ from llmexp.models.common import Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
 from llmexp.settings.parts import ModelKnobs
-from llmexp.settings.values import choice, count, knob, refuse
+from llmexp.settings.values import TINY, choice, count, knob, refuse
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class LlamaKnobs(ModelKnobs):
         ),
     ]
     tied_head = Annotated[bool, knob("true: the output projection is the token embedding", False)]
-    norm_eps = Annotated[float, knob("added to the mean square in RMSNorm", 1e-5, above=0)]
+    norm_eps = Annotated[float, knob("added to the mean square in RMSNorm", 1e-5, at_least=TINY)]
     head_dim = Annotated[int | None, count("features of a head, even; null: d_model / n_heads", 64)]
     biases = Annotated[
         str,

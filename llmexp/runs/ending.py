@@ -8,6 +8,7 @@ missing.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
+GOES_ON = "such as {}, it goes on"  # in the error of a run that is to be resumed with that
 CUT_OFF = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
 
 
@@ -164,6 +166,11 @@ def bus_error(path: Path, code: int) -> str:
     return redacted(f"; {cause}")
 
 
+def goes_on(key: str, value: int) -> str:
+    """Return, for an error, with which knob the run goes on when it is resumed."""
+    return GOES_ON.format(f"{key}={value}")
+
+
 def what_is_left(path: Path, error: str) -> str:
     """Return the newest checkpoint of a run that failed, and the way to go on."""
     step = rundir.newest_step(path)
@@ -182,5 +189,7 @@ def what_is_left(path: Path, error: str) -> str:
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         hosts = rundir.read_config(path)["parallelism"]["nnodes"]
         on_each = f"start it on each of the {hosts} hosts again"
-        again = rundir.how_to_resume(path) if hosts == 1 else on_each
+        knob = re.search(GOES_ON.format(r"(\S+)"), error)
+        resume = " ".join([rundir.how_to_resume(path), *(knob.groups() if knob else ())])
+        again = resume if hosts == 1 else on_each
     return f"{intact}; to go on: {again}"

@@ -6,8 +6,8 @@ provenance.json     repositories (commit, branch, changed and untracked files), 
 packages.txt        name==version of each installed distribution
 
 The repositories are looked into on a thread beside the start of the run. Nothing here fails a run
-or holds it up by more than `LIMIT_S`: what could not be found out is left out, and provenance.json
-says why. Standard library only.
+or holds it up for longer than a git that hangs may take (`LIMIT_S`): what could not be found out is
+left out, and provenance.json says why. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmexp.system import fileio
 from llmexp.system.redact import as_recorded, redacted, warn
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
-LIMIT_S = 2.0  # for all of it
+LIMIT_S = 5.0  # for an answer of git
 MAX_DIFF = 2**20  # bytes of each repository's
 MAX_NAMES = 200  # of changed files, and of untracked ones
 DIFF = (
@@ -65,18 +65,15 @@ class _Found:
 
 
 @functools.cache  # a process that makes many runs looks once
-def start_search() -> tuple[Future[_Found], float]:
-    """Look into the repositories on a thread, from now on; return that and its deadline."""
-    deadline = time.monotonic() + LIMIT_S
-    # with time to keep what is known by then
-    return ThreadPoolExecutor(1, "provenance").submit(gather, deadline - 0.2), deadline
+def start_search() -> Future[_Found]:
+    """Look into the repositories on a thread, from now on."""
+    return ThreadPoolExecutor(1, "provenance").submit(gather)
 
 
 def search_result() -> _Found:
-    """Return what the search has found, after a wait until its deadline at most."""
-    search, deadline = start_search()
+    """Return what the search has found, after a wait for git at most."""
     try:
-        return search.result(max(0.0, deadline - time.monotonic()))
+        return start_search().result(LIMIT_S + 1)
     except TimeoutError:
         why = f"not found out within {LIMIT_S:g} s"
     except Exception as error:  # such as of a folder that was removed under the command
@@ -162,16 +159,16 @@ def read_packages(path: Path) -> dict[str, str]:
     return {name: version for name, _, version in (line.partition("==") for line in lines)}
 
 
-def gather(deadline: float) -> _Found:
-    """Look into the repositories until the deadline (of time.monotonic)."""
+def gather() -> _Found:
+    """Look into the repositories; git has LIMIT_S for each question."""
     files: dict[str, bytes] = {}
     about: dict[str, Any] = {"repositories": []}
     for root in repositories():
         one: dict[str, Any] = {"name": root.name, "folder": str(root), "notes": []}
         about["repositories"].append(one)
         try:
-            _look_into(root, one, deadline)
-            diff = _diff(root, one, deadline) if one["changed"] else b""
+            _look_into(root, one)
+            diff = _diff(root, one) if one["changed"] else b""
         except Unknown as reason:
             one["notes"].append(str(reason))
             continue
@@ -204,14 +201,12 @@ def repositories() -> list[Path]:
     return list(tops)
 
 
-def _look_into(root: Path, one: dict[str, Any], deadline: float) -> None:
+def _look_into(root: Path, one: dict[str, Any]) -> None:
     """Fill in what is known of a repository. Raises Unknown."""
-    words = _git(root, deadline, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
+    words = _git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
     one["commit"], branch = words[0], words[-1]
     one["branch"] = branch if branch != "HEAD" else None  # detached
-    status = _git(
-        root, deadline, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty"
-    )
+    status = _git(root, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
     entries = [os.fsdecode(entry) for entry in status.split(b"\0") if entry]
     untracked = [entry[3:] for entry in entries if entry.startswith("??")]
     changed = [entry.strip() for entry in entries if not entry.startswith("??")]
@@ -223,12 +218,12 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> None:
         one["notes"].append("uncommitted changes inside submodules are left out")
 
 
-def _diff(root: Path, one: dict[str, Any], deadline: float) -> bytes:
+def _diff(root: Path, one: dict[str, Any]) -> bytes:
     """Return the uncommitted changes, without large binary files. Raises Unknown."""
-    diff = _git(root, deadline, *DIFF, "--binary", one["commit"], "--")
+    diff = _git(root, *DIFF, "--binary", one["commit"], "--")
     one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
     if len(diff) > MAX_DIFF:
-        diff = _git(root, deadline, *DIFF, one["commit"], "--")
+        diff = _git(root, *DIFF, one["commit"], "--")
         if len(diff) > MAX_DIFF:
             raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
         one["notes"].append(
@@ -237,7 +232,7 @@ def _diff(root: Path, one: dict[str, Any], deadline: float) -> bytes:
     return diff
 
 
-def _git(root: Path, deadline: float, *arguments: str) -> bytes:
+def _git(root: Path, *arguments: str) -> bytes:
     """Return a git command's output. Raises Unknown."""
     what = f"git {arguments[0]}"
     # A file system monitor is a program of the repository's; locks would be in the way of the
@@ -245,10 +240,9 @@ def _git(root: Path, deadline: float, *arguments: str) -> bytes:
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true", *arguments]
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    left = max(0.0, deadline - time.monotonic())
     try:
         done = subprocess.run(
-            command, cwd=root, env=env, timeout=left, process_group=0, stdin=subprocess.DEVNULL,
+            command, cwd=root, env=env, timeout=LIMIT_S, process_group=0, stdin=subprocess.DEVNULL,
             capture_output=True,
         )  # fmt: skip
     except OSError as error:
@@ -315,6 +309,6 @@ def source_commit() -> str | None:
         return None
     words = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        return _git(root, time.monotonic() + 5, *words).decode().strip()
+        return _git(root, *words).decode().strip()
     except Unknown:
         return None

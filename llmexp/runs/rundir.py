@@ -172,12 +172,14 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
     Raises ConfigError when another process holds it.
     """
     with open(path / name, "a") as f:
-        for attempt in range(5):
+        attempts = 0
+        while True:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:  # maybe only by a look of `is_locked`
-                if attempt == 4:
+            except BlockingIOError:  # a look of `is_locked` ends by itself, however slow it is
+                attempts += is_locked(path, name)
+                if attempts == 5:
                     raise ConfigError(f"{path}: another process is {doing} this folder") from None
                 time.sleep(0.05)
         yield

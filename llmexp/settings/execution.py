@@ -21,7 +21,11 @@ class Precision:
         "auto | fp32 | tf32 | bf16 | fp16 | fp64",
     )
     init_scale: float = usual(
-        "first loss scale", 65536.0, above=0, acts=where("precision.kind", "fp16")
+        "first loss scale",
+        65536.0,
+        at_least=1,
+        at_most=1e38,
+        acts=where("precision.kind", "fp16"),
     )
     growth_interval: int = count(
         "optimizer steps in a row without an overflow before the loss scale doubles",

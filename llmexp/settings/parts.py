@@ -13,7 +13,7 @@ import typing
 from typing import Annotated, Any
 
 from llmexp.settings import rules
-from llmexp.settings.values import Knob, Where, choice, count, knob, optional, where
+from llmexp.settings.values import TINY, Knob, Where, choice, count, knob, optional, where
 
 # Knobs that llmexp reads itself: no arguments of the functions.
 COMMON = {
@@ -204,7 +204,7 @@ class TokenizerKnobs:
     download_timeout_s = Annotated[
         float,
         knob(
-            "seconds to wait for the first download before giving up",
+            "seconds to wait for the network where nothing is cached, before giving up",
             8.0,
             above=0,
             affects="nothing",
@@ -227,7 +227,7 @@ class OptimizerKnobs:
     ]  # fmt: skip
     beta1 = Annotated[float, knob("AdamW's decay of the first moment", 0.9, at_least=0, below=1)]
     beta2 = Annotated[float, knob("AdamW's decay of the second moment", 0.95, at_least=0, below=1)]
-    eps = Annotated[float, knob("added to the root of AdamW's second moment", 1e-8, at_least=0)]
+    eps = Annotated[float, knob("added to the root of AdamW's second moment", 1e-8, at_least=TINY)]
 
 
 DECAYS = Where(("schedule.decay_ratio", "schedule.decay_steps", "schedule.decay_start"))

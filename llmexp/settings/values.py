@@ -159,6 +159,7 @@ def is_ours(target: object) -> bool:
 
 
 AUTO = "auto"  # of a knob that takes the word
+TINY = 1e-37  # what keeps a division from 0 / 0: fp32 takes less as 0, on some devices at least
 NO_DEFAULT = object()  # of a knob that every config has to list
 
 

@@ -16,7 +16,6 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
 from llmexp.run import Run
-from llmexp.runs.ending import COMES_AGAIN
 from llmexp.settings.config import Config
 from llmexp.settings.targets import place
 from llmexp.system import hardware
@@ -29,7 +28,7 @@ from llmexp.train.profiling import start_profiler
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
-from llmexp.train.verdicts import finish_previous
+from llmexp.train.verdicts import finish_previous, none_applied
 
 WEIGHT_NORM_EVERY = 10  # rows
 
@@ -124,12 +123,8 @@ def train(loop: Loop) -> str:
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
-    if progress.consecutive_skips >= (steps := progress.step - loop.run.first_step):  # all of them
-        raise TrainingFailed(
-            f"none of the {steps:,} steps applied an update: every window had no valid "
-            "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an "
-            f"outlier; {COMES_AGAIN}"
-        )
+    if progress.consecutive_skips >= progress.step - loop.run.first_step:  # all of them
+        raise TrainingFailed(none_applied(loop))
     return "finished"
 
 

@@ -44,7 +44,6 @@ from llmexp.train.step import TrainingFailed
 CHOOSER = "llmexp.forecast.fitting"
 STORE = "sizes"  # what the keys of a search begin with
 POLL_S = 0.05
-READ_S = 10.0  # for the other ranks to read the answer before rank 0 goes on
 
 
 def is_open(config: Config) -> bool:
@@ -109,7 +108,9 @@ def found_together(path: Path, config: Config, parts: Parts) -> Config:
                     break
                 ended = try_steps(store, path / "logs" / asked["trial"], number)
                 store.set(f"ended/{number}/{rank}", json.dumps(ended))
-        end = time.monotonic() + READ_S
+        end = (
+            time.monotonic() + timeout_s
+        )  # for the others to read the answer, before its store goes
         read = store.add("read", 1)
         while rank == 0 and read < parts.run.world_size and time.monotonic() < end:
             time.sleep(POLL_S)

@@ -6,7 +6,7 @@ import math
 
 from llmexp import mesh
 from llmexp.metrics.outliers import LASTING, describe
-from llmexp.runs.ending import COMES_AGAIN
+from llmexp.runs.ending import COMES_AGAIN, goes_on
 from llmexp.runs.rows import Figures
 from llmexp.train import spikes
 from llmexp.train.checkpointing import finish_save
@@ -90,11 +90,22 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
             f"the fp16 loss scale fell below 1 at step {progress.step}: these gradients do not fit "
             f"fp16; {comes_again(diagnosed(loop))}"
         )
+    how = f" that overflowed fp16 at a loss scale of {2 * float(scaler.value):g}, which falls on"
     return (
         f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
-        f"{progress.step} ({FINDINGS[code]}); train.max_consecutive_skips={limit}: resumed "
-        f"with a larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
+        f"{progress.step} ({FINDINGS[code]}{how * overflowed}); train.max_consecutive_skips={limit}"
+        f": resumed with a larger one, {goes_on('train.max_consecutive_skips', 2 * limit or 100)}"
     )
+
+
+def none_applied(loop: Loop) -> str:
+    """Return why a run ended without an update; a loss scale that falls goes on at a resume."""
+    first, steps = loop.run.first_step, loop.progress.step
+    text, scale = f"none of the {steps - first:,} steps applied an update:", loop.setup.scaler
+    if scale.enabled and float(scale.value) < loop.config.precision.init_scale:
+        text += f" they overflowed fp16, and the loss scale fell to {float(scale.value):g}; resumed"
+        return f"{text} with a larger budget, {goes_on('train.max_steps', 2 * steps)}"
+    return f"{text} no window had a valid target (as data.ignore_id may cause); {COMES_AGAIN}"
 
 
 def comes_again(words: str) -> str:

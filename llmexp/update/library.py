@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp.settings.parts import OptimizerKnobs
+from llmexp.settings.convert import check_range
+from llmexp.settings.parts import OptimizerKnobs, arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
 from llmexp.update.optim import decay_groups
@@ -160,6 +161,9 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
                 f"optimizer.{name}: {dotted} has no such argument.{hint(name, list(taken))}"
             )
         _check_list(dotted, name, knobs[name], taken[name].default)
+        ours = arguments().get(key := f"optimizer.{name}")
+        if ours is not None and isinstance(knobs[name], (int, float)):  # of the same meaning
+            check_range(knobs[name], key, ours[1])
     given = _with_tuples(knobs)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = _constructed(dotted, parameters, lr, given)
@@ -272,10 +276,13 @@ def tried(dotted: str, knobs: str) -> Traits:
 def _tiny(seed: int, parts: int) -> list[Tensor]:
     """Return a matrix and a vector of known values, whole or in `parts`.
 
-    The matrix is large enough that even its half is kept in few bits by torchao.
+    The matrix is large enough that even its half is kept in few bits by torchao. As gradients, of
+    seeds from 1 on, they begin with zeros, as those of a token that no text has.
     """
     numbers = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
+    for tensor in tensors[: 2 * seed]:
+        tensor[0] = 0
     return [one.clone() for tensor in tensors for one in tensor.chunk(parts)]
 
 
@@ -305,6 +312,9 @@ class _Trial:
             except Exception as error:
                 text = f"its step fails with gradients alone ({error})"
                 raise refuse("optimizer.name", self._dotted, text, "AdamW") from None
+            if not all(p.isfinite().all() for p in self.parameters):
+                text = "makes values that are not finite where gradients are 0; mend its arguments"
+                raise refuse("optimizer.name", self._dotted, text)
             if any(p.grad is not g for p, g in zip(self.parameters, gradients, strict=True)):
                 text = "puts other tensors in the place of the gradients"
                 raise refuse("optimizer.name", self._dotted, text, "AdamW")

@@ -37,7 +37,7 @@ from llmexp.runs.rundir import CHECKPOINTS
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
 from llmexp.train.beginning import parents_checkpoint
-from tests.conftest import ROOT, environment
+from tests.conftest import HANG_S, ROOT, environment
 
 MODEL = "model.safetensors"
 
@@ -432,7 +432,7 @@ def test_a_hanging_save_does_not_keep_a_failed_process_alive():
         "ThreadPoolExecutor(1).submit(time.sleep, 600)\nend_process(3)"
     )
     env = environment(PYTHONPATH=str(ROOT))
-    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=HANG_S).returncode == 3
 
 
 # Layouts: every one saves, every one reads what every one has saved. All in one group of four

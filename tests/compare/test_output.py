@@ -26,6 +26,7 @@ from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown
 from tests.compare.synthetic import make_run, make_sweep
+from tests.conftest import HANG_S
 from tests.tools import amend, printed
 
 
@@ -238,7 +239,7 @@ def test_no_terminal_and_an_ascii_one(tmp_path):
     }
     env.pop("DISPLAY", None)
     command = [sys.executable, "-m", "llmexp", "compare", str(sweep)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert max(map(len, done.stdout.splitlines())) <= 60
     rows = [line for line in done.stdout.splitlines() if "  " in line]

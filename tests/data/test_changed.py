@@ -18,7 +18,7 @@ import pytest
 from llmexp.data import remote, sources, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
-from tests.conftest import TINY, llmexp, train
+from tests.conftest import HANG_S, TINY, llmexp, train
 from tests.tools import exact, same_state
 
 N = 5000
@@ -277,7 +277,7 @@ Shard.check_size = lambda shard: os.truncate({str(path)!r}, 300)
 corpus.train.read(4500, 100)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == -signal.SIGBUS
     states = json.loads(ended.stdout)

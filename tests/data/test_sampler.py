@@ -26,6 +26,7 @@ from llmexp.data.sampler import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
+from tests.conftest import HANG_S
 from tests.tools import needs_cuda, wait_for
 
 LENGTH = 5
@@ -207,7 +208,7 @@ def _reader_threads() -> list[threading.Thread]:
 
 
 def _wait_for_no_thread() -> None:
-    wait_for(lambda: not _reader_threads(), seconds=5)
+    wait_for(lambda: not _reader_threads())
 
 
 @pytest.mark.parametrize(("prefetch", "taken"), [(1, 1), (1, 4), (2, 3), (5, 1), (5, 4)])
@@ -238,7 +239,7 @@ def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(TokenStream, "gather", lambda *args: read.append(1) or gather(*args))
     windows = _windows(max_steps=100, prefetch=3)
     next(windows)
-    wait_for(lambda: len(read) >= 4, seconds=5)
+    wait_for(lambda: len(read) >= 4)
     time.sleep(0.05)
     assert len(read) == 4  # one taken, three ready
     assert [w.step for w in windows] == list(range(1, 100))
@@ -275,7 +276,7 @@ windows = read_windows(
 next(windows)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
     )
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +158,7 @@ def test_ranks_stop_with_the_command(monkeypatch):
 def test_a_rank_of_a_command_has_no_good_end_but_0(monkeypatch):
     """75 is that of a training with a checkpoint. The other rank would wait for ever."""
     numbers = iter((0, 1))
-    code = "import sys, time; sys.exit(75) if int(sys.argv[1]) else time.sleep(60)"
+    code = "import sys, time; sys.exit(75) if int(sys.argv[1]) else time.sleep(9e5)"
 
     def start(*words: str, **more: object) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, "-c", code, str(next(numbers))])
@@ -170,9 +169,7 @@ def test_a_rank_of_a_command_has_no_good_end_but_0(monkeypatch):
     monkeypatch.setattr(ranks, "start", start)
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     monkeypatch.setattr(Path, "read_text", log_of_a_rank)
-    since = time.monotonic()
     assert ranks.run_alike(["evaluate"], 2) == 75
-    assert time.monotonic() - since < 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])

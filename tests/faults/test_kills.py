@@ -18,7 +18,7 @@ from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from tests import forks
-from tests.conftest import Result, llmexp, start
+from tests.conftest import HANG_S, Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 from tests.tools import session, wait_for
 
@@ -101,10 +101,10 @@ def kill_in_a_row(
             if whom == "tree" or (pid == process.pid) == (whom == "launcher"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_S)
         assert "Traceback" not in err
         # a worker whose parent was killed may have to save
-        wait_for(lambda run=run: not rundir.is_locked(run.folder), seconds=20)
+        wait_for(lambda run=run: not rundir.is_locked(run.folder))
         *older, newest = checkpoint_folders(run.folder / "checkpoints") or [None]
         # one that was being removed when the kill came lost its manifest first
         whole_ones = [path for path in older if (path / "manifest.json").exists()]
@@ -171,7 +171,7 @@ def test_asked_to_stop_twice_while_it_saves(here, settings, whole):
         time.sleep(1.1)  # one that comes sooner is taken for the same one
         if process.poll() is None:
             process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 75, (out, err)
         assert f"llmexp: {number.name}: finishing this step, then saving" in err
         assert "llmexp resume run --allow faulty" in out

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.conftest import TINY, start
+from tests.conftest import HANG_S, TINY, start
 from tests.tools import wait_for
 
 RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100", "tracker=wandb",
@@ -39,7 +39,7 @@ def test_no_folder_is_left(how, more, tmp_path):
     if how is not None:
         wait_for(lambda: list(tmp_path.glob("run/wandb/offline-run-*")), process, 200)
         os.killpg(process.pid, how)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == {None: 0, signal.SIGKILL: -9, signal.SIGINT: 75}[how], err + out
     # ranks of a killed agent end by themselves; torch's cache of compiled kernels is one folder for
     # all runs of a user

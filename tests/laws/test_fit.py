@@ -20,7 +20,7 @@ from llmexp.laws.ladders import ladders
 from llmexp.laws.table import to_json
 from llmexp.runs.ledger import read_ledger
 from llmexp.settings.values import ConfigError
-from tests.conftest import TINY, start
+from tests.conftest import HANG_S, TINY, start
 from tests.conftest import llmexp as llmexp_command
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.laws.planted import LAWS, Law, csv_of, ladder
@@ -442,12 +442,12 @@ def test_a_ladder_that_is_killed_and_resumed_has_the_answer_of_an_unbroken_one(t
             workers = alive(next(folder.glob("4-*")))
             for pid in workers:
                 os.kill(pid, signal.SIGKILL)
-            process.communicate(timeout=60)
+            process.communicate(timeout=HANG_S)
             assert workers
             states = [p.state for p in read_ledger(folder).points]
             assert states.count("finished") == 4
             process = start("resume", str(folder), cwd=tmp_path)
-        _, errors = process.communicate(timeout=600)
+        _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, errors
         found = llmexp_command("fit", str(folder), "--predict", "1e10", "--json", cwd=tmp_path)
         assert found.code == 0, found.err

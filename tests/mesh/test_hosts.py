@@ -23,7 +23,7 @@ import yaml
 from llmexp.mesh.ranks import place_of_this_host
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
-from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
+from tests.conftest import HANG_S, ROOT, TINY, Result, environment, free_port, llmexp, train
 from tests.tools import alive, amend, contents, exact, pids, wait_for, weights
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
@@ -107,10 +107,10 @@ def namespaces(folder: Path) -> Iterator[tuple[Host, Host]]:
         stack.callback(one.kill)
         stack.callback(two.kill)
         cable = f"ip link add eth0 type veth peer name eth0 netns {two.keeper}"
-        subprocess.run(one.command(*cable.split()), check=True, timeout=10)
+        subprocess.run(one.command(*cable.split()), check=True, timeout=HANG_S)
         for number, host in enumerate(hosts, 1):
             for line in (f"ip addr add 10.78.0.{number}/24 dev eth0", "ip link set eth0 up"):
-                subprocess.run(host.command(*line.split()), check=True, timeout=10)
+                subprocess.run(host.command(*line.split()), check=True, timeout=HANG_S)
         yield one, two
 
 
@@ -175,7 +175,7 @@ def begun(
         for pid in {*alive(run.folder), process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+        process.communicate(timeout=HANG_S)
 
 
 def torchrun(
@@ -202,11 +202,9 @@ def nodes(
         ]
 
 
-def ended(
-    processes: list[subprocess.Popen[str]], seconds: float = 60
-) -> tuple[list[int], list[str]]:
+def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
     """Exit codes, and what was printed on standard error."""
-    said = [process.communicate(timeout=seconds)[1] for process in processes]
+    said = [process.communicate(timeout=HANG_S)[1] for process in processes]
     return [process.returncode for process in processes], said
 
 
@@ -254,7 +252,7 @@ def test_torchrun_brings_back_a_host_that_was_lost(two_hosts, run, work):
         told = run.folder / "status.json"
         wait_for(lambda: "was lost (killed, or its host is down)" in told.read_text())
         with torchrun(two, run, work) as again:
-            codes, said = ended([first, again], 90)
+            codes, said = ended([first, again])
     assert codes == [0, 0], said
     assert "resumed from step_000000" in (run.folder / "train.log").read_text()
     same(run, work)
@@ -265,8 +263,8 @@ def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
     amend(run.folder / "config.yaml", parallelism={"timeout_s": 5.0})
     with torchrun(one, run, work) as first, torchrun(two, run, work) as second:
         until_row(run, 7, first, second)
-        subprocess.run(two.command("ip", "link", "set", "eth0", "down"), check=True, timeout=10)
-        wait_for(lambda: not ranks_of(run), seconds=5 + 30)
+        subprocess.run(two.command("ip", "link", "set", "eth0", "down"), check=True, timeout=HANG_S)
+        wait_for(lambda: not ranks_of(run))
         for process in (first, second):  # which may wait for the other's store for minutes
             process.send_signal(signal.SIGKILL)
         _, said = ended([first, second])
@@ -301,9 +299,7 @@ def test_a_rank_lost_on_one_node_ends_the_other_which_names_it(run, work, lost):
     with nodes(run, work, 0, 1) as both:
         until_row(run, 7, *both)
         os.kill(ranks_of(run)[lost], signal.SIGKILL)
-        since = time.monotonic()
         codes, said = ended(both)
-        assert time.monotonic() - since < 30
         assert alive(run.folder) == []
     assert codes == [3, 3]
     for err in [*said, run.json("status.json")["error"]]:
@@ -318,7 +314,7 @@ def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):
         rank = ranks_of(run)[1]
         starter = int(status_of(rank)[1])  # second is its stand-in, where workers are forks
         os.kill(starter, signal.SIGSTOP)  # it must not report for its rank
-        wait_for(lambda: status_of(starter)[0] == "T", seconds=10)
+        wait_for(lambda: status_of(starter)[0] == "T")
         os.kill(rank, signal.SIGKILL)
         os.kill(starter, signal.SIGKILL)
         codes, (err,) = ended([first])
@@ -334,8 +330,8 @@ def test_a_killed_starter_takes_its_rank_with_it(run, work):
         until_row(run, 7, first, second)
         rank = ranks_of(run)[1]
         os.kill(second.pid, signal.SIGKILL)
-        wait_for(lambda: rank not in alive(run.folder), seconds=10)
-        codes, said = ended([first], 40)
+        wait_for(lambda: rank not in alive(run.folder))
+        codes, said = ended([first])
         assert alive(run.folder) == []
     assert codes == [75], said
     status = run.json("status.json")
@@ -433,7 +429,7 @@ def test_torchrun_finds_the_size_that_fits_on_each_host(two_hosts, run, work):
     with_auto(run)
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(torchrun(host, run, work, SLOW="0")) for host in two_hosts]
-        codes, said = ended(both, 120)
+        codes, said = ended(both)
     assert codes == [0, 0], said
     assert "auto: 4 does not fit: rank 1 was ended by signal 9 (SIGKILL" in "".join(said)
     assert batch_of(run)[0] in (1, 2)
@@ -446,7 +442,7 @@ def test_a_rank_that_is_lost_while_sizes_are_tried_is_named(run, work):
     with nodes(run, work, 0, 1, SLOW="1") as both:
         wait_for(lambda: list(run.folder.glob("logs/trial-0/metrics.jsonl")))
         os.kill(ranks_of(run)[1], signal.SIGKILL)
-        codes, said = ended(both, 90)
+        codes, said = ended(both)
         assert alive(run.folder) == []
     assert codes == [3, 3], said
     assert "rank 1 was ended by signal 9 (SIGKILL" in said[1]
@@ -459,7 +455,7 @@ def test_a_node_that_waits_for_another_can_be_stopped(run, work):
         wait_for(lambda: list(run.folder.glob("logs/rank-*.json")))
         time.sleep(1)  # it soon waits where no handler of Python's runs
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_S)
         assert alive(run.folder) == []
     assert process.returncode == 130
 
@@ -493,7 +489,7 @@ def plain_torchrun(ranks: int, run: Result, work: Path) -> subprocess.CompletedP
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*command, "-m", "llmexp.train", str(run.folder)], cwd=work, env=variables(work),
-        capture_output=True, text=True, timeout=90,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 
@@ -519,7 +515,7 @@ def ranks(number: int, run: Result, work: Path, here: Host, **last: str) -> list
             subprocess.Popen(command, cwd=work, env=env, text=True, stdin=-3, stdout=-1, stderr=-1)
         )
     said = [
-        process.communicate(timeout=60)[1] for process in started
+        process.communicate(timeout=HANG_S)[1] for process in started
     ]  # a rank that waits, waits for 600 s
     assert [process.returncode for process in started] == [2] * number, said
     assert not (run.folder / "metrics.jsonl").exists()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from llmexp.mesh.ranks import STARTED
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
-from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
+from tests.conftest import HANG_S, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import SLOW_WRITES, alive, cut_after, exact, wait_for, weights
 
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
@@ -45,7 +44,7 @@ def hold(event, context):
     if event == "step_start" and context.step == 8:
         with open(f"rank{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
-        end = time.monotonic() + 120
+        end = time.monotonic() + 1200
         while not os.path.exists("go") and not STOP.requested and time.monotonic() < end:
             time.sleep(0.02)
 """
@@ -92,7 +91,7 @@ def test_a_killed_rank_restarts_the_group_from_the_newest_checkpoint(tmp_path, s
     process, run = started(tmp_path, settings, "parallelism.max_restarts=1")
     os.kill(rank_process(run.folder, 1), signal.SIGKILL)
     (tmp_path / "go").touch()
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert "a rank was lost; all start again" in err
     assert "resumed from step_000000" in out
@@ -104,7 +103,7 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     process, run = started(tmp_path, settings)
     os.kill(rank_process(run.folder, 0), signal.SIGKILL)
     (tmp_path / "go").touch()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 3
     assert "rank 0 was ended by signal 9 (SIGKILL" in err
     assert "Traceback" not in err
@@ -114,7 +113,7 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
 def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, settings):
     process, run = started(tmp_path, settings)
     os.kill(run.json("status.json")["pid"], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 3
     assert "the worker was ended by signal 9" in run.json("status.json")["error"]
     assert run.json("status.json")["state"] == "failed"
@@ -132,9 +131,7 @@ def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     hung = int(itself.read_text())  # of which the process that the run knows is a stand-in
     os.kill(hung, signal.SIGSTOP)
     (tmp_path / "go").touch()
-    since = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - since < 4 + 30
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 3
     assert f"rank {rank} did not arrive within 4 s" in err
     assert f"rank {rank} did not arrive within 4 s" in run.json("status.json")["error"]
@@ -144,8 +141,8 @@ def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
 def test_a_killed_parent_leaves_no_orphan_and_the_run_goes_on(tmp_path, settings, whole):
     process, run = started(tmp_path, settings)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
-    wait_for(lambda: not alive(run.folder), seconds=20)
+    process.communicate(timeout=HANG_S)
+    wait_for(lambda: not alive(run.folder))
     (tmp_path / "go").touch()
     again = llmexp("resume", str(run.folder), "--allow", "held", cwd=tmp_path)
     assert again.code == 0, again.err
@@ -528,7 +525,7 @@ def test_without_a_loopback_interface_ranks_are_refused_at_once(tmp_path):
         env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert (

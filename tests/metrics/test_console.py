@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from llmexp.metrics.lines import format_row
 from llmexp.system.console import Console, banner
 from llmexp.system.text import duration
+from tests.conftest import HANG_S
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -47,7 +48,7 @@ def run_python(
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=os.environ | env,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -80,7 +81,7 @@ def on_terminal(code: str, columns: int, **env: str) -> str:
             break
         out += data
     os.close(master)
-    assert process.wait(60) == 0, out
+    assert process.wait(HANG_S) == 0, out
     return out.decode()
 
 
@@ -359,7 +360,7 @@ Path({str(tmp_path / "done")!r}).touch()
     while b"step 101/300" not in seen:
         seen += os.read(master, 65536)
     os.close(master)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert (tmp_path / "done").exists(), err
     assert err == b""
     assert process.returncode == 0

@@ -26,6 +26,7 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.loss import SummedLoss, compiled_cross_entropy, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
+from tests.conftest import HANG_S
 from tests.tools import by_kernel, needs_cuda
 
 
@@ -371,7 +372,7 @@ class Threads:
         self.ranks = ranks
         self.values: list[Tensor] = [torch.empty(0)] * ranks
         self.reduced: list[tuple[str, int]] = []
-        self.barrier = threading.Barrier(ranks, timeout=30)
+        self.barrier = threading.Barrier(ranks, timeout=HANG_S)
 
     def shard(self, rank: int, size: int) -> VocabShard:
         def together(name: str, combine: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:

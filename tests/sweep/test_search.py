@@ -15,7 +15,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.searching import importance_words, importances
 from llmexp.runs import ledger
 from tests.compare.made import record
-from tests.conftest import TINY, llmexp, start
+from tests.conftest import HANG_S, TINY, llmexp, start
 from tests.tools import wait_for
 
 optuna = pytest.importorskip("optuna")
@@ -95,7 +95,7 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     runs = tmp_path / "cut"
     wait_for(lambda: list(runs.glob("1-*/metrics.jsonl")), process)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     # a worker ends when it notices that nobody is there
     wait_for(lambda: all(p.state != "running" for p in points(runs)))
     proposed = json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)

@@ -23,7 +23,7 @@ from llmexp.runs import ledger as ledgers
 from llmexp.settings.values import section_knobs
 from llmexp.sweep import ray, slurm
 from tests import forks
-from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
+from tests.conftest import HANG_S, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import exact, wait_for
 
 FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
@@ -73,12 +73,12 @@ def cluster() -> Iterator[dict[str, str]]:
             env=daemons,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert up.returncode == 0, up.stdout + up.stderr
         yield {"SLURM_CONF": str(where / "slurm.conf")}
     finally:
-        subprocess.run([HERE / "slurm-local.sh", "stop"], env=daemons, timeout=60)
+        subprocess.run([HERE / "slurm-local.sh", "stop"], env=daemons, timeout=HANG_S)
         shutil.rmtree(where, ignore_errors=True)
 
 
@@ -89,7 +89,7 @@ def work(cluster: dict[str, str], tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     client(cluster, "scancel", "--user=root")
     client(cluster, "scontrol", "update", "PartitionName=main", "GraceTime=10")
-    wait_for(lambda: client(cluster, "squeue", "--noheader") == "", seconds=30)
+    wait_for(lambda: client(cluster, "squeue", "--noheader") == "")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def client(cluster: dict[str, str], *command: str, **env: str) -> str:
     """What one of Slurm's commands prints."""
     done = subprocess.run(
-        command, env=environment(**cluster, **env), capture_output=True, text=True, timeout=20
+        command, env=environment(**cluster, **env), capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -123,8 +123,8 @@ def facts(cluster: dict[str, str], job: str) -> dict[str, str]:
     )
 
 
-def until_state(cluster: dict[str, str], job: str, state: str, seconds: float = 60) -> None:
-    wait_for(lambda: facts(cluster, job)["JobState"] == state, seconds=seconds)
+def until_state(cluster: dict[str, str], job: str, state: str) -> None:
+    wait_for(lambda: facts(cluster, job)["JobState"] == state)
 
 
 def until_rows(run: Path, cluster: dict[str, str], job: str, after: int = 0) -> None:
@@ -139,7 +139,7 @@ def start_again(cluster: dict[str, str], job: str) -> None:
     after it is pending."""
     until_state(cluster, job, "PENDING")
     title = f"slurmstepd: [{facts(cluster, job)['JobId']}.".encode()
-    wait_for(lambda: not any(title in command for command in command_lines()), seconds=120)
+    wait_for(lambda: not any(title in command for command in command_lines()))
     time.sleep(
         2
         # the nodes have revoked what the job was allowed, by the second: a start within it would
@@ -147,7 +147,7 @@ def start_again(cluster: dict[str, str], job: str) -> None:
     )
     command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
     for _ in range(6):  # an update more often than every second or two would put it off for ever
-        subprocess.run(command, env=environment(**cluster), capture_output=True, timeout=20)
+        subprocess.run(command, env=environment(**cluster), capture_output=True, timeout=HANG_S)
         for _ in range(10):
             if facts(cluster, job)["JobState"] in ("RUNNING", "COMPLETED"):
                 return
@@ -199,7 +199,12 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
     ]
     env = environment(**cluster, PYTHONPATH=str(ROOT), WANDB_API_KEY=canary, USER_SAYS="hello")
     done = subprocess.run(
-        [*command, *sweep, *points], cwd=work, env=env, capture_output=True, text=True, timeout=240
+        [*command, *sweep, *points],
+        cwd=work,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted((work / "sweep").glob("[0-9]-*"))
@@ -253,7 +258,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     start_again(cluster, job)
     wait_for(lambda: state_of(good) == "running")
     waiting.send_signal(signal.SIGINT)
-    out, err = waiting.communicate(timeout=20)
+    out, err = waiting.communicate(timeout=HANG_S)
     assert waiting.returncode == 75, out + err
     assert re.search(
         r"1 hooks=\[slow.bad\] +failed: the hook slow.bad failed at step_start of step 3", out
@@ -271,7 +276,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     wait_for(lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing)
     assert json.loads((good / "slurm.json").read_text())["job_id"] == job
     client(cluster, "scancel", job)
-    out, err = waiting.communicate(timeout=60)
+    out, err = waiting.communicate(timeout=HANG_S)
     assert waiting.returncode == 1, out + err
     assert "1 job submitted before is still there" in out
     assert "1 job submitted; what their processes print is in sweep/slurm-3\n" in out
@@ -301,7 +306,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
     env = environment(**cluster, PYTHONPATH=f"{work}{os.pathsep}{ROOT}")
     submit = line.replace(" sbatch ", " sbatch --parsable --exclusive ")
     done = subprocess.run(
-        submit, shell=True, cwd=work, env=env, capture_output=True, text=True, timeout=20
+        submit, shell=True, cwd=work, env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     job, reached = done.stdout.strip(), 0
@@ -323,7 +328,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
         if number == len(graces):
             (work / "fast").touch()
         start_again(cluster, job)
-    until_state(cluster, job, "COMPLETED", 120)
+    until_state(cluster, job, "COMPLETED")
     assert facts(cluster, job)["Restarts"] == str(len(graces))
     assert state_of(result.folder) == "finished"
     assert exact(result) == undisturbed
@@ -352,7 +357,7 @@ def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     done = subprocess.run(
         ["srun", "--nodes=2", "--ntasks-per-node=1", "env", "SLURM_LAUNCH_NODE_IPADDR=192.0.2.1",
          sys.executable, "-P", "-m", "llmexp.sweep.slurm_job", "run"],
-        cwd=work, env=env, capture_output=True, text=True, timeout=400,
+        cwd=work, env=env, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"auto: 2 fits", done.stderr)) == 1  # of four, two a rank

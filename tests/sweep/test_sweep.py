@@ -17,7 +17,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep import running
 from llmexp.sweep.running import halving_rungs
 from llmexp.system import child
-from tests.conftest import TINY, Result, llmexp, start, train
+from tests.conftest import HANG_S, TINY, Result, llmexp, start, train
 from tests.sweep.running import current_sweep, new_point, run_locally, stand_in
 from tests.tools import amend, exact, same_state, session, wait_for
 
@@ -128,17 +128,16 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     wait_for(
         lambda: (tmp_path / "reached").exists() and states(tmp_path / "grid")[raised] == "failed",
         process,
-        seconds=200,
     )
     other = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
     assert other.code == 2
     assert "another process is running the sweep in this folder" in other.err
     process.send_signal(signal.SIGINT)
     (tmp_path / "go").touch()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 75, err
     assert "Traceback" not in err
-    wait_for(lambda: not session(process.pid), seconds=10)
+    wait_for(lambda: not session(process.pid))
     folder = tmp_path / "grid"
     found = states(folder)
     assert len(found) == 6
@@ -163,7 +162,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     )
     process.kill()
     process.communicate()
-    wait_for(lambda: not session(process.pid), seconds=30)
+    wait_for(lambda: not session(process.pid))
     done = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
     assert done.code == 1, done.err
     found = states(folder)
@@ -342,11 +341,11 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     ]
     command = ["-m", *RUN, "--allow", "own", "hooks=[own.hang_of_two]", *two, "hydra.sweep.dir=s"]
     process = start("train", *command, cwd=tmp_path)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, out + err
     assert "no sign of life for 25 s (sweep.silence_s); it was ended" in out
     assert [p["attempts"] for p in sweep_json(tmp_path / "s")["points"]] == [2]
-    wait_for(lambda: not session(process.pid), seconds=10)
+    wait_for(lambda: not session(process.pid))
 
 
 @pytest.mark.parametrize(
@@ -642,7 +641,7 @@ def test_points_as_tasks_of_ray(tmp_path):
     process = start("train", *command, cwd=tmp_path)
     wait_for(lambda: all((tmp_path / f"rests {w}").exists() for w in (0.2, 0.3)), process)
     process.terminate()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, "Traceback" in err) == (75, False), err
     assert "stopping: 2 under way save a checkpoint first" in out
     assert out.splitlines()[-1] == f"stopped; to go on: llmexp {' '.join(again)}"

@@ -18,7 +18,7 @@ from llmexp.sweep import local, running, show, slurm
 from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import record_left
 from llmexp.system.text import one_line
-from tests.conftest import TINY, llmexp
+from tests.conftest import HANG_S, TINY, llmexp
 from tests.sweep.running import current_sweep, new_point, quiet_display, run_locally, stand_in
 
 RUN = [
@@ -37,7 +37,7 @@ def test_a_check_whose_command_is_gone_says_nothing():
     os.close(reader)
     check = [sys.executable, "-P", "-m", "llmexp.sweep.check"]
     done = subprocess.run(
-        check, input=b'{"compose": [{}]}\n', stdout=writer, stderr=subprocess.PIPE, timeout=120
+        check, input=b'{"compose": [{}]}\n', stdout=writer, stderr=subprocess.PIPE, timeout=HANG_S
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")

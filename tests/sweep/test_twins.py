@@ -13,7 +13,7 @@ from llmexp.runs import ledger
 from llmexp.sweep.batch import leading
 from llmexp.update.twin import perturb
 from tests.compare.synthetic import make_sweep
-from tests.conftest import TINY, llmexp, start, train
+from tests.conftest import HANG_S, TINY, llmexp, start, train
 from tests.tools import wait_for, weights
 
 SETTINGS = [
@@ -155,7 +155,7 @@ def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
     )
     wait_for(lambda: (tmp_path / "there").exists(), process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 75, out + err
     assert "preempted" not in out.partition("stopping")[0]
     assert "0 lr=1e-05  waits at step 2, val loss" in out

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llmexp.tracker.fields import read_position
-from tests.conftest import ROOT, TINY, environment, llmexp
+from tests.conftest import HANG_S, ROOT, TINY, environment, llmexp
 from tests.tracker.fake_wandb import FakeWandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -59,7 +59,7 @@ def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) 
         env = environment(PYTHONPATH=str(ROOT), **login)
         agent = [sys.executable, "-m", "wandb", "agent", "someone/theirs/sweep1"]
         done = subprocess.run(
-            agent, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
+            agent, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
         )
         said = done.stdout + done.stderr
         assert "tracker.project=mine is not used" in said, said

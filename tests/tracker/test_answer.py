@@ -23,7 +23,7 @@ from llmexp.tracker.fields import (
     write_position,
 )
 from llmexp.tracker.sync import upload_command
-from tests.conftest import ROOT, TINY, Result, llmexp
+from tests.conftest import HANG_S, ROOT, TINY, Result, llmexp
 from tests.tools import amend
 from tests.tracker.fake_wandb import Behaviour, FakeRun, FakeWandb
 from tests.tracker.test_sync import KEY, make_run
@@ -239,7 +239,7 @@ def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
             | {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "WANDB_MODE": "online"},
             capture_output=True,
             text=True,
-            timeout=60,  # of which wandb alone would take more
+            timeout=HANG_S,  # of which wandb alone would take more
         )
     lines = [f"wandb: the answer is not there ({expected})", "the sweep goes on"]
     said = [line for line in done.stderr.splitlines() if "[wandb.login()]" not in line]
@@ -268,7 +268,7 @@ def test_a_client_that_is_given_up_prints_nothing(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_API_KEY": KEY, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

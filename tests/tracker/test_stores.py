@@ -20,7 +20,7 @@ from llmexp.settings import config
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror, Trackers
-from tests.conftest import ROOT, TINY
+from tests.conftest import HANG_S, ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
 
@@ -217,7 +217,7 @@ def test_each_holds_the_rows_after_a_kill_and_a_resume(tmp_path, monkeypatch, ki
 
 def test_several_trackers_end_at_the_same_time():
     """Each of two waits until the other one has come to its end too."""
-    both, ended = threading.Barrier(2, timeout=30), []
+    both, ended = threading.Barrier(2, timeout=HANG_S), []
 
     class Waiting:
         def finish(self, summary: dict[str, Any], exit_code: int) -> None:

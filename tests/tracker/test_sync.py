@@ -19,6 +19,7 @@ from llmexp.runs.rows import rows_up_to
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
 from llmexp.tracker.sync import find_runs, summary_of_rows, upload_command
+from tests.conftest import HANG_S
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
@@ -75,7 +76,7 @@ def llmexp(
     home.mkdir(exist_ok=True)
     env = {"HOME": str(home), "WANDB_MODE": "online"}
     env |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": KEY} if server else {}
-    done = run_llmexp(*map(str, arguments), cwd=tmp_path, timeout=100, **env)
+    done = run_llmexp(*map(str, arguments), cwd=tmp_path, timeout=HANG_S, **env)
     return done.code, done.out.splitlines(), done.err
 
 

@@ -29,7 +29,7 @@ from llmexp.tracker.fields import (
     write_position,
 )
 from tests import forks
-from tests.conftest import PATHS, ROOT, environment
+from tests.conftest import HANG_S, PATHS, ROOT, environment
 from tests.tracker.fake_wandb import Behaviour, FakeWandb
 
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -119,7 +119,7 @@ def run_worker(
         env=forks.offered(clean) | (env or {}),
         cwd=run_dir.parent,
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG_S)
     ended = time.time()
     for end in (master, slave):
         if end is not None:

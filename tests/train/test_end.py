@@ -67,7 +67,7 @@ def made(
             clipping=SimpleNamespace(
                 measures=Measures({}, {}, range(1)), limit=SimpleNamespace(add=lambda *norms: None)
             ),
-            outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
+            outliers=SimpleNamespace(sigma=None, add=lambda *figures, skipped: None, skipped=0),
             scaler=SimpleNamespace(enabled=True, value=4.0),
         ),
         parts=SimpleNamespace(  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.settings.values import typed
 from llmexp.train import folder
-from tests.conftest import TINY, Result, llmexp, start, train
+from tests.conftest import HANG_S, TINY, Result, llmexp, start, train
 from tests.tools import contents, cut_after, exact, run_here, same_state, wait_for
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
@@ -37,7 +37,7 @@ from llmexp.system.child import STOP
 
 def hold(event, context):
     if event == "step_start" and context.step == 12:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 1200
         while not STOP.requested and time.monotonic() < end:
             time.sleep(0.02)
 """
@@ -160,7 +160,7 @@ def test_a_signal_in_mid_run(whole, tmp_path, number, ranks):
         os.killpg(process.pid, signal.SIGKILL)  # the parent dies; the worker has to die with it
     else:
         process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     if number != signal.SIGKILL:
         assert process.returncode == 75, err
         assert run.json("status.json")["state"] == "preempted"

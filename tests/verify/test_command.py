@@ -23,7 +23,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.child import children, ended
 from llmexp.verify import runs
 from llmexp.verify.checks import Check, at_most, none_differ
-from tests.conftest import TINY, llmexp, start
+from tests.conftest import HANG_S, TINY, llmexp, start
 from tests.tools import wait_for
 
 BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "precision=fp64"]
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_it_and_leaves_no_worker(tmp_path):
     workers = wait_for(lambda: children(process.pid), process)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, out + err
     assert "llmexp: stopped; nothing is proven" in err
     assert "Traceback" not in err
