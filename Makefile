@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all test-processors same check docs size locked clean
+.PHONY: train test test-all test-processors same mutants mutants-drawn check docs size locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -38,10 +38,22 @@ test-processors: .venv/.ready
 same: .venv/.ready
 	.venv/bin/python -m tests.golden.same $(BASE) $(ARGS)
 
+# Small faults, planted one at a time: which test finds each, and which live. Hours; ARGS='--group run --sample 5' tries some.
+.venv/bin/cosmic-ray: .venv/.ready
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
+
+mutants: .venv/.ready
+	.venv/bin/python -m tools.mutants run $(ARGS)
+
+mutants-drawn: .venv/bin/cosmic-ray
+	.venv/bin/python -m tools.mutants draw
+
 check: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports
 
 # README.md and docs/ as a site in build/site; a link that leads nowhere is an error. `.venv/bin/mkdocs serve` shows changes.
 .venv/bin/mkdocs: .venv/.ready
