@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from llmexp.data.tokenizers import END_OF_TEXT, PATTERNS, PROBE, Tokenizer, as_t
 from llmexp.settings.values import knob, refuse
 from llmexp.system.text import first_of
 
+# Keys of a tokenizer.json that are not used, and those of its model that make it random.
+WITHOUT = ("post_processor", "truncation", "padding")
+RANDOM = ("dropout", "alpha", "nbest_size")
 # The usual names of the token between documents, looked for in this order.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -53,7 +57,7 @@ def from_file(
     file = Path(path).expanduser()
     if file.is_dir():
         inside = [file / name for name in ("tokenizer.json", "tokenizer.model")]
-        found = next((one for one in inside if one.is_file()), None)
+        found = next((one for one in inside if os.path.lexists(one)), None)
         if found is None:
             text = "the folder holds neither tokenizer.json nor tokenizer.model"
             raise refuse("tokenizer.path", path, text)
@@ -68,7 +72,7 @@ def from_file(
         text = f"belongs to a .tiktoken file; {file.name} says itself how text is split"
         raise refuse("tokenizer.pattern", pattern, text)
     if content.lstrip()[:1] == b"{":
-        return as_tokenizer(HuggingFaceTokenizer(path, file, end_of_text))
+        return as_tokenizer(HuggingFaceTokenizer(path, file, content, end_of_text))
     return as_tokenizer(SentencePieceTokenizer(path, content, end_of_text))
 
 
@@ -113,17 +117,20 @@ def _end(path: str, given: str | None, known: Sequence[str], ids: Any) -> int | 
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, read by the library tokenizers."""
+    """A tokenizer.json, read by the library tokenizers, without what is random in it.
 
-    def __init__(self, path: str, file: Path, end_of_text: str | None) -> None:
+    That is training's: BPE dropout, and the sampling of unigram models.
+    """
+
+    def __init__(self, path: str, file: Path, content: bytes, end_of_text: str | None) -> None:
         library = need_package("tokenizers", "tokenizer", f"reading {path}")
         try:
-            self._tokenizer = library.Tokenizer.from_file(str(file))
-            self.content = file.read_text(encoding="utf-8")  # for an export
+            found = json.loads(content) | dict.fromkeys(WITHOUT)
+            found["model"] |= {key: None for key in RANDOM if key in found["model"]}
+            self.content = json.dumps(found, ensure_ascii=False)  # all that decides ids
+            self._tokenizer = library.Tokenizer.from_str(self.content)
         except Exception as error:  # of the library's Rust side
             raise refuse("tokenizer.path", path, f"is no tokenizer.json ({error})") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         self.is_cuttable = _is_cuttable(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
@@ -160,7 +167,7 @@ class HuggingFaceTokenizer:
 
 def _is_cuttable(content: dict[str, Any]) -> bool:
     """Return whether one of PATTERNS alone decides how a tokenizer.json splits text."""
-    if content["normalizer"] or content["model"].get("dropout"):
+    if content["normalizer"]:
         return False
     if not all(token["special"] for token in content["added_tokens"]):
         return False
@@ -178,9 +185,10 @@ def _is_cuttable(content: dict[str, Any]) -> bool:
 
 def _declared_end(file: Path) -> str | None:
     """Return the end-of-text token that the tokenizer_config.json beside a tokenizer.json names."""
+    beside = [one.parent / "tokenizer_config.json" for one in (file, file.resolve())]
     try:
-        found = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        found = json.loads(next(filter(os.path.lexists, beside)).read_text()).get("eos_token")
+    except (StopIteration, OSError, ValueError, AttributeError):
         return None
     text = found.get("content") if isinstance(found, dict) else found
     return text if isinstance(text, str) else None

@@ -224,6 +224,9 @@ class CustomTokenizer(Tokenizer):
         """
         texts = (PROBE, PROBE * REPEATS)
         short, long = alone = self.encode_all(texts)
+        if not all(map(np.array_equal, alone, self.encode_all(texts))):
+            way = "switch off its sampling, such as BPE dropout"
+            raise ConfigError(f"{self.name}.encode_batch gives a text other ids each time; {way}")
         if len(short) > len(long) / REPEATS + MOST_ADDED:
             text = f"makes {len(short)} ids of a text and {len(long)} of {REPEATS} times that text"
             way = "with the library tokenizers by no_padding() and no_truncation()"
@@ -256,9 +259,12 @@ class CustomTokenizer(Tokenizer):
         return text
 
     def _deciding(self) -> Iterator[bytes]:
-        """Yield what it was seen to do: a text's ids, the text of every id."""
+        """Yield its file, else what it was seen to do: a text's ids, the text of every id."""
         yield repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode()
         yield self.byte_lengths.tobytes()
+        if isinstance(content := getattr(self.given, "content", None), str | bytes):
+            yield content.encode() if isinstance(content, str) else content
+            return
         for token in range(self.n_vocab):
             try:
                 yield repr(self.given.decode([token])).encode()

@@ -37,9 +37,7 @@ def tokenizer_files(
     if isinstance(tokenizer.given, tiktoken.Encoding):
         content = json.dumps(_of_tiktoken(tokenizer.given), ensure_ascii=False, indent=1)
     elif isinstance(tokenizer.given, HuggingFaceTokenizer):
-        # without what the run does without: a token before each text, cut or filled texts
-        without = dict.fromkeys(("post_processor", "truncation", "padding"))
-        content = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
+        content = tokenizer.given.content
     elif isinstance(tokenizer.given, SentencePieceTokenizer):
         if (found := of_sentencepiece(tokenizer.given.content)) is None:
             return {SENTENCEPIECE: tokenizer.given.content}

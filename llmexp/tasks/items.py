@@ -49,7 +49,7 @@ def read_task(name: str, folder: str | None) -> list[Item]:
     places = [SHIPPED] if folder is None else [Path(folder), SHIPPED]
     for place in places:
         path = place / f"{name}.jsonl"
-        if NAME.fullmatch(name) and path.is_file():
+        if NAME.fullmatch(name) and os.path.lexists(path):  # a broken link is no other set
             return read_items(path)
     known = sorted({path.stem for place in places for path in place.glob("*.jsonl")})
     where = f"in {folder}" if folder else "with llmexp, and no folder is given (train.tasks_folder)"

@@ -21,9 +21,10 @@ from llmexp.data import sources
 from llmexp.data.encode import split_text
 from llmexp.data.remote import RemoteCache
 from llmexp.data.tokenizer_files import from_file, keeps_bytes
-from llmexp.data.tokenizers import PATTERNS, as_tokenizer, byte_level
+from llmexp.data.tokenizers import PATTERNS, PROBE, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import SMALLEST, train_bpe
 from llmexp.data.work import documents_to_train
+from llmexp.exchange.tokenizer import tokenizer_files
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
@@ -82,7 +83,7 @@ def test_a_trained_tokenizer_cuts_long_documents_without_a_change_of_ids(trained
         assert ids == ours.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("change", ["normalizer", "pattern", "added", "space", "dropout"])
+@pytest.mark.parametrize("change", ["normalizer", "pattern", "added", "space"])
 def test_a_tokenizer_that_does_more_than_split_by_a_known_pattern_is_not_cut(
     trained, tmp_path, change
 ):
@@ -94,12 +95,70 @@ def test_a_tokenizer_that_does_more_than_split_by_a_known_pattern_is_not_cut(
         split["pattern"]["Regex"] += "|x"
     elif change == "added":
         content["added_tokens"][0]["special"] = False
-    elif change == "space":
-        level["add_prefix_space"] = True
     else:
-        content["model"]["dropout"] = 0.5
+        level["add_prefix_space"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert not from_file(str(tmp_path), None, None).is_cuttable
+
+
+def unigram() -> str:
+    pieces = [("<unk>", 0.0), *((c, -9.0) for c in sorted(set("".join(TEXTS))))]
+    pieces += [(TEXTS[0][i : i + n], -n * 8.5) for n in (2, 3) for i in range(40)]
+    vocabulary = list(dict(pieces).items())
+    return tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=0)).to_str()
+
+
+RANDOM = [{"dropout": 0.1}, {"dropout": 1.0}, {"alpha": 0.5}, {"alpha": 0.1, "nbest_size": 20}]
+
+
+@pytest.mark.parametrize("how", RANDOM, ids=str)
+def test_what_is_random_in_a_tokenizer_is_off(trained, tmp_path, how):
+    """At each command the same ids, those of the file without it, in an export too."""
+    content = json.loads(
+        (trained[0] / "tokenizer.json").read_text() if "dropout" in how else unigram()
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    wanted = from_file(str(tmp_path), None, None)
+    content["model"] |= how
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = [from_file(str(tmp_path), None, None) for _ in range(3)]
+    for text in TEXTS:
+        ids = wanted.encode_ordinary(text * 20)
+        assert all(one.encode_ordinary(text * 20) == ids for one in found)
+    assert len({one.identity for one in found}) == 1
+    library = tokenizers.Tokenizer.from_str(tokenizer_files(found[0], None)["tokenizer.json"])
+    assert [library.encode(TEXTS[0]).ids for _ in range(3)] == [
+        wanted.encode_ordinary(TEXTS[0])
+    ] * 3
+
+
+def test_other_merges_of_the_same_pieces_are_another_tokenizer(trained, tmp_path):
+    """Although no probe shows it: prepared tokens of the one are none of the other."""
+    content = json.loads((trained[0] / "tokenizer.json").read_text())
+    one = from_file(str(trained[0]), None, None)
+    content["model"]["merges"].pop()
+    for spaces in (None, 2):  # how a file is written down does not count
+        (tmp_path / f"{spaces}.json").write_text(json.dumps(content, indent=spaces))
+    other, same = (from_file(str(tmp_path / f"{n}.json"), None, None) for n in (None, 2))
+    assert other.encode_ordinary(PROBE) == one.encode_ordinary(PROBE)
+    assert other.identity == same.identity != one.identity
+
+
+def test_a_tokenizer_of_files_elsewhere(trained, tmp_path):
+    """Links are followed, also to what stands beside; a broken one is no other file."""
+    config = json.dumps({"eos_token": END})
+    content = (trained[0] / "tokenizer.json").read_text().replace(END, "<other>")
+    content = content.replace("<other>", "<mine>")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/tokenizer.json").write_text(content)
+    (tmp_path / "disk/tokenizer_config.json").write_text(config.replace(END, "<mine>"))
+    (tmp_path / "link.json").symlink_to(tmp_path / "disk/tokenizer.json")
+    assert from_file(str(tmp_path / "link.json"), None, None).eot_token == 319
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/tokenizer.model").write_bytes(b"another tokenizer")
+    (tmp_path / "folder/tokenizer.json").symlink_to(tmp_path / "gone.json")
+    with pytest.raises(ValueError, match=r"cannot be read: No such file"):
+        from_file(str(tmp_path / "folder"), None, None)
 
 
 def test_training_in_pieces_gives_the_tokenizer_of_whole_documents():
