@@ -146,6 +146,12 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
             raise ConfigError(
                 f"{path}: is another run; the environment has another value of {names} now"
             )
+    tasks = there.get("tasks") or {}
+    if changed_tasks := [
+        name for name, sha in here["tasks"].items() if tasks.get(name, sha) != sha
+    ]:
+        text = f"the request file of the task {changed_tasks[0]} changed since the run started"
+        raise ConfigError(f"{loaded.path if loaded else path}: {text}; put it back")
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
         where, data = loaded.path if loaded else path, parts.run.data
@@ -162,12 +168,21 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
 def fixed_facts(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint's manifest holds of the run.
 
-    That is what of the config changes results, and the sha256 of the data's fingerprint."""
+    That is what of the config changes results, and the sha256 of the data's fingerprint and of the
+    items of each task."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
     return {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
-        "data": hashlib.sha256(fingerprint.encode()).hexdigest(),
+        "data": _sha256(fingerprint),
+        "tasks": {
+            task.name: _sha256(str([vars(item) | {"place": ""} for item in task.items]))
+            for task in parts.tasks
+        },
     }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def environment(parts: Parts) -> dict[str, str]:
@@ -176,11 +191,7 @@ def environment(parts: Parts) -> dict[str, str]:
     Secrets, which are renewed, have none. A mark has four hex digits: too few to find the value by.
     """
     names = VARIABLE.findall(str(list(fixed_part(plain(parts.config)).values())))
-    return {
-        name: hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
-        for name in names
-        if not is_secret(name)
-    }
+    return {name: _sha256(os.environ.get(name, ""))[:4] for name in names if not is_secret(name)}
 
 
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:

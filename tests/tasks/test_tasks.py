@@ -354,6 +354,28 @@ def test_tasks_without_files_are_refused_before_anything_is_written(tmp_path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["sets"]
 
 
+def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
+    """Rows of one run are about the same items; a broken link is no shipped set."""
+    asked = tmp_path / "disk/mine.jsonl"
+    asked.parent.mkdir()
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets/mine.jsonl").symlink_to(asked)
+    asked.write_text(text := json.dumps(GOOD) + "\n")
+    own = [s.replace("=text.txt", f"={folder}/text.txt").replace("=tok", f"={folder}/tok")
+           for s in SETTINGS] + ["train.tasks=[mine]", "train.tasks_folder=sets"]  # fmt: skip
+    stopped = llmexp("train", *own, "train.stop_step=2", "hydra.run.dir=run", cwd=tmp_path)
+    assert stopped.code == 75, stopped.err
+    asked.write_text(text.replace('"answer": 1', '"answer": 0'))
+    refused = llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path)
+    assert refused.code == 2
+    assert "the request file of the task mine changed" in refused.err
+    asked.write_text(text + "\n")  # the same items
+    assert llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path).code == 0
+    (tmp_path / "sets/tiny_facts.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"tiny_facts\.jsonl: cannot be read"):
+        read_task("tiny_facts", str(tmp_path / "sets"))
+
+
 def test_what_is_shipped_is_whole():
     for path in SHIPPED.glob("*.jsonl"):
         items = read_items(path)
