@@ -162,6 +162,7 @@ SKIPPING = {**LONG, "metrics.skip_outliers": True}
 WITH: dict[str, dict[str, Any]] = {
     "model.residual": {"precision.kind": "bf16"},
     "data.val_labels": {"data.val_files": "more.bin"},
+    "data.plain": {"data.train_files": "short.jsonl"},
     "train.tail": {"train.max_steps": None, "train.max_tokens": 120},
     "clip.warmup_steps": CLIPPING,
     **dict.fromkeys(("clip.z", "clip.decay", "clip.quantile", "clip.window"), FOLLOWING),

@@ -27,7 +27,8 @@ token_files  ids that somebody else has prepared
 labels       which of them are no targets
 cache        the cache folder: its lock, and what is known of files
 progress     a line while a preparation lasts
-files        find and identify input files
+matching     the files that paths, folders and globs name
+files        identify input files, and keep them open
 tokenizers   tiktoken's encodings, bytes, the user's own
 tokenizer_files  tokenizers of Hugging Face, tiktoken and sentencepiece in files
 train_tokenizer  a byte-level BPE from documents

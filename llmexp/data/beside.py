@@ -31,6 +31,7 @@ def noted(path: Path) -> dict[str, Any]:
 
     That is {} for other files.
     """
+    path = path.resolve()
     try:
         chunk, split = path.stem.split(".")  # CHUNK.SPLIT.bin
         found = json.loads(path.with_name(f"{chunk}.json").read_text())["shards"][split]

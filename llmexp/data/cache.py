@@ -18,7 +18,7 @@ import numpy as np
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.system.fileio import file_state, write_whole
+from llmexp.system.fileio import file_state, sampled, write_whole
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -80,13 +80,13 @@ def cached(
     paths: Sequence[Path],
     compute: Callable[[], Any],
 ) -> Any:
-    """Return `compute()`, or what it returned for files of the same sizes and times of change.
+    """Return `compute()`, or what it returned for files of the same states and sampled content.
 
     The value is plain. An entry that cannot be written or read is no error: it is computed again.
     """
 
-    def states() -> list[tuple[str, int, int]]:
-        return [(os.path.abspath(path), *file_state(path)[1:]) for path in paths]
+    def states() -> list[tuple[Any, ...]]:
+        return [(os.path.abspath(path), sampled(path), *file_state(path)) for path in paths]
 
     before = states()
     entry = entry_path(cache, what, settings, before)
@@ -94,7 +94,7 @@ def cached(
         return known["value"]
     value = compute()
     # A file that changed just now can change again within one tick of its clock without a new time.
-    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in before)
+    settled = all(max(state[-2:]) < time.time_ns() - 2_000_000_000 for state in before)
     if settled and states() == before:
         write_entry(entry, {"value": value})
     return value

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from llmexp.data.cache import cache_folder
+from llmexp.data.matching import left_out_text
 from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
 from llmexp.data.prepared import SourceShards, StaleCache, prepare_sources
@@ -101,6 +102,7 @@ def _corpus(
     refuse_shared_files(works)
     weights = {source.name: source.weight for source in sources if source.weight is not None}
     ready, ready_val = prepare_sources(works, remote)
+    left = "".join(left_out_text(source.left_out, f" of {source.key}") for source in chosen)
     texts = {name: _texts(name, ready, ready_val) for name in names}
     stages = ([weights] if weights else []) + list(mixed.values())
     # A source without a weight anywhere is held out as a whole: its shares are validated.
@@ -125,15 +127,13 @@ def _corpus(
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
-        description=_description(ready, list(trained), remote),
+        description=_description(ready, list(trained), remote) + left,
         fingerprint={
             "tokenizer": tokenizer.name,
             "tokenizer_sha256": tokenizer.identity,
             "sources": {name: one.content for name, one in ready.items()},
             "val_sets": {name: one.content for name, one in ready_val.items()},
             "val_files": texts[main] if main else {},
-            # Before, sources followed each other in another order: their runs cannot go on.
-            **({"mixed_by": "sharing, the heaviest first"} if len(trained) > 1 else {}),
         },
         is_text=True,
         mixed=Mixture(lengths, {0: weights or even} | mixed, data["max_epochs"]),

@@ -91,27 +91,27 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
     return file
 
 
-def kind_of_file(key: str, place: str) -> str:
+def kind_of_file(key: str, place: str, plain: bool = False) -> str:
     """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty".
 
-    Raises ValueError for what holds no documents.
+    A `plain` one is text. Raises ValueError for what holds no documents.
     """
     with _damage_named(key, place), open_file(key, place) as file:
         kind = sniffed(key, place, file.peek(HEAD))
-        if kind in ("parquet", "arrow"):
+        if kind in ("parquet", "arrow") and not plain:
             return kind
         with unpacked(key, place, file) as inner:
             kind = sniffed(key, place, inner.peek(HEAD))
-            if kind == "array" or (kind == "strings" and _named(place, ".json")):
+            if not plain and (kind == "array" or (kind == "strings" and _named(place, ".json"))):
                 return "array"
-            return _kind_of_text(key, place, inner)
+            return _kind_of_text(key, place, inner, plain)
 
 
-def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
+def _kind_of_text(key: str, place: str, file: BinaryIO, plain: bool) -> str:
     line = file.readline(BLOCK_BYTES)
     if not line:
         return "empty"
-    if _named(place, ".jsonl", ".ndjson", ".json"):
+    if not plain and _named(place, ".jsonl", ".ndjson", ".json"):
         return "jsonl"
     if b"\0" in line:
         way = (
@@ -121,7 +121,9 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
         line = file.readline(BLOCK_BYTES)
-    if not line.lstrip(BLANK).startswith(b"{"):  # so a text of one line is not read as a whole
+    if plain or not line.lstrip(BLANK).startswith(
+        b"{"
+    ):  # so a text of one line is not read as a whole
         return "text"
     try:
         line += b"" if line.endswith(b"\n") else file.readline(LONGEST_LINE)
@@ -150,17 +152,24 @@ def _damage_named(key: str, place: str) -> Iterator[None]:
 
 
 def read_documents(
-    key: str, place: str, text_key: str, skip_bad: bool, counts: Counts
+    key: str, place: str, text_key: str | None, skip_bad: bool, counts: Counts
 ) -> Iterator[Document]:
     """Yield the documents of one file in order; empty ones are counted and left out.
 
-    A record that cannot be read is counted and left out with `skip_bad`, else refused. Raises
-    ValueError that names the file and the place in it.
+    Without a `text_key` it is plain text. A record that cannot be read is counted and left out with
+    `skip_bad`, else refused. Raises ValueError that names the file and the place in it.
     """
-    kind = kind_of_file(key, place)
+    kind = kind_of_file(key, place, text_key is None)
     counts.place, counts.file = place, None
+    way = as_plain(key) if kind in ("jsonl", "array") else ""
     with _damage_named(key, place):
-        yield from count_records(_records(kind, key, place, text_key, counts), skip_bad, counts)
+        records = _records(kind, key, place, text_key or "", counts)
+        yield from count_records(records, skip_bad, counts, way)
+
+
+def as_plain(key: str) -> str:
+    """Return what to do with a file that looks like JSON and is none; `key` names its source."""
+    return f"; to read the file as plain text add {key.rpartition('.')[0]}.plain=true"
 
 
 def _records(kind: str, key: str, place: str, text_key: str, counts: Counts) -> Iterator[Record]:
@@ -262,7 +271,8 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
         if after not in ("]", ","):
             more = "".join(itertools.islice(texts, 1 + (len(held) - at) // BLOCK_BYTES))
             if after or not more:
-                raise refuse(key, place, f"item {number + 1:,} is no valid JSON ({why})")
+                text = f"item {number + 1:,} is no valid JSON ({why}){as_plain(key)}"
+                raise refuse(key, place, text)
             held, at = held[at:] + more, 0
             continue
         number, at = number + 1, end + 1
@@ -273,7 +283,8 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
         way = (
             f"put all into one array, or into lines: jq -c '.[]' {shlex.quote(place)} > FILE.jsonl"
         )
-        raise refuse(key, place, f"there is more behind its array of {number:,} items; {way}")
+        text = f"there is more behind its array of {number:,} items; {way}{as_plain(key)}"
+        raise refuse(key, place, text)
 
 
 def _after_space(text: str, at: int) -> int:

@@ -1,9 +1,8 @@
-"""Find the files that a data source reads, and identify their content."""
+"""Identify the files that a data source reads, and keep them open."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import json
 import math
@@ -13,15 +12,13 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.values import ConfigError
 from llmexp.system.devices import cpu_count
 from llmexp.system.fileio import sha256
 from llmexp.system.text import first_of
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
-SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -47,52 +44,6 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 
 
-def match_files(key: str, patterns: Any) -> list[Path]:
-    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each once.
-
-    A folder stands for all files below it but hidden ones. Relative globs start in the current
-    folder; `**` crosses folders. Raises ConfigError, naming `key`, for a glob without a match and
-    for what is no readable file.
-    """
-    found = (path for one in patterns_of(key, patterns) for path in _match_files(key, one))
-    return list(dict.fromkeys(found))
-
-
-def patterns_of(key: str, given: Any) -> list[str]:
-    """Return a glob, or the globs of a list. Raises ConfigError for what is neither."""
-    wanted = [given] if isinstance(given, str) else given
-    several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
-    if not wanted or not several:
-        raise refuse(key, given, "a glob or a list of globs is needed", "corpus/**/*.txt")
-    return list(wanted)
-
-
-def _match_files(key: str, pattern: str) -> list[Path]:
-    expanded = os.path.expanduser(pattern)
-    # A name that exists is meant as it stands, also with brackets in it.
-    there = os.path.lexists(expanded)
-    names = [expanded] if there else sorted(glob.glob(expanded, recursive=True))
-    if not names:
-        raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
-    if there and os.path.isdir(expanded):
-        names = _files_below(key, expanded)
-    paths = [Path(name) for name in names if not os.path.isdir(name)]
-    if not paths:
-        text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
-        raise refuse(key, pattern, text)
-    for path in paths:
-        if path.exists() and not path.is_file():  # to read from it could wait for ever
-            text = f"{path} is a pipe or a device, and data files are read more than once"
-            way = "write what comes out of it to a plain file first"
-            raise refuse(key, pattern, f"{text}; {way}")
-        try:
-            with open(path, "rb") as file:
-                file.read(1)
-        except OSError as error:
-            raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
-    return paths
-
-
 def stdlib_files() -> list[Path]:
     """Return the source files of Python's standard library without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -107,32 +58,6 @@ def stdlib_files() -> list[Path]:
         way = "use text files of your own: data=text data.train_files=corpus/*.txt"
         raise ConfigError(f"data=stdlib: {text}; {way}")
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
-
-
-def _files_below(key: str, folder: str) -> list[str]:
-    """Return the files in a folder and in those below it, sorted, without hidden ones.
-
-    The names of these begin with a dot. Raises ConfigError.
-    """
-    if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
-        of_source = key.endswith(".files")
-        way = "" if of_source else "data=corpus "
-        way += typed(
-            f"{key.removesuffix('files')}hf" if of_source else "data.sources.main.hf", folder
-        )
-        raise refuse(key, folder, f"this folder was made by save_to_disk of datasets; use {way}")
-    found, hidden = list[str](), 0
-    for path in sorted(Path(folder).rglob("*")):
-        if path.is_dir():
-            continue
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            hidden += 1
-        else:
-            found.append(str(path))
-    if not found:
-        text = f"there are no files in this folder{' but hidden ones' if hidden else ''}"
-        raise refuse(key, folder, text)
-    return found
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:

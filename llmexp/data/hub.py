@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmexp.data.matching import SAVED, walk
 from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, need_package, reading
 from llmexp.settings.values import refuse, typed
@@ -34,7 +35,7 @@ def read_dataset(
 
 def _of_folder(datasets: Any, key: str, name: str, split: str) -> Any:
     """Return one split of a folder that `save_to_disk` wrote. Raises ValueError."""
-    if not any(Path(name).glob("**/state.json")):
+    if not any(Path(name, saved).exists() for saved in SAVED):
         files = typed(f"{key.removesuffix('hf')}files", f"{name}/*.parquet")
         text = f"this folder was not made by save_to_disk; for files in it use {files}"
         raise refuse(key, name, text)
@@ -54,7 +55,7 @@ def dataset_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str
     """
     folder = Path(name)
     if folder.is_dir():
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        paths = sorted(path for path in map(Path, walk(key, name, [])) if path.is_file())
         names = [str(path.relative_to(folder)) for path in paths]
         return json.dumps([names, remote.digests(paths)]), None
 

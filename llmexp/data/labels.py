@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from llmexp.data.cache import cached
-from llmexp.data.files import allow_open_files, files_fingerprint, match_files
+from llmexp.data.files import allow_open_files, files_fingerprint
+from llmexp.data.matching import match_files
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.token_files import open_tokens
 from llmexp.settings.values import refuse
@@ -48,12 +49,12 @@ def read_labels(
     They have a file of as many labels for each of `ids`, in the same order. Label i belongs to id
     i: nothing is shifted.
     """
-    paths = match_files(key, patterns)
+    paths = match_files(key, patterns, [])
     if len(paths) != len(ids):
         text = f"{len(paths)} files of labels do not fit {len(ids)} token files"
         raise refuse(key, patterns, f"{text}; one for each is needed, in the same order")
     allow_open_files(len(paths) + len(ids))
-    arrays = {path: open_tokens(key, path, "uint16") for path in paths}
+    arrays = {path: open_tokens(key, path, None) for path in paths}
     pairs = list(zip(arrays.items(), ids.items(), strict=True))
     for (path, array), (beside, there) in pairs:
         if array.dtype.kind != "i":

@@ -59,12 +59,14 @@ class Document:
 Record = Document | BadRecord | None  # None: an empty document
 
 
-def count_records(records: Iterator[Record], skip_bad: bool, counts: Counts) -> Iterator[Document]:
-    """Yield the documents among the records, and count all."""
+def count_records(
+    records: Iterator[Record], skip_bad: bool, counts: Counts, way: str = ""
+) -> Iterator[Document]:
+    """Yield the documents among the records, and count all; `way`: what to do with one refused."""
     for found in records:
         if isinstance(found, BadRecord):
             if not skip_bad:
-                raise ConfigError(str(found))
+                raise ConfigError(f"{found}{way}")
             counts.bad += 1
             counts.first_bad = counts.first_bad or str(found)
         elif found is None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import glob
+import hashlib
 import importlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
-from llmexp.data.files import match_files, patterns_of, sha256_of
+from llmexp.data.files import sha256_of
+from llmexp.data.matching import match_files, named_once, patterns_of
 from llmexp.settings.values import ConfigError, refuse
 
 _T = TypeVar("_T")
@@ -29,7 +32,8 @@ AHEAD_BYTES = 1 << 21  # asked of a bucket at a time
 WEB = ("http://", "https://")
 BUFFER_BYTES = 1 << 19
 ASKED_AT_ONCE = 16  # files asked about at once
-_MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
+# What buckets, web servers and file systems know of a file's content.
+_MARK = re.compile(r"etag|md5|crc|digest|generation|mtime|modified|created|\bino\b", re.IGNORECASE)
 
 
 def need_package(package: str, key: str, what: str, extra: str = "data") -> Any:
@@ -106,6 +110,7 @@ class RemoteCache:
 
     cache: Path
     anew: bool = False  # ask, whatever is remembered
+    hash_anew: bool = False  # the files here too
     remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
 
     def get(self, key: str, question: str, ask: Callable[[], _T]) -> _T:
@@ -126,22 +131,26 @@ class RemoteCache:
 
     def digests(self, paths: list[Path]) -> list[str]:
         """Return the sha256 of each file here."""
+        if self.hash_anew:
+            return sha256_of(paths)
         found: list[str] = cached(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
         return found
 
 
-def match_places(key: str, patterns: Any, remote: RemoteCache) -> list[str]:
-    """Return the files that globs and addresses name, sorted per glob, each once."""
-    found: dict[str, None] = {}
+def match_places(key: str, patterns: Any, remote: RemoteCache, left: list[str]) -> list[str]:
+    """Return the files that globs and addresses name, sorted per glob, each once.
+
+    `left` gets what is left out.
+    """
+    found = list[str]()
     for pattern in patterns_of(key, patterns):
         if not is_remote(pattern):
-            names = [str(path) for path in match_files(key, pattern)]
+            found += map(str, match_files(key, pattern, left))
         elif glob.has_magic(pattern):
-            names = remote.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
+            found += remote.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
         else:
-            names = [pattern]
-        found |= dict.fromkeys(names)
-    return list(found)
+            found.append(pattern)
+    return named_once(found, left)
 
 
 def _match_remote(key: str, pattern: str) -> list[str]:
@@ -174,8 +183,13 @@ def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]
         system, path = _remote(key, address)
         with reading(key, address):
             info = system.info(path)
+            marks = {
+                name: str(value) for name, value in info.items() if _MARK.search(name) and value
+            }
+            if not marks:  # its content has to be read
+                with system.open(path, "rb", block_size=0) as file:
+                    marks["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         size = info.get("size") or 0
-        marks = {name: str(info[name]) for name in _MARKS if info.get(name)}
         return json.dumps([address, size, marks], sort_keys=True), size
 
     with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(addresses))) as pool:

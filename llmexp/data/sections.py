@@ -24,6 +24,7 @@ class PlaceKnobs:
     hf: str | None = knob("a folder of save_to_disk, or a name on the hub", default=None)
     split: str | None = knob("of the dataset; null: train", "train", default=None)
     text_key: str | None = knob("the field with the text; null: text", "text", default=None)
+    plain: bool | None = knob("each file is plain text, a document a file", True, default=None)
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,20 @@ def _key(parent: str, name: Any, value: Any) -> str:
 
 
 def _source(name: str, key: str, given: PlaceKnobs, skip: bool, remote: RemoteCache) -> Source:
-    source = Source(name, key, given.text_key or "text", skip_bad=skip)
+    plain = bool(given.plain)
+    source = Source(name, key, given.text_key or "text", skip_bad=skip, plain=plain)
     if (given.files is None) == (given.hf is None):
         example = f"{key}.files=corpus/*.jsonl"
         raise ConfigError(f"{key}: either files or hf is needed; for example {example}")
+    if plain and (other := "hf" if given.hf else "text_key" if given.text_key else ""):
+        raise refuse(f"{key}.plain", True, f"does nothing beside {other}; leave one of them out")
     if given.hf is not None:
         return replace(source, key=f"{key}.hf", hf=given.hf, split=given.split or TRAIN)
     if given.split is not None:
         raise refuse(f"{key}.split", given.split, "belongs to hf, and the source has files")
-    places = match_places(f"{key}.files", given.files, remote)
-    return replace(source, key=f"{key}.files", files=tuple(places))
+    left = list[str]()
+    places = match_places(f"{key}.files", given.files, remote, left)
+    return replace(source, key=f"{key}.files", files=tuple(places), left_out=tuple(left))
 
 
 def main_set(given: str | None, names: list[str]) -> str | None:

@@ -16,24 +16,29 @@ from typing import Annotated, Any
 import numpy as np
 
 from llmexp.data.cache import cache_folder, cached
-from llmexp.data.files import (
-    allow_open_files,
-    files_fingerprint,
-    match_files,
-    stdlib_files,
-)
+from llmexp.data.files import allow_open_files, files_fingerprint, stdlib_files
 from llmexp.data.labels import add_labels
+from llmexp.data.matching import left_out_text, match_files
 from llmexp.data.order import sequence_index
 from llmexp.data.overlap import warnings_of
 from llmexp.data.prepared import prepare_sources, refuse_tokenizer
 from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
-from llmexp.data.token_files import documents_of, open_tokens
+from llmexp.data.token_files import documents_of, open_all
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import TRAIN, Source, works_of
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 from llmexp.system.text import size_text
+
+FlatType = Annotated[
+    str | None,
+    choice(
+        "type of the ids in a flat file, .bin or .npy without a header; null: uint16",
+        "uint16 | int32 | uint32 | int64",
+    ),
+]
+TOKEN_FILE = r"\.(npy|bin)$"  # names of the files that a folder of token files stands for
 
 
 def shared_tokens(max_tokens: int | None, val_ratio: float) -> tuple[int | None, int | None]:
@@ -64,7 +69,7 @@ def stdlib(
 
 def stdlib_sources(remote: RemoteCache, *, val_ratio: float, seed: int, **_: Any) -> list[Source]:
     """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
-    return [_source("data", stdlib_files(), val_ratio, seed)]
+    return [replace(_source("data", stdlib_files(), val_ratio, seed), plain=True)]
 
 
 def text(
@@ -76,6 +81,9 @@ def text(
     max_tokens: DataKnobs.max_tokens,
     seed: DataKnobs.seed,
     cache_dir: DataKnobs.cache_dir,
+    plain: Annotated[
+        bool, knob("each file is plain text, a document a file, also one like JSON", False)
+    ] = False,
 ) -> Corpus:
     """Return files of text as a corpus of one source, with the end-of-text token between documents.
 
@@ -85,18 +93,26 @@ def text(
     """
     remote = RemoteCache(cache_folder(cache_dir))
     knobs = {"train_files": train_files, "val_files": val_files, "val_ratio": val_ratio}
-    sources = text_sources(remote, seed=seed, **knobs)
+    sources = text_sources(remote, seed=seed, plain=plain, **knobs)
     return _text_corpus(sources, val_ratio, max_tokens, seed, tokenizer, remote)
 
 
 def text_sources(
-    remote: RemoteCache, *, train_files: Any, val_files: Any, val_ratio: float, seed: int, **_: Any
+    remote: RemoteCache,
+    *,
+    train_files: Any,
+    val_files: Any,
+    val_ratio: float,
+    seed: int,
+    plain: bool = False,
+    **_: Any,
 ) -> list[Source]:
     """Return the sources that the knobs of data=text name. Raises ValueError."""
-    train, *val = _match_both(train_files, val_files).items()
-    if val:
-        return [_source(*train), replace(_source(*val[0]), name="val", held_out=True)]
-    return [_source(*train, val_ratio, seed)]
+    left = list[str]()
+    train, *val = _match_both(train_files, val_files, left).items()
+    found = _source(*train) if val else _source(*train, val_ratio, seed)
+    held_out = [replace(_source(*one), name="val", held_out=True, plain=plain) for one in val]
+    return [replace(found, left_out=tuple(left), plain=plain), *held_out]
 
 
 def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | None = None) -> Source:
@@ -108,12 +124,17 @@ def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | Non
     return Source("text", key, files=tuple(map(str, paths)), shares=shares)
 
 
-def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
-    """Return the files by knob; those for validation only where they are asked for."""
-    found = {"data.train_files": match_files("data.train_files", train_files)}
-    if val_files is not None:
-        found["data.val_files"] = match_files("data.val_files", val_files)
-    return found
+def _match_both(
+    train_files: Any, val_files: Any, left: list[str], endings: str = ""
+) -> dict[str, list[Path]]:
+    """Return the files by knob; those for validation only where they are asked for.
+
+    `left` gets what is left out.
+    """
+    given = {"data.train_files": train_files, "data.val_files": val_files}
+    if val_files is None:
+        del given["data.val_files"]
+    return {key: match_files(key, files, left, endings) for key, files in given.items()}
 
 
 def _text_corpus(
@@ -143,8 +164,11 @@ def _text_corpus(
     size = sum(sum(one.text_bytes.values()) for one in both)
     count = sum(one.counts.documents for one in both)
     description = f"{_counted(count, 'document')}, {size_text(size)} of text"
+    if (files := sum(len(one.work.source.files) for one in both)) > 1:
+        description += f" in {files:,} files"
     if empty := sum(one.counts.empty for one in both):
         description += f", {_counted(empty, 'empty one')} left out"
+    description += left_out_text(works[0].source.left_out)
     marks = [
         files_fingerprint({Path(name): one.content for name, one in work.inputs.items()})
         for work in works
@@ -181,7 +205,7 @@ def tokens(
     *,
     train_files: DataKnobs.train_files,
     val_files: DataKnobs.val_files,
-    dtype: DataKnobs.dtype,
+    dtype: FlatType,
     val_ratio: DataKnobs.val_ratio,
     max_tokens: DataKnobs.max_tokens,
     cache_dir: DataKnobs.cache_dir,
@@ -194,24 +218,23 @@ def tokens(
     """Return the ids of token files, memory-mapped.
 
     These are .npy (1-d integers), .bin of llm.c (has a header) or of Megatron (with its .idx),
-    other .bin and OLMo's .npy (flat, `dtype`). Labels beside them hide targets. All ids are checked
-    against `vocab_size`, once per state of the files. Without `val_files` the last `val_ratio` of
-    the tokens is for validation.
+    other .bin and OLMo's .npy (flat: of `dtype`, which others must not have). Labels beside them
+    hide targets. All ids are checked against `vocab_size`, once per state of the files. Without
+    `val_files` the last `val_ratio` of the tokens is for validation.
     """
     cache = cache_folder(cache_dir)
-    paths = _match_both(train_files, val_files)
+    left = list[str]()
+    paths = _match_both(train_files, val_files, left, TOKEN_FILE)
     allow_open_files(sum(map(len, paths.values())))  # a map keeps its file open
-    arrays: dict[Path, np.ndarray] = {}
-    for key, some in paths.items():
-        arrays |= {p: open_tokens(key, p, dtype) for p in some if p not in arrays}
+    arrays = open_all(paths, dtype)
     if tokenizer is not None:
-        for folder in {path.parent for path in arrays}:
+        for folder in {path.resolve().parent for path in arrays}:
             refuse_tokenizer(folder, tokenizer)
     # before the scan: from here on a change is noticed
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-    _check_all_ids(arrays, vocab_size, dtype, cache)
+    _check_all_ids(arrays, vocab_size, cache)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
     labels = add_labels(marked, streams, paths, arrays, cache)
 
@@ -226,6 +249,7 @@ def tokens(
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = _documents_text(arrays, tokenizer, cache)
+    about += left_out_text([name for name in left if not name.endswith(".idx")])  # which is read
     fingerprint = {
         name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
@@ -248,15 +272,13 @@ def _documents_text(
     return text, unmarked
 
 
-def _check_all_ids(
-    arrays: dict[Path, np.ndarray], vocab_size: int, dtype: str, cache: Path
-) -> None:
+def _check_all_ids(arrays: dict[Path, np.ndarray], vocab_size: int, cache: Path) -> None:
     def scan() -> bool:
         for path, array in arrays.items():
             check_ids(array, vocab_size, str(path))
         return True
 
-    settings = [vocab_size, [a.dtype.str for a in arrays.values()], dtype]
+    settings = [vocab_size, [a.dtype.str for a in arrays.values()]]
     cached(cache, "ids", settings, list(arrays), scan)
 
 

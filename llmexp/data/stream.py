@@ -12,7 +12,7 @@ import numpy as np
 
 from llmexp.data.files import cut_text
 from llmexp.data.mixture import Mixture
-from llmexp.system.fileio import file_state
+from llmexp.system.fileio import file_state, sampled
 
 OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
 OTHER_IDS += "missing"
@@ -31,8 +31,8 @@ class Shard:
     ids: np.ndarray  # a slice of it
     mapped: Any = None  # the open map of its file
     size: int = 0  # of its file, in bytes
-    # inode, bytes, time of change (ns) of the file; None: it has no path
-    state: tuple[int, int, int] | None = None
+    state: tuple[int, int, int, int] | None = None  # `file_state`; None: it has no path
+    sample: str = ""  # of its content
 
     def check_size(self) -> None:
         """Raise DataChanged if the file became shorter.
@@ -52,6 +52,8 @@ class Shard:
             self.check_size()
             if self.state is None or (now := file_state(self.name)) == self.state:
                 return ""
+            if now[:3] == self.state[:3] and sampled(self.name) == self.sample:
+                return ""  # other rights, or a new link to it
         except DataChanged:
             raise
         except FileNotFoundError:
@@ -70,11 +72,11 @@ def _opened(array: np.ndarray) -> Shard:
     ids = np.asarray(array)  # a memmap slices slowly
     if mapped is None or name is None:
         return Shard("an array in memory", array, ids)
-    size, state = mapped.size(), None
+    size, state, sample = mapped.size(), None, ""
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
-        inode, _, changed = file_state(str(name))
-        state = inode, size, changed
-    return Shard(str(name), array, ids, mapped, size, state)
+        inode, _, written, changed = file_state(str(name))
+        state, sample = (inode, size, written, changed), sampled(str(name))
+    return Shard(str(name), array, ids, mapped, size, state, sample)
 
 
 class TokenStream:

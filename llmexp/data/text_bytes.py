@@ -8,11 +8,10 @@ out what the shards know: each document's bytes, in proportion to the lengths of
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from llmexp.data.beside import beside, noted
+from llmexp.data.beside import beside
 from llmexp.data.stream import Shard, TokenStream
 from llmexp.data.tokenizers import Tokenizer
 
@@ -88,14 +87,11 @@ class TextBytes:
 def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
     """Return where the documents of a whole shard end, and the bytes of the text of each.
 
-    Shards of older versions know the sum alone, as if they were one document. None for other
-    arrays.
+    None for other arrays.
     """
     try:
         ends, sizes = beside(shard, "ends").astype(np.int64), beside(shard, "bytes")
     except (OSError, ValueError):
-        if "text_bytes" not in (found := noted(Path(shard.name))):
-            return None
-        ends, sizes = np.array([found["tokens"]]), np.array([found["text_bytes"]])
+        return None
     whole = len(ends) == len(sizes) > 0 and int(ends[-1]) == len(shard.array)
     return (ends, sizes) if whole and (np.diff(ends) > 0).all() else None

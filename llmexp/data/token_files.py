@@ -6,8 +6,9 @@ an index beside it), and other .bin (flat).
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,34 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents + 1
 # megatron/core/datasets/indexed_dataset.py, `DType`; 6 and 7 are floats.
 ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLAT = "uint16"  # type of flat ids where data.dtype is null
+TRIED = 1 << 16  # flat ids, for another type
+HIGH = 3  # high halves of ids below 2**18
+FEWEST = 16  # low halves that have to be there
 SEQUENCES = 1 << 20  # sequences that are looked at together
 
 
-def open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
+def index_of(path: Path) -> Path | None:
+    """Return the index of Megatron beside a .bin file, or beside the file that it is a link to."""
+    places = (path, path.resolve()) if path.suffix == ".bin" else ()
+    beside = (place.with_suffix(".idx") for place in places)
+    return next((index for index in beside if os.path.lexists(index)), None)
+
+
+def open_all(given: Mapping[str, Iterable[Path]], dtype: str | None) -> dict[Path, np.ndarray]:
+    """Return the open token files of some knobs; `dtype` is that of flat ones.
+
+    Raises ValueError, also for a `dtype` where each file says its own.
+    """
+    arrays = {path: open_tokens(key, path, dtype) for key, some in given.items() for path in some}
+    flat = (p for p, ids in arrays.items() if not getattr(ids, "offset", 1) and not index_of(p))
+    if dtype is not None and next(flat, None) is None:
+        text = f"does nothing: {next(iter(arrays))} says itself of which type its ids are"
+        raise refuse("data.dtype", dtype, f"{text}; leave it out")
+    return arrays
+
+
+def open_tokens(key: str, path: Path, dtype: str | None) -> np.ndarray:
     """Return the ids of a token file as a 1-d memory map; `dtype` is that of a flat one.
 
     Raises ValueError, naming `key`, with the sizes for a file that is not whole.
@@ -41,10 +66,10 @@ def open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
         raise refuse(key, path, "the file is empty (0 bytes)")
     try:
         if path.suffix == ".npy":
-            return _open_npy(path, size, dtype)
+            return _open_npy(path, size, dtype or FLAT)
         if path.suffix == ".bin":
-            return _open_bin(path, size, dtype)
-    except ValueError as error:
+            return _open_bin(path, size, dtype or FLAT)
+    except (OSError, ValueError) as error:
         raise refuse(key, path, str(error)) from None
     if path.suffix == ".idx":
         pair = f"is the index of {path.stem}.bin; name the .bin file, and the index is found"
@@ -81,22 +106,21 @@ def documents_of(
 
     def count() -> list[int]:
         there = unmarked = 0
-        for path, ids in arrays.items():
-            index = path.with_suffix(".idx")
-            if path.suffix == ".bin" and index.exists():
-                ends = read_index(index).ends
-                there += len(ends)
-                # an empty document ends where the one before it does
-                last = ids[np.unique(ends[ends > 0]) - 1]
-                unmarked += int((last != end).sum()) if end is not None else 0
+        for path, index in indexes.items():
+            ends = read_index(index).ends
+            there += len(ends)
+            # an empty document ends where the one before it does
+            last = arrays[path][np.unique(ends[ends > 0]) - 1]
+            unmarked += int((last != end).sum()) if end is not None else 0
         return [there, unmarked]
 
-    there, unmarked = cached(cache, "documents", end, list(arrays), count)
+    indexes = {path: found for path in arrays if (found := index_of(path)) is not None}
+    there, unmarked = cached(cache, "documents", end, [*indexes, *indexes.values()], count)
     return there, unmarked
 
 
 def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
-    if (index := path.with_suffix(".idx")).exists():
+    if (index := index_of(path)) is not None:
         return _open_megatron(path, index, size)
     header = np.zeros(3, "<i4")
     if size >= LLM_C_HEADER_BYTES:
@@ -113,13 +137,26 @@ def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
         text = f"{size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})"
         raise ValueError(text)
     array = np.memmap(path, kind, "r")
-    # Wide ids read as narrow ones are all valid: the high halves give them away.
-    head = np.asarray(array[: 1 << 16])
-    pairs = dtype == "uint16" and len(head) >= 256 and len(array) % 2 == 0
-    if pairs and head[1::2].max() <= 3 < head[::2].max():
-        text = "but every other value is almost 0: these are uint32 tokens"
-        raise ValueError(f"data.dtype=uint16, {text}")
+    if (wider := wider_type(array)) is not None:
+        text = f"data.dtype={dtype}, but at every other place is 0, or almost: these are {wider} "
+        text += f"tokens; give data.dtype={wider} (if they are ids all the same, np.save them)"
+        raise ValueError(text)
     return array
+
+
+def wider_type(ids: np.ndarray) -> str | None:
+    """Return the type of flat ids that were opened as a narrower one; None where nothing says so.
+
+    Wide ids read as narrow ones are all valid, twice or four times as many. Their high halves give
+    them away: 0 at every second place, or up to HIGH in 16 bits of an id of 32.
+    """
+    count = min(len(ids), TRIED) // 4 * 4
+    first = (len(ids) - count) // 8 * 4  # a piece in the middle
+    quads, narrow = ids[first : first + count].reshape(-1, 4), ids.itemsize == 2
+    for most in (0, HIGH * narrow) if ids.itemsize < 8 and len(ids) % 2 == 0 else ():
+        if (quads[:, 1::2] <= most).all() and (quads[:, ::2] > most).sum() >= FEWEST:
+            return "uint32" if narrow and quads[:, 2:].any() else "int64"
+    return None
 
 
 def _open_llm_c(path: Path, size: int, form: tuple[int, int], count: int) -> np.ndarray:

@@ -39,11 +39,13 @@ class Source:
     key: str  # the knob that names it: data.train_files, data.sources.NAME.hf
     text_key: str = "text"
     files: tuple[str, ...] = ()  # paths or addresses, in order
+    left_out: tuple[str, ...] = ()  # what lies beside them, for the reader
     hf: str | None = None
     split: str = TRAIN  # of the dataset
     revision: str | None = None  # the commit of a dataset on the hub
     shares: tuple[tuple[str, float], ...] = ()  # of validation sets; the rest is for training
     weight: float | None = None
+    plain: bool = False  # each file is plain text, whatever it looks like
     skip_bad: bool = False  # leave out records that cannot be read, instead of refusing them
     cuts_texts: bool = False  # a plain text file gives its last part to the shares
     held_out: bool = False  # it is a validation set
@@ -73,7 +75,8 @@ class Source:
             found = read_dataset(self.key, self.hf, self.split, self.revision, self.text_key)
             yield from count_records(found, self.skip_bad, counts)
         for place in files:
-            yield from read_documents(self.key, place, self.text_key, self.skip_bad, counts)
+            text_key = None if self.plain else self.text_key
+            yield from read_documents(self.key, place, text_key, self.skip_bad, counts)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
         inputs = {f"{source.hf}, split {source.split}": Input(content)}
         source, units = replace(source, revision=commit), ((),)
     contents = [one.content for one in inputs.values()]
-    text_digest = _digest([contents, source.text_key, source.split if source.hf else None])
+    how = "plain" if source.plain else [source.text_key, source.split if source.hf else None]
+    text_digest = _digest([contents, how])
     recipe = [SHARD_FORMAT, tokenizer.identity, text_digest, source.shares]
     digest = _digest([*recipe, "cut"] if source.cuts_texts else recipe)
     folder = remote.cache / "corpus" / (f"{digest}-skipped" if source.skip_bad else digest)
@@ -183,6 +187,8 @@ def with_kinds(source: Source, remote: RemoteCache) -> Source:
     """
     if not source.shares or len(source.files) >= FEW_FILES:
         return source
+    if source.plain:
+        return replace(source, cuts_texts=True)
     kinds = (
         remote.get(source.key, f"kind {name}", partial(kind_of_file, source.key, name))
         if is_remote(name)

@@ -139,10 +139,6 @@ class DataKnobs:
         ),
     ]
     val_labels = Annotated[Any, knob("the same for each of val_files; null: none")]
-    dtype = Annotated[
-        str,
-        choice("type of the ids in a flat file: .bin or .npy without a header", "uint16 | uint32"),
-    ]
     val_ratio = Annotated[
         float,
         knob(

@@ -21,6 +21,7 @@ from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import DataChanged, Shard, TokenStream
+from llmexp.data.work import works_of
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -28,7 +29,7 @@ from llmexp.system import fileio
 from llmexp.system.devices import cpu_count
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.inputs import works_to_prepare
+from llmexp.train.assembly.inputs import sources_of, works_to_prepare
 from llmexp.train.windows import sampler_of
 from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.reference import starts_of
@@ -58,6 +59,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), run.vocab_size or parts.tokenizer.n_vocab, path)
+        checks += check_sources(parts)
         checks += check_documents(parts)
         checks += check_order(parts)
         changed = ", ".join(corpus.check_content())
@@ -268,6 +270,29 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     if window.target_count != valid:
         return f"the window says {window.target_count} targets, {valid} are there"
     return ""
+
+
+def check_sources(parts: Parts) -> list[Check]:
+    """Check that the shards were made of what the sources hold now: each file is hashed again.
+
+    Buckets and the hub are asked. Nothing for data without documents of text.
+    """
+    corpus, what = parts.corpus, "what was prepared, by hashes of now: "
+    if not corpus.is_text:
+        return []
+    try:
+        sources, remote = sources_of(parts.config.data)
+        remote.hash_anew = True
+        works = works_of(sources, parts.tokenizer, remote)
+    except ConfigError as error:  # such as of a bucket that does not answer
+        return [Check(f"{what}the sources", None, note=str(error))]
+    used = {Path(shard.name).parent for shard in corpus.shards()}
+    names = {} if corpus.mixed is None else corpus.mixed.tokens  # without those of weight 0
+    return [
+        Check(what + work.source.key, work.folder in used)
+        for work in works
+        if not names or work.source.held_out or work.source.name in names
+    ]
 
 
 def check_documents(parts: Parts) -> list[Check]:

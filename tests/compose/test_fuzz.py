@@ -156,7 +156,7 @@ def read_tokens(path: Path, cache: Path) -> None:
     corpus = None
     with contextlib.suppress(ValueError):
         corpus = tokens(
-            train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
+            train_files=str(path), val_files=None, dtype=None, val_ratio=0.1, max_tokens=None,
             cache_dir=str(cache),
             vocab_size=60, sequence_length=4,
         )  # fmt: skip

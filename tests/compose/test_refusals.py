@@ -188,7 +188,7 @@ BAD = [
     ("data=tokens data.train_files=odd.bin", "data.train_files=odd.bin", "101 bytes"),
     ("data=tokens data.train_files=[a.bin,b.bin]", "b.bin", "5000 at position 100"),
     ("data=tokens data.train_files=floats.npy", "data.train_files=floats.npy", "float64"),
-    ("data=tokens data.train_files=a.bin data.dtype=int8", "data.dtype=int8", "uint16, uint32"),
+    ("data=tokens data.train_files=a.bin data.dtype=int8", "data.dtype=int8", "uint16, int32"),
     ("data=text data.train_files=some.zst", "some.zst: is cut short or damaged", "get the file"),
     ("data=corpus", "data.sources: name one source", "data.sources.web.files=corpus/*.jsonl"),
     ("data=corpus data.sources.web.files=nope*", "data.sources.web.files=nope*: no file matches",

@@ -3,9 +3,11 @@ between two runs."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def write(path: Path, array: np.ndarray) -> None:
 
 def corpus(path: Path) -> Corpus:
     return sources.tokens(
-        train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
+        train_files=str(path), val_files=None, dtype=None, val_ratio=0.1, max_tokens=None,
         cache_dir=None,
         vocab_size=60, sequence_length=4,
     )  # fmt: skip
@@ -53,6 +55,12 @@ def rewrite(path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(-2, 2)
         file.write(b"\0\0")
+
+
+def rewrite_and_set_the_time_back(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    rewrite(path)
+    os.utime(path, ns=(before, before))
 
 
 def append(path: Path) -> None:
@@ -81,6 +89,7 @@ WAYS = {
     # what happens to the file: (whether other ids may be read then, what is printed)
     "nothing": (nothing, None, ""),
     "rewrite": (rewrite, True, WRITTEN),
+    "rewrite, as rsync --inplace -t": (rewrite_and_set_the_time_back, True, WRITTEN),
     "append": (append, True, rf"{WRITTEN}, and has [\d,]+ bytes"),
     "truncate": (lambda p: os.truncate(p, 300), True, r"was cut from 10,\d+ to 300 bytes"),
     "touch": (lambda p: os.utime(p), True, WRITTEN),  # a new time may be new ids
@@ -189,36 +198,13 @@ def test_a_file_without_a_name_may_be_cut_too(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_of_the_content_not_of_the_time(path: Path) -> None:
     before = corpus(path).fingerprint
-    # the scan of the ids is remembered by size and time
-    assert list((path.parent / "cache").rglob("ids-*"))
     os.utime(path)
     assert corpus(path).fingerprint == before
     size = path.stat().st_size
-    os.utime(path, ns=(10**18, 10**18))
     rewrite(path)
     os.utime(path, ns=(10**18, 10**18))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (size, 10**18)
     assert corpus(path).fingerprint != before
-
-
-def test_a_text_that_changes_unnoticed_does_not_change_the_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its sha256 is remembered by size and time; with it come the tokens that were made of the old
-    text."""
-    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
-
-    def opened(text: str) -> tuple[list[int], dict]:
-        (tmp_path / "a.txt").write_text(text)
-        os.utime(tmp_path / "a.txt", ns=(10**18, 10**18))
-        found = sources.text(
-            train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(),
-            val_ratio=0.1,
-            max_tokens=None, seed=0, cache_dir=None,
-        )  # fmt: skip
-        return found.train.read(0, len(found.train)).tolist(), found.fingerprint
-
-    assert opened("abcdefghijklmnopqrst") == opened("tsrqponmlkjihgfedcba")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "v.txt"])
@@ -415,3 +401,69 @@ def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
     for text in (killed.err, killed.json("status.json")["error"]):
         assert "signal 7 (SIGBUS)" in text
         assert "train.npy: this token file was cut from" in text
+
+
+def in_place(path: Path, content: bytes) -> None:
+    path.write_bytes(content)  # as cp -p does, and rsync --inplace
+
+
+def by_another_file(path: Path, content: bytes) -> None:
+    other = path.with_suffix(".new")
+    other.write_bytes(content)
+    os.replace(other, path)  # as rsync -t and archives do
+
+
+@pytest.mark.parametrize("put", [in_place, by_another_file])
+@pytest.mark.parametrize("kind", ["text", "corpus", "tokens", "tokenizer"])
+def test_a_file_is_replaced_by_one_of_the_same_size_and_time(
+    tmp_path: Path, put: Callable[[Path, bytes], None], kind: str
+) -> None:
+    """What was prepared of the old one is not used, and no run goes on with another one. The files
+    are links to where the data are."""
+    words = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8).tobytes()
+    given = {"corpus": b'{"text": "' + words + b'"}', "tokens": words}.get(kind, words)
+    other = given.replace(b"a", b"b")
+    ending = "bin" if kind == "tokens" else "txt"
+    path, data = tmp_path / f"disk/file.{ending}", ["data=text", "data.train_files=file.txt"]
+    if kind == "corpus":
+        data = ["data=corpus", "data.sources.x.files=file.txt"]
+    elif kind == "tokens":
+        data = ["data=tokens", "data.train_files=file.bin", "model.vocab_size=65536"]
+    elif kind == "tokenizer":
+        ranks = [f"{base64.b64encode(bytes([n])).decode()} {n}" for n in range(256)]
+        ranks += [f"{base64.b64encode(b).decode()} {256 + n}" for n, b in enumerate((b"ab", b"cd"))]
+        given = "\n".join(ranks).encode()
+        other = given.replace(b"YWI=", b"YWM=")
+        path = tmp_path / "disk/file.tiktoken"
+        (tmp_path / "file.txt").write_bytes(words)
+        data += ["tokenizer=file", "tokenizer.path=file.tiktoken"]
+    path.parent.mkdir()
+    os.symlink(path, tmp_path / path.name)
+    cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+
+    def replace_by(content: bytes) -> None:
+        put(path, content)
+        os.utime(path, ns=(10**18, 10**18))
+
+    def ids() -> np.ndarray:
+        ended = llmexp("verify", "data", *TINY, *data, "hydra.run.dir=proof", cwd=tmp_path, **cache)
+        assert ended.code == 0, ended.err
+        sums = (tmp_path / "proof/sha256.txt").read_text().splitlines()
+        names = [line.split("  ")[1] for line in sums]
+        shutil.rmtree(tmp_path / "proof")
+        return np.concatenate([np.fromfile(name, np.uint16) for name in names])
+
+    replace_by(given)
+    run = [*TINY, *data, "data.val_ratio=0"] if kind != "corpus" else [*TINY, *data]
+    run += ["train.max_steps=2", "train.stop_step=1", "hydra.run.dir=run"]
+    assert llmexp("train", *run, cwd=tmp_path, **cache).code == 75
+    before = ids()
+    replace_by(other)
+    refused = llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path, **cache)
+    assert refused.code == 2
+    assert "the data changed since the run started" in refused.err
+    assert not np.array_equal(ids(), before)
+    replace_by(given)
+    assert np.array_equal(ids(), before)
+    resumed = llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path, **cache)
+    assert resumed.code == 0, resumed.err

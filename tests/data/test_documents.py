@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from llmexp.data.documents import read_documents
 from llmexp.data.records import Counts
+from tests.conftest import TINY, llmexp
 
 zstandard = pytest.importorskip("zstandard")
 pyarrow = pytest.importorskip("pyarrow")
@@ -274,3 +275,41 @@ def test_parquet_text_that_is_not_utf8(tmp_path, kind):
     texts, counts = read(tmp_path / "a.parquet", skip=True)
     assert texts == ["good", "fine"]
     assert counts.bad == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{\n  "name": "x"\n}\n', '{"a": 1} # a note\n', '[ {"a" 1} ]', '[{"a": 1}] and more', "text"],
+)
+@pytest.mark.parametrize("name", ["package.json", "a.jsonl", "a.txt"])
+def test_a_file_that_looks_like_json_can_be_read_as_plain_text(tmp_path, content, name):
+    """The refusal says how, with a word for its source."""
+    for ending in ("", ".gz"):
+        path = tmp_path / f"{name}{ending}"
+        path.write_bytes(PACKED[ending](content.encode()))
+        for section, key in (("data", "train_files"), ("data.sources.x", "files")):
+            place = f"{section}.{key}", str(path)
+            plain = list(read_documents(*place, None, False, Counts()))
+            assert ["".join(one.pieces) for one in plain] == [content]
+            if name == "a.txt" and content[0] != "[":
+                assert len(list(read_documents(*place, "text", False, Counts()))) == 1
+                continue
+            with pytest.raises(ValueError, match=f"as plain text add {section}.plain=true$"):
+                list(read_documents(*place, "text", False, Counts()))
+
+
+def test_a_source_of_plain_text_at_the_command_line(tmp_path):
+    cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("package.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps({"name": "a" * 40}, indent=2))
+    for data, way in (
+        (["data=text", "data.train_files=*.json"], "data.plain=true"),
+        (["data=corpus", "data.sources.x.files=*.json"], "data.sources.x.plain=true"),
+    ):
+        ended = llmexp("prepare", *TINY, *data, cwd=tmp_path, **cache)
+        assert ended.code == 2
+        assert way in ended.err
+        assert llmexp("prepare", *TINY, *data, way, cwd=tmp_path, **cache).code == 0
+    data += [way, "data.sources.x.text_key=name"]
+    ended = llmexp("prepare", *TINY, *data, cwd=tmp_path, **cache)
+    assert "data.sources.x.plain=true: does nothing beside text_key" in ended.err

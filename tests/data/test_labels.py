@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def tokens(**changes: Any):
     knobs = {
-        "train_files": ["a.npy", "b.npy"], "val_files": "v.npy", "dtype": "uint16",
+        "train_files": ["a.npy", "b.npy"], "val_files": "v.npy", "dtype": None,
         "val_ratio": 0.1, "max_tokens": None, "cache_dir": "cache", "vocab_size": IDS,
         "sequence_length": LENGTH, "train_labels": ["a-labels.npy", "b-labels.npy"],
         "val_labels": "v-labels.npy",

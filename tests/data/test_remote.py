@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ class Server:
     """A web server of one file in memory."""
 
     def __init__(self, content: bytes) -> None:
-        self.content, self.mark = content, "one"
+        self.content = content
+        self.mark: str | None = "one"
         self.requests = 0
         self.silent_after: int | None = None  # bytes of an answer
         self.ranges = True
@@ -50,7 +52,8 @@ class Server:
             body = body[int(found[1]) : last + 1]
         request.send_response(code)
         request.send_header("Content-Length", str(len(body)))
-        request.send_header("ETag", self.mark)
+        if self.mark is not None:
+            request.send_header("ETag", self.mark)
         if self.ranges:
             request.send_header("Accept-Ranges", "bytes")
         if code == 206:
@@ -113,6 +116,23 @@ def test_a_web_server_is_read_like_a_file_and_asked_once(tmp_path, ranges):
         assert again.fingerprint == first.fingerprint
         assert re.search(r"buckets and hub as they were on \d{4}-", again.description)
         assert "as they were" not in first.description
+
+
+def test_a_change_is_found_where_a_server_has_no_marks_of_it(tmp_path):
+    """Then its content counts, as that of a file whose size and time stay as they were."""
+    here = json_lines(tmp_path / "here.jsonl", texts_of("web", 80))
+    with serving(plain(tmp_path)) as (server, address):
+        server.mark = None
+        places = address, f"file://{here}"
+        first = [corpus_of(tmp_path, place, ask_again=True) for place in places]
+        server.content = server.content.replace(b"web", b"bew")
+        before = here.stat()
+        here.write_bytes(server.content)
+        os.utime(here, ns=(before.st_atime_ns, before.st_mtime_ns))
+        for old, place in zip(first, places, strict=True):
+            new = corpus_of(tmp_path, place, ask_again=True)
+            assert new.fingerprint != old.fingerprint
+            assert b"bew" in bytes(i % 256 for i in ids_of(new.train))
 
 
 @pytest.mark.parametrize("ranges", [True, False])

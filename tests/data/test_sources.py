@@ -7,8 +7,10 @@ import inspect
 import itertools
 import math
 import os
+import re
 import resource
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from llmexp.data import sources, tokenizers
 from llmexp.data.cache import cached
 from llmexp.data.documents import BOM
-from llmexp.data.files import match_files
+from llmexp.data.matching import match_files
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, TokenStream
@@ -49,7 +51,7 @@ def _text(train_files: Any = "*.txt", val_files: Any = None, **changed: Any) -> 
 
 def _tokens(train_files: Any, val_files: Any = None, **changed: Any) -> Corpus:
     knobs = {
-        "dtype": "uint16",
+        "dtype": None,
         "val_ratio": 0.1,
         "max_tokens": None,
         "cache_dir": None,
@@ -247,43 +249,51 @@ def test_globs_cross_folders_and_name_each_file_once() -> None:
     Path("a/b").mkdir(parents=True)
     for name in ("a/2.txt", "a/b/1.txt", "a/x[1].txt"):
         Path(name).write_text(name)
-    found = [str(p) for p in match_files("k", ["a/b/*.txt", "a/**/*.txt"])]
+    found = [str(p) for p in match_files("k", ["a/b/*.txt", "a/**/*.txt"], [])]
     assert found == ["a/b/1.txt", "a/2.txt", "a/x[1].txt"]
-    assert [str(p) for p in match_files("k", "a/x[1].txt")] == ["a/x[1].txt"]
+    assert [str(p) for p in match_files("k", "a/x[1].txt", [])] == ["a/x[1].txt"]
 
 
 def test_a_folder_stands_for_the_files_below_it() -> None:
     for name in ("a/2.txt", "a/b/1.txt", "a/.git/x", "a/b/.hidden", "saved/.x", "saved/state.json"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name)
-    assert [str(p) for p in match_files("k", "a")] == ["a/2.txt", "a/b/1.txt"]
-    assert [str(p) for p in match_files("k", ["a/b/", "a"])] == ["a/b/1.txt", "a/2.txt"]
+    assert [str(p) for p in match_files("k", "a", [])] == ["a/2.txt", "a/b/1.txt"]
+    assert [str(p) for p in match_files("k", ["a/b/", "a"], [])] == ["a/b/1.txt", "a/2.txt"]
     for key, way in {
         "data.sources.x.files": r"data\.sources\.x\.hf=saved",
         "data.train_files": r"data=corpus data\.sources\.main\.hf=saved",
     }.items():
         with pytest.raises(ValueError, match=f"made by save_to_disk of datasets; use {way}"):
-            match_files(key, "saved")
+            match_files(key, "saved", [])
     Path("a/.git/x").rename("a/.git/.x")
-    with pytest.raises(ValueError, match=r"k=a/\.git: there are no files in .* but hidden ones"):
-        match_files("k", "a/.git")
+    with pytest.raises(ValueError, match=r"k=a/\.git: there are no files in .* but a/\.git/\.x"):
+        match_files("k", "a/.git", [])
 
 
-def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
+def test_what_is_remembered_of_files_ends_with_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, calls = tmp_path / "a", []
     path.write_text("a")
 
     def ask(settings: int = 0) -> int:
         return cached(tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls))
 
-    assert (ask(), ask()) == (1, 2)  # changed just now: not remembered yet
     os.utime(path, (1000, 1000))
+    assert (ask(), ask()) == (1, 2)  # changed just now, whatever its time says: not remembered yet
+    _minutes_later(monkeypatch)
     assert (ask(), ask(), ask(1)) == (3, 3, 4)
-    os.utime(path, (2000, 2000))
-    assert ask() == 5
+    os.chmod(path, 0o600)  # as much as a new content shows, where its time is set back
+    assert (ask(), ask()) == (5, 5)
     for note in (tmp_path / "c" / "notes").iterdir():
         note.write_text("{")
     assert ask() == 6
+
+
+def _minutes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns() + 10**11
+    monkeypatch.setattr("llmexp.data.cache.time.time_ns", lambda: now)
 
 
 # tokens
@@ -364,7 +374,7 @@ def megatron(name: str, documents: list[list[int]], code: int, kind: str) -> byt
 def test_pairs_of_megatron(code: int, kind: str) -> None:
     documents = [[7, 8, 9, 100], [5], [], [3] * 20]
     index = megatron("a", documents, code, kind)
-    corpus = _tokens("a.bin", val_ratio=0.0, dtype="uint32", tokenizer=BYTES)
+    corpus = _tokens("a.bin", val_ratio=0.0, tokenizer=BYTES)
     assert _all(corpus.train) == [*itertools.chain(*documents)]
     assert "25 training tokens, 4 documents by their indexes" in corpus.description
     assert "(3 do not end with the end-of-text id)" in corpus.description
@@ -399,6 +409,71 @@ def test_pairs_that_do_not_fit_together_are_refused(name: str) -> None:
         _tokens("a.bin", val_ratio=0.0)
 
 
+KINDS = {"uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8"}
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 2**32),
+    vocabulary=st.sampled_from([40, 257, 50_304, 200_019]),
+    count=st.integers(80, 40_000),
+    true=st.sampled_from(sorted(KINDS)),
+    given_type=st.sampled_from([*KINDS, None]),
+    ending=st.sampled_from(["bin", "npy"]),
+)
+def test_flat_ids_are_read_as_what_they_are_or_refused(
+    tmp_path_factory, seed, vocabulary, count, true, given_type, ending
+) -> None:
+    """Whatever type is given: never other ids, and no type is suggested that is not theirs."""
+    ids = np.random.default_rng(seed).integers(0, vocabulary, count)
+    if true == "uint16":
+        ids = np.minimum(ids, 2**16 - 1)
+    path = tmp_path_factory.mktemp("flat") / f"a.{ending}"
+    ids.astype(KINDS[true]).tofile(path)
+
+    def read(kind: str | None) -> list[int]:
+        return _all(_tokens(str(path), dtype=kind, vocab_size=vocabulary, val_ratio=0.0).train)
+
+    if np.dtype(KINDS[given_type or "uint16"]).itemsize == np.dtype(KINDS[true]).itemsize:
+        assert read(given_type) == ids.tolist()
+        return
+    with pytest.raises(ValueError, match=r"data\.dtype|whole number|not in the voc") as refused:
+        read(given_type)
+    for kind in re.findall(r"give data\.dtype=(\w+)", str(refused.value)):
+        assert read(kind) == ids.tolist()
+
+
+@pytest.mark.parametrize("where", ["npy", "llm.c", "megatron"])
+def test_a_type_beside_files_that_say_theirs_is_refused(where: str) -> None:
+    ids = np.arange(100, dtype="<u2")
+    if where == "npy":
+        np.save("a.npy", ids)
+    elif where == "llm.c":
+        Path("a.bin").write_bytes(_llm_c(20240520, 1, 100, 0) + ids.tobytes())
+    else:
+        megatron("a", [ids.tolist()], 8, "<u2")
+    name = "a.npy" if where == "npy" else "a.bin"
+    assert len(_tokens(name, val_ratio=0.0).train) == 100
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=rf"data\.dtype={kind}: does nothing: {name} says it"):
+            _tokens(name, dtype=kind)
+    ids.astype("<u4").tofile("flat.bin")  # one that needs it beside others
+    assert _all(_tokens([name, "flat.bin"], dtype="uint32", val_ratio=0.0).train) == [*ids, *ids]
+
+
+def test_an_index_is_found_behind_links() -> None:
+    """Else ids of four bytes would be read as twice as many."""
+    Path("disk").mkdir()
+    megatron("disk/a", [[7, 8, 9, 100], [3] * 20], 4, "<i4")
+    os.symlink("disk/a.bin", "far.bin")
+    assert _all(_tokens("far.bin", val_ratio=0.0).train) == [7, 8, 9, 100, *[3] * 20]
+    assert "2 documents by their indexes" in _tokens("disk").description  # its .idx is read
+    os.symlink("disk/a.bin", "near.bin")
+    os.symlink("disk/gone.idx", "near.idx")
+    with pytest.raises(ValueError, match=r"near\.bin: .*No such file"):
+        _tokens("near.bin")
+
+
 def test_flat_files_of_olmo() -> None:
     ids = np.arange(1000) % 257
     ids.astype("<u2").tofile("a.npy")
@@ -424,7 +499,7 @@ def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position: int, b
 
 def test_a_checked_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("a.npy", np.zeros(100, np.uint16))
-    os.utime("a.npy", (1000, 1000))
+    _minutes_later(monkeypatch)
     scanned: list[int] = []
     monkeypatch.setattr(sources, "check_ids", lambda *args: scanned.append(1))
     for _ in range(3):

@@ -89,7 +89,7 @@ def test_honest_data_pass_on_the_command_line(tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     record = result.json("verify.json")
     assert record["passed"] is True
-    assert [c["passed"] for c in record["checks"]] == [True] * 7
+    assert [c["passed"] for c in record["checks"]] == [True] * 8
     files = sorted((tmp_path / "cache/corpus").glob("*/*.bin"))
     sums = dict(
         reversed(line.split("  "))
@@ -98,7 +98,7 @@ def test_honest_data_pass_on_the_command_line(tmp_path: Path) -> None:
     assert sums == {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     n_ids = [f"{f.stat().st_size // 2:,} ids" for f in files]
     assert all(n in result.out for n in n_ids)
-    assert "PASS: data, 0 of 7 checks failed" in result.out
+    assert "PASS: data, 0 of 8 checks failed" in result.out
 
 
 def test_a_corpus_in_memory_and_several_ranks_pass(here: Path) -> None:
@@ -117,9 +117,16 @@ def test_a_corpus_in_memory_and_several_ranks_pass(here: Path) -> None:
 # FAIL: ids out of range
 
 
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk whose files look the same whatever is in them: all notes in the cache are believed."""
+    monkeypatch.setattr("llmexp.data.cache.file_state", lambda _: (1, 2, 3, 4))
+    monkeypatch.setattr("llmexp.data.cache.sampled", lambda _: "")
+
+
+@pytest.mark.usefixtures("blind")
 def test_an_id_out_of_range_behind_a_stale_note_fails(here: Path) -> None:
-    """The cache holds a note that the ids of a file of this size and time are fine; the proof reads
-    them itself."""
+    """The proof reads the ids itself."""
     ids = some_ids(3000)
     path = save("train.npy", ids)
     save("val.npy", some_ids(300, 1))
@@ -135,6 +142,25 @@ def test_an_id_out_of_range_behind_a_stale_note_fails(here: Path) -> None:
     assert found[1][name]["note"].startswith("id 257 at position 1,234 is the first")
     assert found[1][name]["found"] == f"3,000 ids from {min(ids)} to 257"
     assert found[1][name]["limit"] == "0 to 256"
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("changed", ["a", "v"])
+def test_shards_of_another_text_behind_a_stale_note_fail(here: Path, changed: str) -> None:
+    for name in ("a", "b", "v"):
+        Path(f"{name}.txt").write_text(name * 4000)
+    sources = ["data.sources.a.files=a.txt", "data.sources.b.files=b.txt", "data.val.v.files=v.txt"]
+    for data in (
+        ["data=text", "data.train_files=[a.txt,b.txt]", "data.val_files=v.txt"],
+        ["data=corpus", *sources, "data.sources.a.weight=1", "data.sources.b.weight=0"],
+    ):
+        Path(f"{changed}.txt").write_text(changed * 4000)
+        assert failures(verify(*data)) == []
+        Path(f"{changed}.txt").write_text("x" * 4000)
+        (name,) = failures(verify(*data))
+        key = {"a": ("train_files", "sources.a"), "v": ("val_files", "val.v")}[changed]
+        assert name.startswith("what was prepared")
+        assert any(one in name for one in key)
 
 
 OWN = """
@@ -229,6 +255,7 @@ def test_a_shard_without_a_recorded_digest_is_not_called_proven(here: Path) -> N
     assert not any(name.startswith("sha256 of") for name in checks)
 
 
+@pytest.mark.usefixtures("blind")
 def test_of_many_files_those_that_fail_are_named(here: Path) -> None:
     for i in range(30):
         save(f"train{i:02}.npy", some_ids(100, i))

@@ -1,0 +1,193 @@
+"""Find the files that a source names by paths, folders and globs.
+
+Links are followed everywhere, and each file is read once, under its first name. A name that exists
+is meant as it stands, also with characters of a glob in it. A glob stands for the files that it
+matches; a folder for the documents below it, of one split of the data: not for what is hidden or is
+about the data, such as a README. What lies there and is left out is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmexp.settings.values import refuse, typed
+from llmexp.system.text import first_of
+
+SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
+# Names of files that are about the data, and words in names that say of which split a file is.
+ABOUT = re.compile(
+    r"(readme|licen[cs]e)([-_.].*)?|(copying|notice|citation|changelog)(\.\w+)?|dataset_infos?\.json"
+    r"|_(success|metadata|common_metadata)|.*\.(md5|sha1|sha256|crc)|(md5|sha\d+)sums?(\.txt)?",
+    re.IGNORECASE,
+)
+SPLIT = re.compile(
+    r"(?<![^\W\d_])(?:(?P<train>train(?:ing)?)|(?P<validation>val(?:id(?:ation)?)?|dev)"
+    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![^\W\d_])",
+    re.IGNORECASE,
+)
+
+
+def match_files(key: str, patterns: Any, left: list[str], endings: str = "") -> list[Path]:
+    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each once.
+
+    Relative globs start in the current folder; `**` crosses folders. `left` gets what is left out.
+    `endings` limits, by a regular expression, what a folder stands for. Raises ConfigError, naming
+    `key`, for a glob without a match and for what is no readable file.
+    """
+    found = list[str]()
+    for pattern in patterns_of(key, patterns):
+        try:
+            found += _files_of(key, pattern, left, endings)
+        except OSError as error:
+            text = f"{error.filename} cannot be read: {error.strerror}"
+            raise refuse(key, pattern, text) from None
+    return [Path(name) for name in named_once(found, left)]
+
+
+def patterns_of(key: str, given: Any) -> list[str]:
+    """Return a glob, or the globs of a list. Raises ConfigError for what is neither."""
+    wanted = [given] if isinstance(given, str) else given
+    several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
+    if not wanted or not several:
+        raise refuse(key, given, "a glob or a list of globs is needed", "corpus/**/*.txt")
+    return list(wanted)
+
+
+def named_once(names: Iterable[str], left: list[str]) -> list[str]:
+    """Return the names of files, one for each file; `left` gets the others, but none of these."""
+    folder_of, found = functools.lru_cache(os.path.realpath), dict[str, str]()
+    for name in names:
+        folder, last = os.path.split(name)
+        real = os.path.join(folder_of(folder), last)
+        first = found.setdefault(os.path.realpath(real) if os.path.islink(real) else real, name)
+        left += [f"{name} (it is {first})"] if first != name else []
+    left[:] = sorted({*left} - {*found.values()})
+    return list(found.values())
+
+
+def left_out_text(left: Sequence[str], of: str = "") -> str:
+    """Return `; left out: NAMES` for what is left out, or the empty string."""
+    return f"; left out{of}: {first_of(left, 6)}" if left else ""
+
+
+def walk(key: str, folder: str, left: list[str]) -> Iterator[str]:
+    """Yield the paths of all below a folder, by way of links too.
+
+    Hidden folders are not entered, nor is one that was entered under another name: `left` gets
+    this one. Raises ConfigError for a link that leads to where it is, and OSError.
+    """
+    real = os.path.realpath(folder)
+    seen, stack = {real: folder}, list[tuple[str, tuple[str, ...]]]()
+    stack.append((folder, (real,)))
+    while stack:
+        place, above = stack.pop()
+        for name in sorted(os.listdir(place or ".")):
+            yield (path := os.path.join(place, name))
+            if name.startswith(".") or not os.path.isdir(path):
+                continue
+            real = os.path.realpath(path)
+            if any(f"{one}/".startswith(os.path.join(real, "")) for one in above):
+                text = f"{path} is a link to {real}, in which it lies itself, so it has no end"
+                raise refuse(key, folder, f"{text}; remove the link, or name the folders beside it")
+            if (first := seen.setdefault(real, path)) == path:
+                stack.append((path, (*above, real)))
+            else:
+                left.append(f"{path} (it is {first})")
+
+
+def _files_of(key: str, pattern: str, left: list[str], endings: str) -> list[str]:
+    expanded = os.path.expanduser(pattern)
+    if os.path.isdir(expanded):
+        names = _documents_below(key, expanded, left, endings)
+    elif os.path.lexists(expanded):
+        names = [expanded]
+    else:
+        names = sorted(_expanded(key, expanded, left))
+    if not names:
+        raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
+    paths = [str(Path(name)) for name in names if not os.path.isdir(name)]
+    if not paths:
+        text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
+        raise refuse(key, pattern, text)
+    if not pattern.endswith("**"):
+        left += [f"{name} (a folder)" for name in names if os.path.isdir(name)]
+    for path in paths:
+        if os.path.exists(path) and not os.path.isfile(path):  # to read it could wait for ever
+            text = f"{path} is a pipe or a device, and data files are read more than once"
+            way = "write what comes out of it to a plain file first"
+            raise refuse(key, pattern, f"{text}; {way}")
+        with open(path, "rb") as file:
+            file.read(1)
+    return paths
+
+
+def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:
+    """Return the files and folders that a glob matches, part by part of its path.
+
+    Hidden names match neither `*` nor `**`. Raises OSError.
+    """
+    found, parts = {"/"[: pattern[0] == "/"]}, [part for part in pattern.split("/") if part]
+    for number, part in enumerate(parts, 1):
+        places, found = found, set()
+        for place in places:
+            if part == "**":
+                below = (p for p in walk(key, place, left) if os.path.basename(p)[0] != ".")
+                found |= {p for p in below if number == len(parts) or os.path.isdir(p)}
+                found |= {place} if number < len(parts) else set()
+                continue
+            names = [part]
+            if glob.has_magic(part) and os.path.isdir(place or "."):
+                there = os.listdir(place or ".")
+                hidden = part[0] == "."
+                names = fnmatch.filter((n for n in there if hidden or n[0] != "."), part)
+                names = [part] if part in there else names
+            found |= {os.path.join(place, name) for name in names}
+    return set(filter(_exists, found))
+
+
+def _exists(path: str) -> bool:
+    """Return whether a name is there. Raises OSError where it may be."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return bool(os.lstat(path))
+    return False
+
+
+def _documents_below(key: str, folder: str, left: list[str], endings: str) -> list[str]:
+    """Return the files that a folder stands for, sorted. Raises ConfigError, and OSError."""
+    if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
+        of_source = key.endswith(".files")
+        hf = f"{key.removesuffix('files')}hf" if of_source else "data.sources.main.hf"
+        way = "data=corpus " * (not of_source) + typed(hf, folder)
+        raise refuse(key, folder, f"this folder was made by save_to_disk of datasets; use {way}")
+    splits, found, out = dict[str, str](), list[str](), list[str]()
+    for path in walk(key, folder, left):
+        name = os.path.basename(path)
+        if name[0] == ".":
+            out.append(path)
+        elif not os.path.isdir(path):
+            about = ABOUT.fullmatch(name) or not re.search(endings, name)
+            (out if about else found).append(path)
+    if not found:
+        others = f" but {first_of(sorted(out))}, which it does not stand for" if out else ""
+        raise refuse(key, folder, f"there are no files in this folder{others}")
+    for path in found:  # those whose names say nothing are for training
+        hit = SPLIT.search(path, len(folder))
+        splits.setdefault(str(hit.lastgroup) if hit else "train", path)
+    if len(splits) > 1:
+        there = ", ".join(f"{split} ({path})" for split, path in splits.items())
+        path = splits.get("train", found[0])
+        if (hit := SPLIT.search(path, len(folder))) is not None:
+            path = path[: hit.end()] + ("*/**" if "/" in path[hit.end() :] else "*")
+        text = f"its files are of several splits: {there}; a folder stands for one, so choose: "
+        every = typed(key, os.path.join(folder, "**"))
+        raise refuse(key, folder, f"{text}{typed(key, path)}, or all of them: {every}")
+    left += sorted(out)
+    return sorted(found, key=lambda path: path.split(os.sep))

@@ -1,0 +1,225 @@
+"""The files that a source names: against independent walks through links, folders and globs."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.data.matching import match_files
+from llmexp.settings.values import ConfigError
+from tests.conftest import TINY, llmexp
+
+pytestmark = pytest.mark.usefixtures("suggestions_are_read")
+
+PLAIN = ["a", "b", "c.txt", ".h", "dd"]
+ODD = ["d[d]", "e*", "?", "[!a]"]
+
+
+def trees(names: list[str]) -> st.SearchStrategy:
+    places = st.lists(st.sampled_from(names), min_size=1, max_size=3)
+    kinds = st.sampled_from(["file", "file", "folder", "link"])
+    return st.lists(st.tuples(places, kinds, places), min_size=1, max_size=12)
+
+
+def plant(root: Path, tree: list[tuple[list[str], str, list[str]]]) -> None:
+    """Make files, folders, and links to any place, or to none, where there is room."""
+    for number, (parts, kind, target) in enumerate(tree):
+        path = root.joinpath(*parts)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "link":
+                os.symlink(root.joinpath(*target), path)
+            elif kind == "folder":
+                path.mkdir()
+            elif not os.path.lexists(path):
+                path.write_text(str(number))
+        except (OSError, RuntimeError):
+            continue
+
+
+class Endless(Exception):
+    pass
+
+
+def below(folder: Path, *way: Path) -> set[str]:
+    """The real paths of what is no folder and not hidden below a folder. Raises Endless."""
+    found = set()
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            found.add(os.path.realpath(entry))
+            continue
+        real = entry.resolve()
+        if any(real in (one, *one.parents) for one in (*way, folder)):
+            raise Endless
+        found |= below(real, *way, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tree")
+
+
+@settings(max_examples=80)
+@given(tree=trees(PLAIN + ODD))
+def test_a_folder_stands_for_all_below_it_by_way_of_links_too(root: Path, tree) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+    plant(root, tree)
+    try:
+        wanted = below(root.resolve())
+    except Endless:
+        with pytest.raises(ConfigError, match=r"is a link to .* it has no end|cannot be read"):
+            match_files("data.train_files", str(root), [])
+        return
+    if not wanted or not all(map(os.path.exists, wanted)):
+        with pytest.raises(ConfigError, match=r"there are no files|cannot be read"):
+            match_files("data.train_files", str(root), [])
+        return
+    left: list[str] = []
+    found = match_files("data.train_files", str(root), left)
+    assert sorted(map(os.path.realpath, found)) == sorted(wanted)  # each once
+    # nothing that is left out goes unsaid: what is hidden, and other names of what is read
+    said = {one.partition(" (it is ")[0] for one in left}
+    for path in map(str, root.rglob("*")):
+        parts = Path(path).relative_to(root).parts
+        seen = [Path(root, *parts[:n]) for n in range(1, len(parts) + 1)]
+        assert os.path.isdir(path) or Path(path) in found or said & set(map(str, seen)), path
+
+
+@settings(max_examples=80)
+@given(
+    tree=trees(PLAIN),
+    pattern=st.lists(st.sampled_from([*PLAIN, "*", "**", "*.txt", "?", "[a-c]*"]), min_size=1,
+                     max_size=4),
+)  # fmt: skip
+def test_a_glob_is_the_files_that_the_systems_glob_finds(root: Path, tree, pattern) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+    plant(root, tree)
+    name = os.path.join(root, *pattern)
+    try:
+        below(root.resolve())
+    except Endless:
+        return  # the library's glob goes around until the system refuses
+    if os.path.isdir(name):
+        return
+    names = glob.glob(name, recursive=True)
+    wanted = {os.path.realpath(one) for one in names if not os.path.isdir(one)}
+    if not wanted or not all(map(os.path.exists, wanted)):
+        with pytest.raises(ConfigError, match=r"no file matches|is a folder|cannot be read"):
+            match_files("data.train_files", name, [])
+        return
+    found = match_files("data.train_files", name, [])
+    assert sorted(map(os.path.realpath, found)) == sorted(wanted)
+
+
+@settings(max_examples=80)
+@given(tree=trees(PLAIN + ODD))
+def test_a_name_that_exists_is_meant_as_it_stands(root: Path, tree) -> None:
+    """Also where only its folders exist and a glob follows."""
+    shutil.rmtree(root)
+    root.mkdir()
+    plant(root, tree)
+    for path in list(root.rglob("*")):
+        if path.is_file():
+            assert match_files("k", str(path), []) == [path]
+            here = {one for one in path.parent.iterdir() if not one.name.startswith(".")}
+            if here and all(one.is_file() for one in here) and not (path.parent / "*").exists():
+                found = match_files("k", f"{path.parent}/*", [])
+                assert {os.path.realpath(one) for one in found} == set(map(os.path.realpath, here))
+
+
+def test_what_a_folder_stands_for_at_the_command_line(tmp_path: Path) -> None:
+    """A snapshot of a repository of data, whose files are links to another disk, and one split."""
+    cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+    for number in range(8):
+        path = tmp_path / f"disk/{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"document {number}")
+    (tmp_path / "snap/data").mkdir(parents=True)
+    for number in range(3):
+        os.rename(tmp_path / f"disk/{number}.txt", tmp_path / f"snap/data/{number}.txt")
+    os.symlink(tmp_path / "disk", tmp_path / "snap/data/more")
+    os.symlink(tmp_path / "disk", tmp_path / "snap/data/once more")
+    for name in ("README.md", "LICENSE", ".gitattributes", "data/_SUCCESS"):
+        (tmp_path / "snap" / name).write_text("about the data")
+
+    def prepared(*overrides: str, code: int = 0) -> str:
+        ended = llmexp("prepare", *TINY, *overrides, cwd=tmp_path, **cache)
+        assert ended.code == code, ended.err
+        return ended.out + ended.err
+
+    for data in (
+        ["data=text", "data.train_files=snap"],
+        ["data=corpus", "data.sources.x.files=snap"],
+    ):
+        out = prepared(*data)
+        for name in ("README.md", "LICENSE", ".gitattributes", "data/_SUCCESS", "data/once more"):
+            assert f"snap/{name}" in out, out
+    assert "8 documents" in prepared("data=text", "data.train_files=snap")
+    assert "11 documents" in prepared("data=text", "data.train_files=[snap,'snap/*','snap/**']")
+
+    os.symlink(tmp_path / "snap", tmp_path / "disk/home")
+    for pattern in ("snap", "snap/**/*.txt"):
+        refused = prepared("data=text", f"data.train_files='{pattern}'", code=2)
+        assert "more/home is a link to" in refused
+    os.unlink(tmp_path / "disk/home")
+    os.rename(tmp_path / "snap/data/0.txt", tmp_path / "snap/data/test-0.txt")
+    refused = prepared("data=text", "data.train_files=snap", code=2)
+    assert "train (snap/data/1.txt)" in refused
+    assert "test (snap/data/test-0.txt)" in refused
+    assert "11 documents" in prepared("data=text", "data.train_files='snap/**'")
+
+
+SPLITS = {
+    "train-00000-of-00002.parquet": "train", "test.jsonl": "test", "data/validation-1.json": "val",
+    "dev/x.txt": "val", "wiki.test.tokens": "test", "c4-train.0001.json.gz": "train",
+    "EVAL/q.txt": "test", "en_valid.txt": "val", "latest.txt": "train",
+    "contest/medieval.txt": "train", "a.txt": "train",
+}  # fmt: skip
+
+
+@given(names=st.sets(st.sampled_from(sorted(SPLITS)), min_size=1, max_size=4))
+def test_a_folder_stands_for_one_split(root: Path, names: set[str]) -> None:
+    shutil.rmtree(root)
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("text")
+    if len({SPLITS[name] for name in names}) == 1:
+        assert {str(path.relative_to(root)) for path in match_files("k", str(root), [])} == names
+        return
+    with pytest.raises(ConfigError, match="several splits") as refused:
+        match_files("k", str(root), [])
+    ways = re.findall(r"""k='?([^'": ,]+)""", str(refused.value))[1:]
+    some, every = ({*match_files("k", way, [])} for way in ways)
+    (chosen,) = {SPLITS[str(path.relative_to(root))] for path in some}
+    assert chosen == "train" or "train" not in map(SPLITS.get, names)
+    assert {str(path.relative_to(root)) for path in every} == names
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b.txt").write_text("b")
+    listdir = os.listdir
+
+    def forbidden(path: str) -> list[str]:
+        if Path(path).name == "a":
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr("llmexp.data.matching.os.listdir", forbidden)
+    for pattern in (str(tmp_path), f"{tmp_path}/**", f"{tmp_path}/**/*.txt"):
+        with pytest.raises(ConfigError, match="/a cannot be read: Permission denied"):
+            match_files("k", pattern, [])
