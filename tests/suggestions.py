@@ -1,15 +1,21 @@
-"""The overrides that a message gives to paste, each run through Hydra's own parser."""
+"""The overrides and commands that a message gives to paste, each run through its own parser."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from llmexp.__main__ import COMMANDS, dispatch
+from llmexp.compose import command_line
 from llmexp.settings.config import Config
+from llmexp.settings.values import Parser
 
 PARSER = OverridesParser.create()
 CONF = Path(__file__).parents[1] / "conf"
@@ -28,6 +34,49 @@ def suggested(text: str) -> Iterator[str]:
         words.whitespace_split, words.commenters = True, ""
         word = str(words.get_token())
         yield word.rstrip(".;,:?") if word.count("(") else word.rstrip(".;,:?)")
+
+
+COMMAND = re.compile(rf"llmexp (?:{'|'.join(COMMANDS)}) .*")
+COMPOSING = ("train", "plan", "explain", "prepare", "tokenizer", "verify")  # with Hydra's flags
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Give the words after `llmexp` of each command in a message, as a shell passes them on.
+
+    A command goes on to the end of its line, or to a `;`, an `&&` or a word of prose; what the
+    user fills in, `...`, is left out."""
+    for found in COMMAND.finditer(text):
+        words = shlex.shlex(found[0].rstrip(".)"), posix=True, punctuation_chars=";&")
+        words.whitespace_split, words.commenters = True, ""
+        given = []
+        for word in list(words)[1:]:
+            if set(word) <= set(";&"):
+                break
+            given.append(word)
+        yield [word for word in given if word != "..."]
+
+
+class Read(Exception):
+    """A command line was read; the command does not start."""
+
+
+def read(words: list[str]) -> None:
+    """Read a command line as its command does, and start nothing; raises ConfigError."""
+    with mock.patch.dict(os.environ):
+        if words[0] in COMPOSING:
+            command_line.parse(words[0], words[1:])
+            return
+
+        def stop(self: Parser, arguments: list[str]) -> Any:
+            self.parse_known_intermixed_args(arguments)
+            raise Read
+
+        parsers = {"parse_args": stop, "parse_intermixed_args": stop}
+        try:
+            with mock.patch.multiple(Parser, **parsers):
+                dispatch(words)
+        except Read:
+            pass
 
 
 def check(text: str) -> None:

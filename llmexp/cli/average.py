@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     steps = ", ".join(f"{step:,}" for step in done.steps)
     kind = "ema" if done.weights == "ema" else "weights"
     print(f"{done.path}: mean of the {kind} of steps {steps}; {done.parameters:,} parameters")
-    print(f"use it: llmexp evaluate {shlex.quote(str(done.path))}")
+    print(f"use it: {rundir.command_on(done.path, 'evaluate', done.path)}")
     return 0
 
 

@@ -17,7 +17,7 @@ from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, pasteable, quoted, refuse, typed
+from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.system import child
 
 
@@ -51,9 +51,16 @@ def main(arguments: list[str]) -> int:
 
 
 def forking(path: Path, overrides: Sequence[str]) -> str:
-    """Return the command that forks a run with these overrides."""
-    words = [pasteable(o) for o in overrides if not key_of(o).startswith("fork.")]
-    return f"llmexp train {' '.join([typed('fork.run', path), *words])}{rundir.allowed_again()}"
+    """Return the command that forks RUN[@STEP] with these overrides.
+
+    A fork of the last step has a longer budget: that of its parent counts the parent's steps."""
+    words: list[object] = [o for o in overrides if not key_of(o).startswith("fork.")]
+    run, step = named_checkpoint(str(path))
+    steps = rundir.read_run(run).get("max_steps") or 0
+    at_end = steps and steps == (step or rundir.newest_step(run))
+    if at_end and not {key_of(o) for o in overrides}.intersection(BUDGETS):
+        words.append(("train.max_steps", 2 * steps))
+    return rundir.command_on(run, "train", ("fork.run", path), *words)
 
 
 def resume_run(path: Path, overrides: Sequence[str]) -> int:
@@ -80,7 +87,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         refuse_past(config.train.profile_start, path, given)
         config = with_knobs(config, checkpoint={"resume": "must"})
         request = {"config": plain(config), "folder": str(path), "fixed": True}
-        request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
+        request |= {key: recorded.get(key) for key in rundir.RECORDED}
         if "schedule.warmup_steps" not in given:
             request["note"] = note_of(before, config)
         return waiting.run(request)[0]

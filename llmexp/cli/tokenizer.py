@@ -9,7 +9,8 @@ from typing import Any
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
 from llmexp.runs.rundir import check_new
-from llmexp.settings.values import ConfigError, typed
+from llmexp.settings.commands import command
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import write_whole
 
 _USAGE = """\
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
     )
     if found.n_vocab < args.vocab_size:
         print(f"fewer than {args.vocab_size:,}: the text has no more pairs to merge")
-    print(f"use it: llmexp train tokenizer=file {typed('tokenizer.path', found.path)} ...")
+    print(f"use it: {command('train', 'tokenizer=file', ('tokenizer.path', found.path), '...')}")
     return 0
 
 

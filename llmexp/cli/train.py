@@ -20,6 +20,7 @@ from llmexp.compose.app import (
     run_folder,
     typed_config,
     visible,
+    where_options_are,
 )  # fmt: skip
 from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
@@ -100,6 +101,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
             "folder": str(wanted),
             "fixed": fixed,
             "overrides": visible(args.overrides),
+            "place": where_options_are(args),
             "queue": args.queue,
         }
         assert worker is not None

@@ -6,7 +6,7 @@ Find the budget that would make them comparable. Plain figures in, plain text ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -63,10 +63,10 @@ def common(points: Sequence[Spent]) -> int:
     return smallest // whole * whole if smallest % whole <= smallest / 10 else smallest
 
 
-def warning(points: Sequence[Spent], command: str) -> list[str]:
+def warning(points: Sequence[Spent], again: Callable[..., str]) -> list[str]:
     """Return the lines that say that budgets are unequal; none where they are equal.
 
-    `command` makes the sweep, without its budget.
+    `again` gives the command of the sweep with another budget.
     """
     unlike = _unlike_evaluations(points)
     if equal(point.tokens for point in points):
@@ -89,7 +89,7 @@ def warning(points: Sequence[Spent], command: str) -> list[str]:
         f"warning: these points train on unequal numbers of tokens ({first_of(causes, 6)}).",
         "Their final losses do not compare, and where tokens are equal their schedules are not.",
         "To compare them at equal tokens:",
-        f"  {command} train.max_tokens={common(points)}",
+        f"  {again(('train.max_tokens', common(points)))}",
         *unlike,
     ]
 

@@ -24,6 +24,7 @@ from llmexp.compare.screened import screen_of
 from llmexp.compare.target import UNITS, target_figures, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
+from llmexp.settings.commands import command
 from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import as_dict, rounded
 
@@ -60,9 +61,9 @@ def compare(
     return with_words(f)
 
 
-def no_runs_found(found: Result, command: str = "compare") -> str:
+def no_runs_found(found: Result, name: str = "compare") -> str:
     """Return that no run was found, and what was in the way."""
-    text = f"there is no run to show; for example llmexp {command} outputs/default"
+    text = f"there is no run to show; for example {command(name, 'outputs/default')}"
     return "\n".join((*found.problems, text))
 
 

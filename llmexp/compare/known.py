@@ -13,13 +13,13 @@ from typing import Any
 from llmexp.compare.records import TWIN, Record, Result, Setting
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
-from llmexp.runs.rundir import allowed_again
-from llmexp.settings.knobs import SEED
+from llmexp.settings.commands import command_words, own_parts
+from llmexp.settings.knobs import NOT_SWEPT, SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import duration, number
 
-_PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.")
+_PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Step:
         """Return the command, ready to paste; empty where there is none."""
         if not self.words:
             return ""
-        return f"llmexp {' '.join(map(pasteable, self.words))}{allowed_again()}"
+        return " ".join(["llmexp", *map(pasteable, self.words)])
 
     @property
     def data(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Known:
         swept = {key for r in self.runs if self.sweep for key in r.swept}  # also of a part of it
         varied = (k for k in keys if k in swept or len({given.get(k) for given in of}) > 1)
         apart = (SEED, TWIN) if self.sweep else (SEED, TWIN, *BUDGETS)
-        return [key for key in varied if key.lstrip("+") not in apart]
+        return [k for k in varied if (key := k.lstrip("+")) not in apart and not is_record(key)]
 
     @cached_property
     def settings(self) -> dict[Setting, dict[str, str]]:
@@ -143,24 +143,27 @@ class Known:
         return self.costed(rule, why, words, runs, each) if runs else None
 
     def costed(
-        self, rule: str, why: str, words: Sequence[str], runs: int, each: int | None = None
+        self, rule: str, why: str, words: Sequence[str], runs: int, each: float | None = None
     ) -> Step:
         """Return the step of a command that trains so many runs, on `each` tokens or their mean."""
-        tokens = runs * (self.tokens if each is None else each)
-        return Step(rule, why, tuple(words), runs, tokens, self.hours(tokens))
+        tokens = round(runs * (self.tokens if each is None else each))
+        name, *given = words
+        parts = dict.fromkeys(part for r in self.runs for part in own_parts(r.config))
+        whole = command_words(name, *given, parts=parts)
+        return Step(rule, why, whole, runs, tokens, self.hours(tokens))
 
     def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the overrides that all runs share, less those that are changed."""
         first = self.overrides[self.runs[0].path]
         same = [k for k in first if all(o.get(k) == first[k] for o in self.overrides.values())]
         tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
-        gone = {*changed, *(BUDGETS if "train.max_tokens" in changed else ())}
+        gone = {*changed, *NOT_SWEPT, *(BUDGETS if "train.max_tokens" in changed else ())}
         words = [f"{k}={first[k]}" for k in same if k not in gone]
         return self.place() + words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
 
     def place(self) -> list[str]:
-        """Return the words of the sweep's command that say where its options and its points are."""
-        given = self.sweep.arguments if self.sweep else []
+        """Return the words of the command that say where its options and its points are."""
+        given = self.sweep.arguments if self.sweep else self.runs[0].facts.get("place") or ()
         pairs = zip(["", *given], given, strict=False)
         return [w for before, w in pairs if w.lstrip("+").startswith(_PLACE) or before in _PLACE]
 

@@ -50,6 +50,8 @@ def rest(k: Known) -> Step | None:
     records = {r.path.resolve(): r for r in k.runs}
     if going := [r for r in k.runs if r.state == "running"]:
         return Step("wait", f"{plural(len(going), 'run')} did not come to the end yet.")
+    if any(ledger.is_running(r.sweep) for r in k.runs if r.sweep):
+        return Step("wait", "the sweep is still running.")
     unchosen, more = 0, ""
     if k.sweep:
         points, where = k.sweep.points, k.sweep.path
@@ -70,7 +72,8 @@ def rest(k: Known) -> Step | None:
     why = f"{plural(len(left), 'run')} did not come to the end.{more}"
     if unchosen:
         why = "the search was stopped before its end."
-    return Step("rest", why, ("resume", str(where)), len(left) + unchosen, tokens, k.hours(tokens))
+    runs = len(left) + unchosen
+    return k.costed("rest", why, ("resume", str(where)), runs, tokens / runs)
 
 
 def _left(r: Record) -> float:

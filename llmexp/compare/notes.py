@@ -15,6 +15,7 @@ from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
 from llmexp.compare.target import UNITS, reached
 from llmexp.run.budget import sized_by
+from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
@@ -233,7 +234,8 @@ def _planned(f: Result) -> Iterator[str]:
     left = {r.sweep: r.left for r in f.runs if r.sweep and r.left}
     for sweep, count in left.items():
         are = "is" if count == 1 else "are"
-        yield f"{plural(count, 'run')} of the sweep {are} left to train: {how_to_resume(sweep)}"
+        way = "it is running" if is_running(sweep) else how_to_resume(sweep)
+        yield f"{plural(count, 'run')} of the sweep {are} left to train: {way}"
     if f.mixed:
         yield "The tokenizers differ, so losses per token do not compare; bits per byte do."
 

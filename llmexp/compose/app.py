@@ -199,6 +199,12 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
     return Path(str(value))
 
 
+def where_options_are(args: Any) -> list[str]:
+    """Return the words of a parsed command line that say where options of groups are."""
+    given = ["--config-dir", args.config_dir] if args.config_dir else []
+    return [*given, *(o for o in args.overrides if key_of(o) == "hydra.searchpath")]
+
+
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
     """Return whether the user chose the folder by an override of `key`."""
     return any(key_of(o) == key and "=" in o for o in overrides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -140,10 +139,10 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
     Raises ConfigError for a fork of what is no run."""
     texts = [as_text(override) for override in overrides]
-    return [_opened(override, texts) for override in texts]
+    return [opened(override, texts) for override in texts]
 
 
-def _opened(override: str, beside: Sequence[str]) -> str:
+def opened(override: str, beside: Sequence[str]) -> str:
     """Return an override that Hydra takes: that of a section that may be empty may add it.
 
     So may one of an argument of a library's optimizer, which the overrides `beside` it choose, or
@@ -200,8 +199,6 @@ def recordable(arguments: Sequence[str]) -> list[str]:
     return rest
 
 
-def kept_back(arguments: Sequence[str]) -> str:
-    """Return the other arguments, to be typed again."""
-    allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
-    words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
-    return "".join(f" {shlex.quote(word)}" for word in words)
+def kept_back(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments besides --allow that are to be typed again."""
+    return [argument for argument in arguments if argument.lstrip("+").startswith(KEPT_BACK)]

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed, written
-from llmexp.runs import rundir
+from llmexp.settings.commands import command
 from llmexp.settings.convert import MOVED
 from llmexp.settings.values import (
     ConfigError,
@@ -173,9 +173,8 @@ def own_options(key: str, given: Sequence[str], point: Sequence[str] = ()) -> st
     if "sweep.screen" in asked and len(chosen) != 2:  # a screen takes two values of each key
         return ""
     kept = [o for o in given if key_of(o) not in (section, "hydra.mode", *apart)]
-    words = ["--config-dir", folder, f"{section}={','.join(chosen)}", *kept]
-    command = f"llmexp {loader().command} -m {' '.join(map(pasteable, words))}"
-    return f"{BESIDE}{' && '.join([*steps, command])}{rundir.allowed_again()}"
+    words = ["-m", "--config-dir", folder, f"{section}={','.join(chosen)}", *kept]
+    return f"{BESIDE}{' && '.join([*steps, command(*loader().command.split(), *words)])}"
 
 
 def _takes(chosen: str, key: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
 from llmexp.data.files import sha256_of
 from llmexp.data.matching import match_files, named_once, patterns_of
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import ConfigError, refuse
 
 _T = TypeVar("_T")
@@ -36,13 +37,13 @@ ASKED_AT_ONCE = 16  # files asked about at once
 _MARK = re.compile(r"etag|md5|crc|digest|generation|mtime|modified|created|\bino\b", re.IGNORECASE)
 
 
-def need_package(package: str, key: str, what: str, extra: str = "data") -> Any:
+def need_package(package: str, key: str, what: str) -> Any:
     """Import an optional package. Raise ConfigError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError:
         why = f"{what} needs the package {package}, which is not installed"
-        raise ConfigError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
+        raise ConfigError(f"{key}: {why}; {how_to_install(package)}") from None
 
 
 class Unreachable(ConfigError):

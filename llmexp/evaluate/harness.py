@@ -27,9 +27,9 @@ def evaluate_by_harness(
     files in `folder` describe. Raises ConfigError.
     """
     shown = f"--lm-eval {','.join(names)}"
-    harness = need_package("lm_eval", shown, "this", "eval")
-    manager = need_package("lm_eval.tasks", shown, "this", "eval").TaskManager
-    need_package("accelerate", shown, "lm-eval", "eval")
+    harness = need_package("lm_eval", shown, "this")
+    manager = need_package("lm_eval.tasks", shown, "this").TaskManager
+    need_package("accelerate", shown, "lm-eval")
     config = rundir.built_config(checkpoint[0])
     device = "cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu"
     with tempfile.TemporaryDirectory(prefix="llmexp-") as where:

@@ -16,7 +16,8 @@ from llmexp.checkpoint.loading import Loaded, read_tensor
 from llmexp.checkpoint.pieces import Piece
 from llmexp.exchange.sizes import FREE
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, flatten, typed
+from llmexp.settings.commands import command
+from llmexp.settings.values import ConfigError, flatten
 from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
 from llmexp.system.text import first_of
 
@@ -128,7 +129,7 @@ def refuse_average(folder: Path) -> None:
     if (folder / RECORD).exists():
         raise ConfigError(
             f"{folder}: is an average of checkpoints, from which no run goes on; begin one with "
-            f"its weights: llmexp train ... {typed('model.init_from', folder)}"
+            f"its weights: {command('train', '...', ('model.init_from', folder))}"
         )
 
 

@@ -12,10 +12,11 @@ from safetensors import safe_open
 from llmexp.data.tokenizers import PROBE, Tokenizer
 from llmexp.exchange.tokenizer import doubts
 from llmexp.models.hf import transformers
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import first_of, one_line
 
-_MISSING = "not checked: the package transformers is not installed (pip install 'llmexp[hf]')"
+_MISSING = f"not checked: the package transformers is missing ({how_to_install('transformers')})"
 # Digits, letters with marks of their own, spaces, line ends, code.
 TEXTS = (
     PROBE,

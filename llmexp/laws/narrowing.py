@@ -85,8 +85,8 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
         words[one] = f"{one.given} to about ±{width:.2g} for {flops_text(flops)} FLOPs"
     why += f" (its interval is ±{half:.2g}): {'; '.join([words.pop(best), *words.values()])}."
     words_of_step = ("resume", str(known.sweep.path), best.given)
-    tokens = round(best.runs * float(np.exp(best.tokens).mean()))
-    return Step("rung", why, words_of_step, best.runs, tokens, known.hours(tokens))
+    each = float(np.exp(best.tokens).mean())
+    return known.costed("rung", why, words_of_step, best.runs, each)
 
 
 def _values(c: Result, key: str) -> list[float]:

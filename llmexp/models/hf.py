@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from llmexp.models.common import all_finite, check_length
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import ConfigError, knob, refuse
 from llmexp.system.fileio import read_object
 from llmexp.system.text import first_of
@@ -94,7 +95,7 @@ def _config(path: str | None) -> tuple[Any, Any]:
     except ImportError:
         raise ConfigError(
             "model=hf needs the package transformers, which is not installed; "
-            "pip install 'llmexp[hf]'",
+            f"{how_to_install('transformers')}",
             "model",
         ) from None
     described = _object(Path(path) / "config.json", wrong)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.program.folder import Run, load, named, words_of
+from llmexp.settings.commands import command
 from llmexp.settings.values import ConfigError, refusal
 from llmexp.system.child import DONE, PREEMPTED, REFUSED
 
@@ -81,8 +82,10 @@ def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
         found = json.loads(text)
         if isinstance(found, dict) and "runs" in found:
             return dict(found)
-    flags = " ".join(word for word in words if word.startswith("-"))
-    raise ConfigError(f"{flags}: trains no run; it is for the command line: llmexp train {flags}")
+    flags = [word for word in words if word.startswith("-")]
+    raise ConfigError(
+        f"{' '.join(flags)}: trains no run; it is for the command line: {command('train', *flags)}"
+    )
 
 
 def relay(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> None:

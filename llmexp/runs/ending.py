@@ -19,7 +19,7 @@ from typing import Any
 
 from llmexp.data.files import cut_files
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, typed
+from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
 from llmexp.system.fileio import read_json
@@ -176,14 +176,12 @@ def what_is_left(path: Path, error: str) -> str:
     step = rundir.newest_step(path)
     intact = "no checkpoint yet" if step is None else f"the last checkpoint is step_{step:08d}"
     if COMES_AGAIN in error:
-        rate = ""
+        rate: list[str] = []
         with contextlib.suppress(ConfigError, KeyError, TypeError):
-            rate = f"optimizer.lr={rundir.read_config(path)['optimizer']['lr'] / 10:g}"
+            rate = [f"optimizer.lr={rundir.read_config(path)['optimizer']['lr'] / 10:g}"]
         if step is None:
-            return f"{intact}; start again with other settings" + (
-                f", such as {rate}" if rate else ""
-            )
-        fork = f"llmexp train {typed('fork.run', path)} {rate}".rstrip() + rundir.allowed_again()
+            return ", such as ".join([f"{intact}; start again with other settings", *rate])
+        fork = rundir.command_on(path, "train", ("fork.run", path), *rate)
         return f"{intact}; if its weights are still good, from there with other settings: {fork}"
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):

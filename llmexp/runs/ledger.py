@@ -26,7 +26,7 @@ from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.convert import convert_section
 from llmexp.settings.knobs import deciding_result, is_seed
-from llmexp.settings.values import ConfigError, flatten, refuse, typed
+from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.text import number, one_line
@@ -34,7 +34,7 @@ from llmexp.system.text import number, one_line
 _T = TypeVar("_T")
 FORMAT = 1
 _TWIN = "train.twin="  # begins the override that makes a point a twin
-LEDGER = "sweep.json"  # in a sweep's folder
+LEDGER, LOCK = "sweep.json", ".lock-sweep"  # in a sweep's folder
 _CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
@@ -44,8 +44,8 @@ NOT_KEPT = ("path", "since", "points", "looks")
 
 def anew(path: Path) -> str:
     """Return how a ledger that is lost is written again."""
-    command = f"llmexp train -m ... {typed('sweep.resume', path)}"
-    return f"the command of the sweep writes it anew from its runs: {command}"
+    again = rundir.command_on(path, "train", "-m", "...", ("sweep.resume", path))
+    return f"the command of the sweep writes it anew from its runs: {again}"
 
 
 @dataclass
@@ -225,6 +225,11 @@ def config_identity(config: Mapping[str, Any]) -> str:
     """Return a hash, in hex digits, of what can change results in a plain config."""
     text = json.dumps(deciding_result(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def is_running(path: Path) -> bool:
+    """Return whether a process runs the sweep: points that wait then are its own affair."""
+    return rundir.is_locked(path, LOCK)
 
 
 def is_sweep(path: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
+from llmexp.settings.commands import command, own_parts
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, renamed
 from llmexp.settings.values import ConfigError
@@ -33,6 +34,7 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "train.log",
     "checkpoints",
 )
+RECORDED = ("overrides", "label", "group", "swept", "place")  # of a request, in run.json
 LAYERS, SPIKES = "layers.jsonl", "spikes"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 # what a replay has found; the variable that asks its worker for it
@@ -290,15 +292,20 @@ def newest_step(path: Path) -> int | None:
     return max(saved_steps(path), default=None)
 
 
-def how_to_resume(path: Path) -> str:
-    """Return the command that goes on with the run, for the clipboard."""
-    return f"llmexp resume {shlex.quote(str(path))}{allowed_again()}"
+def command_on(path: Path, name: str, *given: object) -> str:
+    """Return a command that opens a run or a sweep, to paste; without more, with its folder alone.
+
+    It allows the parts of the user's that the run, or the first run of the sweep, has."""
+    parts: list[str] = []
+    with contextlib.suppress(ConfigError, OSError):
+        runs = [path] if is_run(path) else filter(is_run, sorted(path.iterdir(), key=by_number))
+        parts = own_parts(next((read_config(run) for run in runs), {}))
+    return command(name, *(given or (path,)), parts=parts)
 
 
-def allowed_again() -> str:
-    """Return ` --allow PACKAGES` for a command to be pasted, where this process allows some."""
-    allowed = os.environ.get("LLMEXP_ALLOW")
-    return f" --allow {shlex.quote(allowed)}" if allowed else ""
+def how_to_resume(path: Path, *given: object) -> str:
+    """Return the command that goes on with a run or a sweep, with further words."""
+    return command_on(path, "resume", path, *given)
 
 
 def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:

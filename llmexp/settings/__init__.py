@@ -14,4 +14,5 @@ targets    `_target_`: from a dotted name to a function, of allowed packages onl
 tracking   wandb's variables in the section `tracker`
 knobs      what of a config decides its result and what its work; what a resume may change
 labels     short names of swept values: `accum=1 clip=0.5`
+commands   commands to paste, and what installs a missing package
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,19 +74,6 @@ def unquoted(text: str) -> str:
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return re.sub(r"\\(.)", r"\1", text)  # Hydra's escapes, as of a space
-
-
-def as_name(text: str) -> str:
-    """Return a text as part of a file's name that needs no quotes, in at most 120 bytes.
-
-    Letters and digits of all scripts stay, with ._+- between them; the rest becomes _.
-    """
-    kept = [
-        c if c in "._+-" or unicodedata.category(c)[0] in "LMN" else " "
-        for c in unicodedata.normalize("NFC", text)
-    ]
-    name = re.sub(" +", "_", "".join(kept)).encode()[:120]
-    return name.decode(errors="ignore").strip("._-")
 
 
 def short_label(values: Mapping[str, Any]) -> str:

@@ -36,8 +36,6 @@ from llmexp.system.text import aligned, columns, one_line
 from llmexp.tracker.answer import deliver
 from llmexp.tracker.sync import upload_command
 
-LOCK = ".lock-sweep"
-
 
 def run_batch(current: Current, points: list[Point], refused: list[LedgerEntry]) -> list[Point]:
     """Check all points, then run those that are not finished; return them as the ledger has them.
@@ -155,7 +153,7 @@ def open_ledger(current: Current) -> Ledger:
         raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
     if not resumed:  # two of one second get two folders
         path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
-    current.stack.enter_context(rundir.locked(path, LOCK, "running the sweep in"))
+    current.stack.enter_context(rundir.locked(path, ledgers.LOCK, "running the sweep in"))
     arguments, name = recordable(current.arguments), str(current.cfg.name)
     if not ledgers.is_sweep(path) and resumed:
         ledger = ledgers.rebuilt(path, name, current.launcher, arguments)

@@ -7,7 +7,6 @@ code
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
         else:
             search.run_search(current, overrides)
     path = current.ledger.path
-    again = f"to go on: llmexp resume {shlex.quote(str(path))}{kept_back(arguments)}"
+    again = f"to go on: {rundir.how_to_resume(path, *kept_back(arguments))}"
     if current.ledger.state == "finished":
         return 0, path
     if current.stopped:

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import os
+import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.labels import as_name, unquoted
+from llmexp.settings.labels import unquoted
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.composer import Composer
@@ -144,6 +146,19 @@ def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     given = [o.partition("=") for o in overrides]
     values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
     return as_name("+".join(f"{name}_{unquoted(value)}" for name, value in values)) or "point"
+
+
+def as_name(text: str) -> str:
+    """Return a text as part of a file's name that needs no quotes, in at most 120 bytes.
+
+    Letters and digits of all scripts stay, with ._+- between them; the rest becomes _.
+    """
+    kept = [
+        c if c in "._+-" or unicodedata.category(c)[0] in "LMN" else " "
+        for c in unicodedata.normalize("NFC", text)
+    ]
+    name = re.sub(" +", "_", "".join(kept)).encode()[:120]
+    return name.decode(errors="ignore").strip("._-")
 
 
 def load_points(

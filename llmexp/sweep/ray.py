@@ -18,6 +18,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import AUTO, ConfigError, knob, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, record_left
@@ -54,7 +55,7 @@ def check(knobs: Knobs) -> None:
 def need(asked: str) -> None:
     """Raise ConfigError, naming what asked for it, where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{asked}: the package ray is not installed; pip install 'llmexp[ray]'")
+        raise ConfigError(f"{asked}: the package ray is not installed; {how_to_install('ray')}")
 
 
 def train_task(path: str, environment: dict[str, str]) -> int:

@@ -19,6 +19,7 @@ from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.knobs import SEED, fresh_seeds, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
@@ -126,7 +127,7 @@ def distribution(o: Override) -> Any:
     try:
         from optuna import distributions
     except ImportError:
-        text = "a search needs the package optuna; pip install 'llmexp[optuna]'"
+        text = f"a search needs the package optuna; {how_to_install('optuna')}"
         raise ConfigError(f"sweep.search.trials: {text}") from None
     sweep: Any = o.value()
     if not hasattr(sweep, "tags"):  # a glob

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 from llmexp.compare import budgets
+from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
+from llmexp.settings.commands import command
 from llmexp.settings.labels import parse_value, short_keys, short_label, short_value
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.section import Sweep
@@ -240,7 +242,7 @@ def warn_of_budgets(spent: Sequence[budgets.Spent], knobs: Sweep, arguments: Seq
     if knobs.report == "throughput":  # no losses are of interest there
         return
     # the same with another budget, into a folder of its own
-    replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
-    kept = shlex.join([a for a in arguments if not a.startswith(replaced)])
-    for line in budgets.warning(spent, f"llmexp train {kept}"):
+    replaced = (*BUDGETS, "hydra.sweep.dir", "sweep.resume", "--measure", "--json")
+    kept = [a for a in arguments if key_of(a) not in replaced and not a.startswith("plan.")]
+    for line in budgets.warning(spent, partial(command, "train", *kept)):
         print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)

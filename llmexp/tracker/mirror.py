@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from llmexp.runs import rundir
 from llmexp.runs.layers import by_layer
 from llmexp.runs.rows import LINEAGE
 from llmexp.settings import config
+from llmexp.settings.commands import command
 from llmexp.system.fileio import read_json
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields, given_run_id, run_fields
@@ -159,8 +159,8 @@ class Mirror:
         """Report what happened, once: the reader needs the first cause, not its echoes."""
         if not self._failed:
             self._failed = True
-            again = f"llmexp sync {shlex.quote(str(self._run_dir))}"
-            again += "" if self._kind == "wandb" else f" --to {self._kind}"
+            there = () if self._kind == "wandb" else ("--to", self._kind)
+            again = command("sync", self._run_dir, *there)
             with contextlib.suppress(Exception):
                 rest = f"metrics.jsonl has every row, to upload them: {again}"
                 self._say(f"{self._kind}: {text}; {rest}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import ConfigError, flatten, hint
 from llmexp.system.child import DONE, PREEMPTED
 from llmexp.tracker.fields import Fields
@@ -206,5 +207,5 @@ def check_stores(kinds: Sequence[str], key: str = "tracker.also") -> None:
         if importlib.util.find_spec(kind) is None:
             raise ConfigError(
                 f"{key}={kind}: the package {kind} is not installed; to install it: "
-                f"pip install 'llmexp[{kind}]'"
+                f"{how_to_install(kind)}"
             )

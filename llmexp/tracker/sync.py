@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from llmexp.runs import ledger, rundir
 from llmexp.runs.find import runs_meant, runs_under
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
+from llmexp.settings.commands import command
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system.redact import clean
@@ -121,7 +121,7 @@ def upload_command(path: Path) -> str | None:
     """Return the command that uploads a run or a sweep; None where nothing is left to upload."""
     if not any(upload_is_pending(folder) for folder in [path, *runs_under(path)]):
         return None
-    return f"llmexp sync {shlex.quote(str(path))}"
+    return command("sync", path)
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmexp.runs.find import runs_under
 from llmexp.runs.folder import RunFolder
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.knobs import is_seed
 from llmexp.tracker.fields import Fields, read_position, run_fields, write_position
 from llmexp.tracker.wandb import JOB_TYPE, MARKS
@@ -16,7 +17,7 @@ from llmexp.tracker.wandb import JOB_TYPE, MARKS
 PANELS = ("val/loss", "train/loss", "grad_norm", "lr")
 MISSING = (
     "no saved workspace: the package wandb-workspaces is not installed; to install it: "
-    "pip install 'llmexp[workspaces]'"
+    f"{how_to_install('wandb_workspaces')}"
 )
 
 

@@ -10,7 +10,7 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.run import endless_stages
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.solving import rate_factor
 
@@ -60,8 +60,9 @@ def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     """Return the command of a fork that does what the refused extension would have done.
 
     `step` is that of the last checkpoint up to which both are the same; None where none is kept."""
-    fork = f"llmexp train {typed('fork.run', path)}"
+    at = () if step is None else (("fork.step", step),)
+    fork = rundir.command_on(path, "train", ("fork.run", path), *at, (key, value))
     if step is None:
         text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"
-        return f"{text} on at the rate of the longer schedule: {fork} {key}={value}"
-    return f"fork it: {fork} fork.step={step} {key}={value}"
+        return f"{text} on at the rate of the longer schedule: {fork}"
+    return f"fork it: {fork}"

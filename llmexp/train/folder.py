@@ -23,15 +23,13 @@ from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
-from llmexp.settings.values import ConfigError, flatten, typed
+from llmexp.settings.values import ConfigError, flatten
 from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio, hardware
 from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed
 from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
-
-RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
 def is_finished(path: Path, max_steps: int | None = None) -> bool:
@@ -132,7 +130,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         raise ConfigError(
             f"{loaded.path if loaded else path}: is another run; differing keys, which change "
             f"results and so are fixed: {shown}; for a new run with other values that goes on from "
-            f"here: llmexp train {typed('fork.run', path)} ..."
+            f"here: {rundir.command_on(path, 'train', ('fork.run', path), '...')}"
         )
     if keys and loaded is not None:  # else nothing is trained yet
         extending.check_extension(path, old, parts, loaded)
@@ -201,7 +199,7 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
     if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
         del derived["micro_batch_size"], derived["gradient_accumulation_steps"]
     run = derived | {
-        **{key: request.get(key) for key in RECORDED},
+        **{key: request.get(key) for key in rundir.RECORDED},
         "environment": environment(parts),
         "data_fingerprint": parts.corpus.fingerprint,
         "data_files": parts.corpus.states(),

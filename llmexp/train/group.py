@@ -85,10 +85,10 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
             )
     except ValueError as error:
         asked = f"{layout.nnodes} x {layout.nproc_per_node}"
-        raise ConfigError(
-            f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or "
-            f"go on with other numbers: {rundir.how_to_resume(path)} parallelism.nproc_per_node=2"
-        ) from None
+        again = rundir.how_to_resume(path, "parallelism.nproc_per_node=2")
+        text = f"{error}; start as many, or go on with other numbers: {again}"
+        key = "parallelism.nnodes x parallelism.nproc_per_node"
+        raise ConfigError(f"{key}={asked}: {text}") from None
     if not joined.distributed:
         return joined
     for what, value in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
@@ -11,6 +10,7 @@ from llmexp.metrics.norms import clip_lines
 from llmexp.metrics.plot import plot_losses
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, Figures, walk_rows
+from llmexp.settings.commands import command
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
@@ -144,14 +144,13 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
                 to_copy.append(("picture", str(path / "loss.png")))
     except Exception as error:
         sections.append(("missing", f"the end of this report: {error!r}"))
-    quoted = shlex.quote(str(path))
     to_copy.append(("folder", str(path)))
     if upload_is_pending(path):
-        to_copy.append(("upload", f"llmexp sync {quoted}"))
-    look = f'llmexp sample {quoted} --prompt "The "{rundir.allowed_again()}'
+        to_copy.append(("upload", command("sync", path)))
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))
     elif loop.saved:
+        look = rundir.command_on(path, "sample", path, "--prompt", "The ")
         to_copy.append(("next", look))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2

@@ -89,7 +89,7 @@ def go_on(path: Path) -> int:
         parts = assemble(config, cached, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
-    request = {key: recorded.get(key) for key in folder.RECORDED}
+    request = {key: recorded.get(key) for key in rundir.RECORDED}
     return begin_run(path, parts, request, record_late=rundir.newest_step(path) is not None)
 
 
@@ -98,10 +98,9 @@ def begin_run(
 ) -> int:
     """Queue or train the run in the folder; return the exit code. Raises ConfigError."""
     if not os.access(path, os.W_OK | os.X_OK):
-        copied = (
-            f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run && llmexp resume /tmp/run"
-        )
-        way = f"copy it to one that can, and go on there: {copied}{rundir.allowed_again()}"
+        copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
+        again = rundir.command_on(path, "resume", "/tmp/run")
+        way = f"copy it to one that can, and go on there: {copy} && {again}"
         raise ConfigError(f"{path}: this folder cannot be written; {way}")
     if request.get("queue"):
         with rundir.locked(path):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.settings.commands import how_to_install
 from llmexp.settings.convert import check_range
 from llmexp.settings.parts import OptimizerKnobs, arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
@@ -39,7 +40,7 @@ NOT_OFFERED = {
     "torch.optim.Muon": "is for matrices alone, and a model has vectors; choose optimizer=muon, "
     "which gives them to AdamW",
 }
-INSTALL = "not installed: pip install 'llmexp[optimizers]'"
+INSTALL = f"not installed: {how_to_install('torchao')}"
 # Those that update each entry of a tensor by itself at any step, by their formulas.
 EACH_ENTRY = re.compile(
     r"torch\.optim\.(ASGD|Ada(delta|grad|m|max|mW)|NAdam|RAdam|RMSprop|SGD)"

@@ -50,7 +50,8 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     first = parent["step"] + 1
     if not first <= wanted.step <= last:
         text = f"{wanted.run}@{wanted.step}: the run took the steps {first} to {last}"
-        raise ConfigError(f"{text}; for example llmexp replay {wanted.run}@{last}")
+        again = rundir.command_on(wanted.run, "replay", Path(f"{wanted.run}@{last}"))
+        raise ConfigError(f"{text}; for example {again}")
     if wanted.start is not None and wanted.start not in [0, *saved]:
         there = ", ".join(map(str, saved)) or "none"
         raise ConfigError(

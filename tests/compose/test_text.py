@@ -24,11 +24,10 @@ from llmexp.compose.overrides import as_text, parsed
 from llmexp.forecast.section import PlanKnobs
 from llmexp.settings.config import Config, conf_dir
 from llmexp.settings.knobs import takes_text
-from llmexp.settings.labels import as_name
 from llmexp.settings.parts import arguments
 from llmexp.settings.targets import arguments_of
 from llmexp.settings.values import override_value
-from llmexp.sweep.points import point_label
+from llmexp.sweep.points import as_name, point_label
 from llmexp.sweep.section import Sweep
 from tests.conftest import TINY, llmexp
 from tests.tools import run_here

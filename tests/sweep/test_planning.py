@@ -16,6 +16,7 @@ from llmexp.compare import budgets
 from llmexp.compose import app
 from llmexp.runs import rundir
 from llmexp.settings.config import plain
+from llmexp.settings.values import typed
 from llmexp.sweep import check
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.local import Local
@@ -160,7 +161,7 @@ def test_the_common_budget_is_within_reach_of_all(points):
     total = budgets.common(spent)
     smallest = min(s.tokens for s in spent)
     assert 0.9 * smallest <= total <= smallest
-    lines = budgets.warning(spent, "train")
+    lines = budgets.warning(spent, lambda pair: f"train {typed(*pair)}")
     assert bool(lines) == (not budgets.equal(s.tokens for s in spent))
     if lines:
         assert lines[-1] == f"  train train.max_tokens={total}"

@@ -495,9 +495,9 @@ def test_resume_from_a_step_names_the_fork(trunk, tmp_path, monkeypatch, capsys)
     *_, command = capsys.readouterr().err.partition("from step 8 a fork does: llmexp ")
     assert shlex.split(command) == ["train", "fork.run=a trunk@8", "train.max_steps=20"]
     monkeypatch.setenv("LLMEXP_ALLOW", "json")
-    for words in ("a trunk@8", "a trunk"):
+    for words, more in (("a trunk@8", ""), ("a trunk", " train.max_steps=24")):  # its end
         assert run(["resume", words, "optimizer.lr=1"]) == 2
-        assert capsys.readouterr().err.endswith(" optimizer.lr=1 --allow json\n")
+        assert capsys.readouterr().err.endswith(f" optimizer.lr=1{more} --allow json\n")
     assert run(["resume", "a trunk@5"]) == 2
     said = capsys.readouterr().err
     assert "there is no checkpoint of step 5; there are those of 4, 8" in said

@@ -1,0 +1,239 @@
+"""What is printed to be pasted can be pasted: each command is run, or planned, as it stands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata as metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.__main__ import COMMANDS, run
+from llmexp.compare.comparing import compare
+from llmexp.compare.next_step import propose
+from llmexp.runs import ledger
+from llmexp.runs.rundir import locked
+from llmexp.settings.commands import EXTRAS, command, how_to_install, own_parts
+from tests.conftest import ROOT, TINY, llmexp
+from tests.suggestions import PARSER, commands, read
+from tests.tools import amend, run_here
+
+SOURCE = ROOT / "llmexp"
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=12)
+PACKAGES = st.lists(st.sampled_from(["mine", "mine.deep", "other", "third.a.b"]), max_size=3)
+
+
+@given(st.lists(WORDS.filter(lambda w: not w.startswith("--allow"))), WORDS, WORDS)
+def test_words_come_back_from_a_shell(words, path, value):
+    text = command("train", *words, Path(path), ("name", value))
+    name, *found = shlex.split(text)[1:]
+    assert (name, found[: len(words)]) == ("train", words)
+    assert Path(found[-2]) == Path(path)
+    assert not found[-2].startswith("-")
+    if "$" not in value:
+        assert PARSER.parse_override(found[-1]).value() == value
+
+
+@given(PACKAGES, PACKAGES, PACKAGES, st.sampled_from(COMMANDS))
+def test_what_is_allowed_stands_once_and_covers_each_part(typed, before, parts, name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMEXP_ALLOW", ",".join(before))
+        given = [word for package in typed for word in ("--allow", package)]
+        words = shlex.split(command(name, *given, parts=[f"{part}.f" for part in parts]))[2:]
+    if name in ("compare", "next", "fit", "runs", "sync") or not [*typed, *before, *parts]:
+        assert words == []
+        return
+    flag, packages = words
+    known = packages.split(",")
+    assert (flag, sorted(set(known))) == ("--allow", sorted(known))
+    for name in [*typed, *before, *parts]:
+        assert any(f"{name}.".startswith(f"{package}.") for package in known)
+
+
+def test_parts_of_ones_own_are_found_in_nested_and_flat_configs():
+    tree = {"model": {"_target_": "mine.M", "x": "a.b"}, "hooks": ["h.f", {"_target_": "g.k"}],
+            "optimizer": {"_target_": "llmexp.update.optim.adamw"}}  # fmt: skip
+    flat = {"model._target_": "mine.M", "hooks": tree["hooks"], "data.name": "x.y"}
+    assert own_parts(tree) == own_parts(flat) == ["mine.M", "h.f", "g.k"]
+
+
+def test_no_command_with_a_slot_is_made_by_hand():
+    """f"llmexp train {key}={value}" forgets quotes or --allow: `command` makes all of them."""
+    by_hand = re.compile(rf"llmexp ({'|'.join(COMMANDS)})\b[^;,`(]*\0")
+    for path in sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "__main__.py"}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
+                found = by_hand.search("".join(parts))
+                assert not found or "exit code" in found[0], f"{path}:{node.lineno}"
+
+
+def test_each_command_in_the_source_is_read():
+    """Those of one line without a word that the user has to fill in: FILE, N, PATH."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else ""
+            for line in str(text).splitlines():
+                line = line.rpartition("for example ")[2].partition(" says ")[0]
+                example = re.match(r"llmexp .*(=|outputs/)", line) and not re.search(
+                    r"\b[A-Z]{2,}\b|\bN\b|\.\.\.", line
+                )
+                found += [(path.name, words) for words in commands(line)] if example else []
+    assert len(found) > 8
+    for at, words in found:
+        assert words, at
+        read(words)
+
+
+def test_hints_of_missing_packages_name_an_extra_that_has_them():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    modules = {d: m for m, found in metadata.packages_distributions().items() for d in found}
+    for package, extra in EXTRAS.items():
+        seen, waiting = set[str](), list(extras[extra])
+        while waiting:  # what the extra needs, as far as it is installed here
+            name, of = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", waiting.pop()).groups()
+            if name in seen:
+                continue
+            seen.add(name)
+            try:
+                more = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                seen.add("")  # what it needs is not known here
+                continue
+            for line in more:
+                asked = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+                if not asked or asked[1] in (of or "").split(","):
+                    waiting.append(line)
+        names = {modules.get(d, d).replace("-", "_").lower() for d in seen}
+        names |= {d.replace("-", "_").removesuffix("_skinny").lower() for d in seen}
+        assert package in names or "" in seen, (package, extra)
+        assert how_to_install(f"{package}.x") == f"pip install 'llmexp[{extra}]'"
+    asked = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(getattr(node, "func", None), "id", "")
+            if called in ("need_package", "how_to_install") and isinstance(
+                node.args[0], ast.Constant
+            ):
+                asked.add(node.args[0].value.partition(".")[0])
+    assert asked <= EXTRAS.keys()
+    assert {"tokenizers", "sentencepiece"} <= asked
+
+
+PART = """
+from llmexp.models.gpt2 import GPT2
+class Mine(GPT2): pass
+def watch(event, context): return {}
+"""
+OWN = ["--config-dir", "my own", "--allow=ownpart", "model=mine", "hooks=[ownpart.watch]",
+       *[word for word in TINY if not word.startswith("model=")]]  # fmt: skip
+MORE = ["data=synthetic", "train.max_steps=4", "batch.micro_batch_size=2", "train.log_every=2"]
+FOLDER = "it's 1e3"  # with a quote and a space
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """A folder with runs and sweeps of a part of one's own, and all that was printed for them."""
+    home = tmp_path_factory.mktemp("commands")
+    (home / "ownpart.py").write_text(PART)
+    (home / "my own" / "model").mkdir(parents=True)
+    file = (ROOT / "conf/model/gpt_tiny.yaml").read_text()
+    base = re.sub(r"_target_: \S+", "_target_: ownpart.Mine", file)
+    (home / "my own" / "model" / "mine.yaml").write_text(base)
+    texts = {}
+
+    def told(name: str, *words: str) -> None:
+        result = llmexp(*words, cwd=home)
+        texts[name] = result.out + result.err
+
+    dirs = [f"hydra.run.dir={value}" for value in ("a", "b", '"it\'s 1e3"')]
+    told("end", "train", *OWN, *MORE, "optimizer.lr=1e-3", dirs[0])
+    told("other", "train", *OWN, *MORE, "optimizer.lr=3e-3", dirs[1], "train.log_every=1")
+    told("stop", "train", *OWN, *MORE, "train.stop_step=2", dirs[2])
+    told("again", "train", *OWN, *MORE, dirs[0])
+    told("finished", "resume", "a", "--allow", "ownpart", "batch.micro_batch_size=1")
+    told("another", "resume", FOLDER, "--allow", "ownpart", "model.dropout=0.5")
+    told("step", "resume", "a@4", "--allow", "ownpart")
+    told("longer", "resume", "a", "--allow", "ownpart", "train.max_steps=9")
+    told("replay", "replay", "a@99", "--allow", "ownpart")
+    told("sweep", "train", "-m", *OWN, *MORE, "optimizer.lr=1e-3,3e-3", "hydra.sweep.dir=-s 1")
+    shutil.copytree(home / "-s 1", home / "cut")
+    for run_folder in sorted((home / "cut").glob("1-*")):
+        amend(run_folder / "status.json", state="preempted")
+    told("kept", "train", "-m", *OWN, *MORE, "hydra.sweep.dir=cut", "optimizer.lr=1e-3,3e-3")
+    told("failed", "train", "-m", *OWN, *MORE, "optimizer.lr=1e-3,1e30", "hydra.sweep.dir=f")
+    told("budgets", "plan", "-m", *OWN, *MORE, "batch.micro_batch_size=2,4", "plan.device=cpu")
+    for name, paths in (("runs", ["a", "b"]), ("stopped", [FOLDER]), ("whole", ["./-s 1"]),
+                        ("left", ["cut"])):  # fmt: skip
+        told(f"next {name}", "next", *paths)
+        told(f"compare {name}", "compare", *paths)
+    os.environ.pop("LLMEXP_ALLOW", None)
+    return home, texts
+
+
+NAMES = ["end", "other", "stop", "again", "finished", "another", "step", "longer", "replay",
+         "failed", "budgets", "next runs", "next stopped", "next whole", "next left",
+         "compare left"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_printed_command_does_what_it_says(name, printed, monkeypatch, capfd):
+    home, texts = printed
+    monkeypatch.chdir(home)
+    given = list(commands(texts[name]))
+    assert given, texts[name]
+    for words in given:
+        assert words[-2:] == ["--allow", "ownpart"], words
+        read(words)
+        if words[0] == "train":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LLMEXP_ALLOW", "")
+                result = run_here(capfd, "plan", *words[1:])
+            assert result.code == 0, (words, result.err)
+        elif words[0] in ("resume", "sample", "replay"):
+            copy = home / "copy"
+            shutil.copytree(home / words[1].partition("@")[0], copy)
+            at = re.sub(r"^[^@]*", str(copy), words[1])
+            result = llmexp(words[0], at, *words[2:], cwd=home)
+            shutil.rmtree(copy)
+            assert result.code in (0, 75, 1 if name == "failed" else 0), (words, result.err)
+
+
+def test_next_leaves_out_what_a_sweep_refuses_and_what_tells_no_settings_apart(printed, capfd):
+    home, _ = printed
+    words = propose(compare([home / "a", home / "b"])).words
+    keys = [word.partition("=")[0] for word in words]
+    assert "train.stop_step" not in keys
+    assert not any(word.startswith("train.log_every=") and "," in word for word in words)
+    assert words[:4] == ("train", "-m", "--config-dir", "my own")
+    assert "model=mine" in words
+
+
+def test_a_sweep_that_runs_is_waited_for_and_a_stopped_one_is_gone_on_with(printed):
+    path = printed[0] / "cut"
+    assert propose(compare([path])).words[:2] == ("resume", str(path))
+    with locked(path, ledger.LOCK):
+        step = propose(compare([path]))
+        assert (step.rule, step.words) == ("wait", ())
+        assert not list(commands(" ".join(compare([path]).why)))
+    whole = printed[0] / "-s 1"
+    with locked(whole, ledger.LOCK):
+        assert propose(compare([whole])).rule == "wait"
+
+
+def test_next_as_json_has_the_words_of_its_command(printed, capfd, monkeypatch):
+    monkeypatch.chdir(printed[0])
+    for path in ("a", "cut"):
+        assert run(["next", path, "--json"]) == 0
+        step = json.loads(capfd.readouterr().out)
+        assert shlex.split(step["command"] or "llmexp")[1:] == step["words"]
