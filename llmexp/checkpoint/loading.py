@@ -10,8 +10,8 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
 Where tensors are sharded, every rank writes the pieces that it holds
 (model-00002-of-00004.safetensors). A piece is a box of a full tensor; the index tells the full
 shape, the box's offset and its place in the file, so a reader opens only files that hold something
-of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same:
-older checkpoints have no index. saving.py writes them.
+of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same.
+saving.py writes them.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
     room_for,
 )
-from llmexp.checkpoint.stored import copy_overlap, read_header, read_index_entry
+from llmexp.checkpoint.stored import copy_overlap, read_index_entry
 from llmexp.mesh.groups import Mesh, any_rank
 from llmexp.system.fileio import file_state, sha256
 from llmexp.update.faces import finish
@@ -191,23 +191,16 @@ def _pieces(
 ) -> dict[str, dict[str, list[StoredPiece]]]:
     """Return the pieces of each tensor of these kinds, from the index in the manifest.
 
-    Older checkpoints have none: there the header of each file is read. Raises ValueError where the
-    pieces do not make up the tensors."""
+    Raises ValueError where the pieces do not make up the tensors."""
     files, index = manifest["files"], manifest.get("index")
     found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in _KINDS}
     if not all(any(n.startswith(kind) for n in files) for kind in kinds if kind != "ema"):
         raise ValueError("the manifest names no file with tensors")
-    if index is None and "index_sha256" not in manifest:
-        for file in sorted(files):
-            if (kind := file.partition("-")[0].partition(".")[0]) in kinds:
-                for name, piece in read_header(path / file, manifest["step"]):
-                    found[kind].setdefault(name, []).append(piece)
-    elif hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
+    if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")
-    else:
-        for kind in kinds:
-            for name, entries in json.loads(str(index)).get(kind, {}).items():
-                found[kind][name] = [read_index_entry(path, entry, files) for entry in entries]
+    for kind in kinds:
+        for name, entries in json.loads(str(index)).get(kind, {}).items():
+            found[kind][name] = [read_index_entry(path, entry, files) for entry in entries]
     for pieces in found.values():
         for name, parts in pieces.items():
             full = parts[0].shape

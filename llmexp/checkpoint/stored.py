@@ -5,9 +5,8 @@ A file is read, not mapped: mapped pages would count as this process's memory.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +40,6 @@ def read_index_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> S
     held = bytes.fromhex(value[0]) if value else None
     boxes = tuple(shape), tuple(offset), tuple(size)
     return StoredPiece(folder / file, *boxes, DTYPES_BY_NAME[dtype], int(at), held)
-
-
-def read_header(file: Path, step: int) -> Iterator[tuple[str, StoredPiece]]:
-    """Yield the pieces in a file by name, from its header. Raises ValueError and the like."""
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"{file.name} is no safetensors file")
-        header = json.loads(opened.read(length))
-    metadata = header.pop("__metadata__")
-    if metadata["step"] != str(step):
-        raise ValueError(f"{file.name} is of step {metadata['step']}")
-    for name, at in json.loads(metadata["pieces"]).items():
-        size, dtype = tuple(header[name]["shape"]), DTYPES_BY_NAME[at["dtype"]]
-        begin, end = (8 + length + byte for byte in header[name]["data_offsets"])
-        if end - begin != math.prod(size) * dtype.itemsize or TYPES[dtype] != header[name]["dtype"]:
-            raise ValueError(f"the header of {file.name} does not describe {name}")
-        boxes = tuple(at["shape"]), tuple(at["offset"]), size
-        yield name, StoredPiece(file, *boxes, dtype, begin)
 
 
 def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:

@@ -270,29 +270,6 @@ def test_states(saved, data):
         load(saved)
 
 
-@given(data=st.data())
-@FEWER
-def test_headers_of_files_whose_checkpoint_has_no_index(saved, data):
-    """As in older versions: the headers of the files count."""
-    file, manifest = saved / "model.safetensors", saved / "manifest.json"
-    with put_back(file, manifest) as (whole, text):
-        size = int.from_bytes(whole[:8], "little")
-        header = json.loads(whole[8 : 8 + size])
-        pieces = json.loads(header["__metadata__"]["pieces"])
-        if data.draw(st.booleans()):
-            header["__metadata__"]["pieces"] = json.dumps(data.draw(mutated(pieces)))
-        else:
-            header = data.draw(mutated(header))
-        inner = json.dumps(header).encode()
-        changed = len(inner).to_bytes(8, "little") + inner + whole[8 + size :]
-        file.write_bytes(data.draw(st.one_of(st.just(changed), damaged(whole))))
-        tree = json.loads(text)
-        del tree["index"], tree["index_sha256"]
-        manifest.write_text(json.dumps(tree))
-        hashed_again(manifest, file)
-        load(saved)
-
-
 # Records.
 
 ROW = {
