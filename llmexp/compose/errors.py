@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed, written
 from llmexp.settings.commands import command
-from llmexp.settings.convert import MOVED
 from llmexp.settings.values import (
     ConfigError,
     closest,
@@ -116,8 +115,6 @@ def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
         return f"{key}: there is no such key yet; {way}"
-    if key in MOVED:
-        return f"{key}: has another name now; for example {MOVED[key]}"
     tree = known_tree(overrides)
     choices = tree["hydra"]["runtime"]["choices"]
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})

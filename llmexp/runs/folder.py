@@ -15,7 +15,6 @@ import yaml
 
 from llmexp.runs import ending, rundir
 from llmexp.runs.rows import read_rows
-from llmexp.settings.convert import today
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import clean, cleaned
@@ -69,7 +68,7 @@ class RunFolder:
                 inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
                 waiting += reversed(inner)
             else:
-                flat[name] = today(_leaf(value)) if name.endswith("_target_") else _leaf(value)
+                flat[name] = _leaf(value)
         text = "is deeper or longer than a config is; what could be read is shown"
         self.problems.append(f"{self.path / rundir.CONFIG}: {text}")
         return flat

@@ -21,7 +21,7 @@ import yaml
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.settings.commands import command, own_parts
 from llmexp.settings.config import Config
-from llmexp.settings.convert import build, renamed
+from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable, read_json, write_json
 from llmexp.system.text import as_dict, first_of
@@ -115,7 +115,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
-    return renamed(config)
+    return config
 
 
 def built_config(path: Path) -> Config:

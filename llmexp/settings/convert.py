@@ -36,60 +36,6 @@ _T = TypeVar("_T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of an open section; aliases make a short YAML file endless
 
 
-# Functions that had another name before: configs of older runs hold these.
-_RENAMED = {
-    "llmexp.optim.": "llmexp.update.optim.",
-    "llmexp.schedule.": "llmexp.update.schedule.",
-}
-_GONE = ("metrics.single_rank_rates",)  # keys that configs of older runs hold
-_OLD_RULE = ("lr_rule", "reference_batch")
-MOVED = {  # keys that users may still type: what to type today
-    "optimizer.lr_rule": "optimizer.rule=sqrt 'optimizer.reference={lr: 0.001, B: 4096}'",
-    "optimizer.reference_batch": "optimizer.reference.B=4096, tokens in place of sequences",
-}
-
-
-def renamed(tree: Any, prefix: str = "") -> Any:
-    """Return a saved config, nested or flat, with today's names and without keys that are gone."""
-    if not isinstance(tree, dict):
-        return tree
-    found = {
-        key: today(value) if str(key).endswith("_target_") else renamed(value, f"{prefix}{key}.")
-        for key, value in tree.items()
-        if f"{prefix}{key}" not in _GONE
-    }
-    return found if prefix else _with_rule(found)
-
-
-def _with_rule(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a saved config with optimizer.lr_rule and reference_batch in today's words.
-
-    The rate there is that of the reference batch, in sequences."""
-    optimizer, below = tree.get("optimizer"), "optimizer."
-    if isinstance(optimizer, dict):
-        length, below = (tree.get("batch") or {}).get("sequence_length"), ""
-    else:
-        optimizer, length = tree, tree.get("batch.sequence_length")
-    if f"{below}lr_rule" not in optimizer:
-        return tree
-    rest = {k: v for k, v in optimizer.items() if k.removeprefix(below) not in _OLD_RULE}
-    rule, sequences = (optimizer.get(f"{below}{name}") for name in _OLD_RULE)
-    rest |= {f"{below}rule": rule}
-    if rule != "none" and isinstance(sequences, int) and isinstance(length, int):
-        at = {"lr": optimizer.get(f"{below}lr"), "B": sequences * length}
-        keyed = {f"optimizer.reference.{k}": v for k, v in at.items()}
-        rest |= keyed if below else {"reference": at}
-    return rest if below else tree | {"optimizer": rest}
-
-
-def today(dotted: Any) -> Any:
-    """Return the name that a function of ours has today."""
-    for old, new in _RENAMED.items():
-        if isinstance(dotted, str) and dotted.startswith(old):
-            return new + dotted.removeprefix(old)
-    return dotted
-
-
 def build(mapping: Mapping[str, Any]) -> Config:
     """Return a `Config` from a plain mapping.
 

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.settings.convert import checked_knob, convert_value, today
+from llmexp.settings.convert import checked_knob, convert_value
 from llmexp.settings.parts import COMMON, declared
 from llmexp.settings.values import ConfigError, Knob, hint, nearest, nested, refuse
 from llmexp.settings.variables import fill
@@ -88,8 +88,6 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(
             key, dotted, "the dotted name of a function is needed", "llmexp.update.optim.adamw"
         )
-    if (new := today(dotted)) != dotted:
-        raise refuse(key, dotted, "this function has another name now", new)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "

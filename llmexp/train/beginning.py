@@ -23,7 +23,6 @@ from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import renamed
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
@@ -146,7 +145,7 @@ def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
 
     The settings that they depend on are not its parent's, or the parent's are not known.
     """
-    there, here = renamed(loaded.manifest.get("config") or {}), fixed_part(plain(config))
+    there, here = loaded.manifest.get("config") or {}, fixed_part(plain(config))
     known = [key for key in here if key.startswith("clip.") and key in there]
     if not known or any(here[key] != there[key] for key in known):
         yield from OF_CLIPPING

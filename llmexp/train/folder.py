@@ -20,7 +20,6 @@ from llmexp.runs import provenance, rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.config import plain
-from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
 from llmexp.settings.values import ConfigError, flatten
@@ -120,7 +119,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     loaded = loading.newest_whole(path / rundir.CHECKPOINTS, lambda text: None, kinds=())
     there, recorded = loaded.manifest if loaded else {}, rundir.read_run(path)
     known, here = there.get("config"), fixed_facts(parts)
-    old = renamed(known) if isinstance(known, dict) else fixed_part(rundir.read_config(path))
+    old = known if isinstance(known, dict) else fixed_part(rundir.read_config(path))
     keys = differing(old, here["config"])
     if fixed := [key for key in keys if key not in extending.EXTENDING_KEYS]:
         # of a section with another function that alone, as its knobs differ for that

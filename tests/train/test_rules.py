@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from llmexp.run.batch import solve_batch
 from llmexp.run.budget import TokenCost
 from llmexp.run.rules import solve_rule
 from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import build, renamed, with_knobs
+from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.knobs import deciding_result
-from llmexp.settings.rules import RULE_KEYS, SCALING_RULES, Reference
+from llmexp.settings.rules import SCALING_RULES, Reference
 from llmexp.settings.values import ConfigError, flatten
 from llmexp.train.assembly.assemble import assemble
 from tests import tools
@@ -247,20 +246,6 @@ def test_the_last_word_on_what_a_rule_sets_counts():
     assert sqrt.optimizer["reference"] == {"lr": 0.1, "B": 512}
 
 
-def as_it_was_written_before(folder: Path) -> None:
-    """A run of before optimizer.rule: its rate is that of its own batch, in sequences."""
-    old = {"lr_rule": "sqrt", "reference_batch": 8}
-    tree = yaml.safe_load((folder / "config.yaml").read_text())
-    kept = {k: v for k, v in tree["optimizer"].items() if f"optimizer.{k}" not in RULE_KEYS}
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree | {"optimizer": kept | old}))
-    for path in folder.glob("checkpoints/*/manifest.json"):
-        manifest = json.loads(path.read_text())
-        flat = {k: v for k, v in manifest["config"].items() if not k.startswith(RULE_KEYS)}
-        assert len(flat) < len(manifest["config"])
-        manifest["config"] = flat | {f"optimizer.{k}": v for k, v in old.items()}
-        path.write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "rule", "rate"),
     [("adamw", "sqrt", 0.02), ("muon", "linear", 0.04)],
@@ -287,13 +272,9 @@ def test_the_rate_of_a_run_is_that_of_its_batch(tmp_path, optimizer, rule, rate)
         stopped = [*SHORT, *scaled, "train.stop_step=2", "hydra.run.dir=cut"]
         cut = llmexp("train", *TINY, *stopped, cwd=tmp_path)
         assert cut.code == 75
-        shutil.copytree(tmp_path / "cut", tmp_path / "old")
-        as_it_was_written_before(tmp_path / "old")
-        for folder in ("cut", "old"):
-            again = llmexp("resume", folder, "batch.micro_batch_size=2", cwd=tmp_path)
-            assert again.code == 0, again.err
-            rows = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-            assert [json.loads(row)["lr"] for row in rows] == [rate] * 4
+        again = llmexp("resume", "cut", "batch.micro_batch_size=2", cwd=tmp_path)
+        assert again.code == 0, again.err
+        assert [row["lr"] for row in cut.rows()] == [rate] * 4
         assert cut.json("run.json")["rule"] == words
 
 
@@ -315,7 +296,7 @@ def test_a_run_with_all_that_a_rule_sets_is_gone_on_with_and_forked(tmp_path, mo
     numbers += [f"batch.real_batch_size={real}", "batch.micro_batch_size=2"]
     same = train(tmp_path, "same", *SHORT, *numbers, "train.max_tokens=2000")
     assert [r["train/loss"] for r in same.rows()] == [r["train/loss"] for r in first.rows()]
-    runs = [flatten(plain(build(renamed(yaml.safe_load((r.folder / "config.yaml").read_text())))))
+    runs = [flatten(plain(build(yaml.safe_load((r.folder / "config.yaml").read_text()))))
             for r in (first, same)]  # fmt: skip
     assert deciding_result(runs[0]) == deciding_result(runs[1])  # one setting, for compare
 
@@ -331,26 +312,6 @@ def test_a_run_with_all_that_a_rule_sets_is_gone_on_with_and_forked(tmp_path, mo
     train(tmp_path, "trunk", *SHORT, *sqrt, "batch.real_batch_size=8")
     wider = assemble(composed("fork.run=trunk", "batch.real_batch_size=32", "train.max_steps=3"))
     assert wider.config.optimizer["lr"] == 0.02
-
-
-def test_runs_of_before_have_todays_rule():
-    """Nested, as in config.yaml, and flat, as in a checkpoint; a fork of them scales as it did."""
-    old = {"_target_": "llmexp.update.optim.adamw", "lr": 0.04, "lr_rule": "linear",
-           "reference_batch": 8}  # fmt: skip
-    tree = {"batch": {"sequence_length": 12}, "optimizer": old}
-    new = {"_target_": old["_target_"], "lr": 0.04, "rule": "linear",
-           "reference": {"lr": 0.04, "B": 96}}  # fmt: skip
-    assert renamed(tree)["optimizer"] == new
-    assert renamed(flatten(tree)) == flatten({"batch": tree["batch"], "optimizer": new})
-    none = tree | {"optimizer": old | {"lr_rule": "none", "reference_batch": None}}
-    assert renamed(none)["optimizer"] == {"_target_": old["_target_"], "lr": 0.04, "rule": "none"}
-    assert renamed(renamed(tree)) == renamed(tree)
-
-
-def test_an_old_spelling_is_refused_with_todays():
-    for old in ("optimizer.lr_rule=sqrt", "optimizer.reference_batch=8"):
-        with pytest.raises(ConfigError, match=r"has another name now; for example optimizer\.r"):
-            composed("data=synthetic", old)
 
 
 @pytest.mark.parametrize(
