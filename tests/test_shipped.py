@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from torch.distributed.run import parse_args
 
 from llmexp import __version__
 from llmexp.__main__ import run
@@ -272,27 +271,6 @@ def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch
             "90,000 tokens, 87 sequences of 1,024; the last 911 tokens are too few for another"
             in out
         )
-
-
-def test_the_kubernetes_manifest_names_a_command_that_torchrun_takes():
-    job = yaml.safe_load((ROOT / "launchers/kubernetes.yaml").read_text())
-    trainer = job["spec"]["trainer"]
-    torchrun, *words = trainer["command"]
-    assert torchrun == "torchrun"
-    args = parse_args(words)
-    assert (args.module, args.training_script) == (True, "llmexp.train")
-    (run_dir,) = args.training_script_args
-    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
-        "replicatedJobs"
-    ]
-    pod = node["template"]["spec"]["template"]["spec"]
-    env = {e["name"]: e.get("value") for e in trainer["env"]}
-    (container,) = pod["containers"]
-    volume = container["volumeMounts"][0]["mountPath"]
-    for path in (run_dir, env["LLMEXP_CACHE_DIR"]):  # on the volume that all nodes see
-        assert Path(path).is_relative_to(volume)
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
-    assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The figures of layers.jsonl as heat maps: layer by tokens, and the ratio to the leading one."""
+"""The figures of layers.jsonl as a heat map: layer by tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ _CAPTION = (
     "Of each setting one run, of 8 settings and 200 measured steps at most. The colours span 98 % "
     "of the values of all; what is beyond has the colour of the end."
 )
-RATIOS = (
-    "1: as in {} at the same tokens. Settings that were not measured at its tokens, or have "
-    "another number of layers, are not here."
-)
 
 
 @dataclass(frozen=True)
@@ -36,17 +32,6 @@ class Measured:
 
     tokens: np.ndarray
     values: Mapping[str, np.ndarray]
-
-    def over(self, other: Measured) -> Measured:
-        """Return the ratio of this one to another, at the tokens and for the layers of both."""
-        tokens, here, there = np.intersect1d(self.tokens, other.tokens, return_indices=True)
-        found = {}
-        for key in self.values.keys() & other.values.keys():
-            a, b = self.values[key][:, here], other.values[key][:, there]
-            if a.shape == b.shape:
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    found[key] = np.where(b != 0, a / b, np.nan)
-        return Measured(tokens, found)
 
     def thinned(self, most: int) -> Measured:
         count = len(self.tokens)
@@ -73,27 +58,16 @@ def _read(record: Record) -> Measured | None:
 
 
 def layer_plots(c: Result) -> list[Plot]:
-    """Return a map of the settings with such figures, and one of the ratio to the leading one."""
+    """Return a map of the settings that have such figures."""
     known: dict[Setting, Measured] = {}
     for setting in c.settings:
         found = next(filter(None, map(_read, setting.taking_part or setting.runs)), None)
         if found is not None and len(known) < SETTINGS:
             known[setting] = found
-    if not known:
-        return []
-    best, *others = known
-    ratios = {e: known[e].over(known[best]) for e in others}
-    ratios = {e: ratio for e, ratio in ratios.items() if len(ratio.tokens) and ratio.values}
-    plots = [_plot(c, "layers", "Layer by layer", known, _CAPTION)]
-    if ratios:
-        title = f"Layer by layer: ratio to {best.label}"
-        plots.append(_plot(c, "ratios", title, ratios, RATIOS.format(best.label)))
-    return plots
+    return [_plot(c, known)] if known else []
 
 
-def _plot(
-    c: Result, name: str, title: str, measured: Mapping[Setting, Measured], caption: str
-) -> Plot:
+def _plot(c: Result, measured: Mapping[Setting, Measured]) -> Plot:
     """Return a map with a menu of figures and one of settings."""
     cells = sum(len(z) for m in measured.values() for z in m.values.values())
     thin = {e: m.thinned(max(20, min(STEPS, _POINTS // cells))) for e, m in measured.items()}
@@ -123,7 +97,7 @@ def _plot(
         "yaxis.title.text": "layer", "yaxis.dtick": max(1, layers // 8),
         "margin.t": 40, **figures[0][1][1],
     }  # fmt: skip
-    return plot(name, title, traces, layout, caption)
+    return plot("layers", "Layer by layer", traces, layout, _CAPTION)
 
 
 def _span(maps: list[np.ndarray]) -> list[float]:

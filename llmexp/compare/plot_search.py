@@ -41,14 +41,9 @@ def search_plots(c: Result) -> list[Plot]:
     colours = {r: look[e].colour for e in look if len(e.runs) > 1 for r in e.runs}
     words = [f"trial {at}: {text(c.label_of(r))}<br>{v:.4f}" for at, r, v in known]
     x = [at for at, _, _ in known]
-    best = list(itertools.accumulate(values, min if c.metric.sign > 0 else max))
-    line = {"color": GREY, "width": 1.4, "shape": "hv"}
     marker = {"color": [colours.get(r, GREY) for _, r, _ in known], "size": 7,
               "symbol": "circle-open", "line_width": 1.6}  # fmt: skip
-    traces = [
-        points(x, best, None, name="best so far", mode="lines", hoverinfo="skip", line=line),
-        points(x, values, words, name="a trial", marker=marker),
-    ]
+    traces = [points(x, values, words, name="a trial", marker=marker)]
     layout: dict[str, Any] = {
         "height": 340, "yaxis.title.text": text(c.metric.title), "xaxis.title.text": "trial",
         "legend": ABOVE, "margin.t": 34, "xaxis.showgrid": False,
@@ -64,7 +59,7 @@ def search_plots(c: Result) -> list[Plot]:
         layout["shapes"] = [dict(type="line", x0=edge, x1=edge, yref="paper", y0=0, y1=1,
                                  line=stroke)]  # fmt: skip
         ticks = np.unique(np.linspace(1, len(trials), min(10, len(trials))).round())
-        layout |= {"xaxis.tickvals": ticks.tolist(), "xaxis.range": [0.3, edge + len(traces)]}
+        layout |= {"xaxis.tickvals": ticks.tolist(), "xaxis.range": [0.3, edge + 1 + len(traces)]}
         caption += " Right of the line the best ones again, with fresh seeds; these are compared."
     return [plot("search", "The search", traces, layout, caption)]
 

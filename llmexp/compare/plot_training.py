@@ -21,13 +21,11 @@ POINTS = 600  # of a curve at most: about one per pixel
 POINTS_OF_ALL = 40_000
 _MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # settings at most that the pointer lists; of more it tells the nearest one
-SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
-USUAL_FIGURES = 3  # of these
+SMOOTHED = 0.05  # share of the rows whose mean a train loss is
 _OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
 _CAPTION = (
-    "Lines are train losses, each the mean over 5 % of the rows around it unless chosen otherwise, "
-    "with their rows pale behind them; validation is dashed. Later losses are those from a tenth "
-    "of the steps on."
+    "Lines are train losses, each the mean over 5 % of the rows around it, with their rows pale "
+    "behind them; validation is dashed. Later losses are those from a tenth of the steps on."
 )
 FORKS = " The rows of a fork's parents, up to its step, are thin and dotted."
 _SEEDS = " A band spans the seeds, from the lowest to the highest; the line is their mean."
@@ -36,18 +34,11 @@ CLICK = " A click on a name hides its curves, a double click shows them alone."
 
 @dataclass(frozen=True)
 class Line:
-    """Hold a trace with what the controls change.
-
-    That is where it lies on each axis, and how at each level of smoothing.
-    """
+    """Hold a trace, and where it lies on each axis."""
 
     trace: dict[str, Any]
     x: dict[str, np.ndarray]
-    y: Sequence[np.ndarray]  # one where it is never smoothed
-
-    @property
-    def usual(self) -> np.ndarray:
-        return self.y[min(USUAL_FIGURES, len(self.y) - 1)]
+    y: np.ndarray
 
     def along(self, axis: str) -> dict[str, str]:
         return packed(self.x.get(axis, np.zeros(0)))
@@ -63,19 +54,12 @@ def losses(c: Result) -> Plot | None:
         return None
     axes = [a for a in AXES if any(a in line.x for line in lines)]
     axis = c.align if c.align in axes else axes[0]
-    smoothed = [i for i, line in enumerate(lines) if len(line.y) > 1]
     every, later = list(range(len(lines))), _later(lines)
     target = c.target.value if c.target and c.target.key in ("val/loss", "train/loss") else None
     over: Options = [
         (a.capitalize(), [{"x": [line.along(a) for line in lines]}, _axis(c, a, target), every])
         for a in axes
     ]
-    levels: Options = []
-    for k, share in enumerate(SMOOTHING):
-        label = f"smoothed {share:.0%}" if share else "not smoothed"
-        # `meta`: a menu whose options set one property of one trace would follow that property
-        y = {"y": [packed(lines[i].y[k]) for i in smoothed], "meta": label}
-        levels.append((label, [y, {}, smoothed]))
     ranges: Options = []
     for name, kind, span in (("later losses", "linear", later), ("all losses", "linear", None),
                              ("log-log", "log", None)):  # fmt: skip
@@ -86,10 +70,10 @@ def losses(c: Result) -> Plot | None:
     layout = _layout(c, axis, "Loss (nats per token)") | _axis(c, axis, target)
     layout |= {
         "yaxis.range": later,
-        "updatemenus": menus((over, axes.index(axis)), (levels, USUAL_FIGURES), (ranges, 0)),
-        "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
+        "updatemenus": menus((over, axes.index(axis)), (ranges, 0)),
+        "hoverdistance": max(20, 600 // min(len(line.y) for line in lines)),
     }
-    traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
+    traces = [go.Scatter(x=line.along(axis), y=packed(line.y), **line.trace) for line in lines]
     return plot("losses", "Losses over training", traces, layout, caption)
 
 
@@ -109,22 +93,21 @@ def _lines(c: Result, setting: Setting, look: SettingStyle) -> list[Line]:
         if (before := lineage(setting, key)) is not None:
             drawn = before.thinned(_points(c))
             dotted = {**behind, "line": {**line, "dash": "dot"}}
-            lines.append(Line(dotted, drawn.x, [drawn.mean]))
+            lines.append(Line(dotted, drawn.x, drawn.mean))
     train, val = curve(setting, "train/loss"), curve(setting, "val/loss")
     if train is not None:
         kept = downsample(train.mean, _points(c))
         drawn = train.at(kept)
         if few:
             pale = {**behind, "line": line, "opacity": 0.22}
-            lines.append(Line(pale, drawn.x, [drawn.mean]))
-        reaches = [int(share * train.y.shape[-1]) // 2 for share in SMOOTHING]
-        levels = [running_mean(train.y, reach)[:, kept] for reach in reaches]
+            lines.append(Line(pale, drawn.x, drawn.mean))
+        smooth = running_mean(train.y, int(SMOOTHED * train.y.shape[-1]) // 2)[:, kept]
         hover = {
             "customdata": _evaluated(drawn, val),
             "hovertemplate": "train %{y:.4f}%{customdata}",
         }
         trace = {**front, **hover, "mode": "lines", "line": look.line(2.4, 1.3)}
-        lines += _with_band(drawn, levels, trace, behind, look)
+        lines += _with_band(drawn, smooth, trace, behind, look)
         # the train loss has the key and the words
         front |= {"showlegend": False, "hoverinfo": "skip"}
     if val is not None:
@@ -135,7 +118,7 @@ def _lines(c: Result, setting: Setting, look: SettingStyle) -> list[Line]:
             "mode": "lines+markers" if marked else "lines",
             "line": look.line(2.8, 1.6, dash="dash"), "marker": look.point(8, 5),
         }  # fmt: skip
-        lines += _with_band(drawn, [drawn.y], trace, behind, look)
+        lines += _with_band(drawn, drawn.y, trace, behind, look)
     return lines
 
 
@@ -149,19 +132,18 @@ def _evaluated(train: Curve, val: Curve | None) -> list[str]:
 
 def _with_band(
     drawn: Curve,
-    levels: Sequence[np.ndarray],
+    y: np.ndarray,
     trace: dict[str, Any],
     behind: dict[str, Any],
     look: SettingStyle,
 ) -> list[Line]:
     """Return the mean over the seeds, behind it a band from the lowest to the highest."""
-    mean = Line(trace, drawn.x, [level.mean(axis=0) for level in levels])
-    if len(drawn.y) < 2:
+    mean = Line(trace, drawn.x, y.mean(axis=0))
+    if len(y) < 2:
         return [mean]
     band = {**behind, "line": {"width": 0}, "fill": "toself", "fillcolor": look.colour + "2e"}
     around = {axis: np.concatenate([x, x[::-1]]) for axis, x in drawn.x.items()}
-    ends = [np.concatenate([y.max(axis=0), y.min(axis=0)[::-1]]) for y in levels]
-    return [Line(band, around, ends), mean]
+    return [Line(band, around, np.concatenate([y.max(axis=0), y.min(axis=0)[::-1]])), mean]
 
 
 def _layout(c: Result, axis: str, title: str) -> dict[str, Any]:
@@ -196,7 +178,7 @@ def _later(lines: Sequence[Line]) -> list[float]:
 
     Those before would press the others flat.
     """
-    later = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
+    later = [line.y[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
     values = np.concatenate(later)
     low, high = float(values.min()), float(values.max())
     pad = 0.05 * (high - low) or 0.05

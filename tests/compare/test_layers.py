@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.page import page
-from llmexp.compare.plot_layers import STEPS, layer_plots
+from llmexp.compare.plot_layers import STEPS
 from llmexp.compare.records import Result
 from tests.compare.made import comparison, grid
 from tests.compare.test_page import browser, figures, menu, show
@@ -53,18 +53,13 @@ def test_a_page_of_runs_without_layers_has_none_of_it(tmp_path):
     assert 'id="layers"' not in page(made(tmp_path))
 
 
-def test_the_maps_are_the_figures_and_their_ratio_to_the_leading_setting(tmp_path):
+def test_the_maps_are_the_figures(tmp_path):
     first = write_layers(tmp_path / "0", 40, every=2)
     second = write_layers(tmp_path / "1", 40, every=3)
     drawn = figures(page(made(tmp_path)))
     for trace, known in zip(drawn["layers"]["data"], (first, second), strict=True):
         assert unpacked(trace["x"]).tolist() == list(known)
         np.testing.assert_allclose(unpacked(trace["z"]), np.array(list(known.values())).T, 1e-6)
-    both = sorted(first.keys() & second.keys())
-    (ratio,) = drawn["ratios"]["data"]
-    assert unpacked(ratio["x"]).tolist() == both
-    expected = np.array([np.divide(second[at], first[at]) for at in both]).T
-    np.testing.assert_allclose(unpacked(ratio["z"]), expected, 1e-6)
 
 
 def test_no_more_than_some_steps_are_embedded(tmp_path):
@@ -74,12 +69,6 @@ def test_no_more_than_some_steps_are_embedded(tmp_path):
     assert len(x) == STEPS == z.shape[1]
     assert (x[0], x[-1]) == (64, 64_000)
     np.testing.assert_allclose(z, np.array([known[int(at)] for at in x]).T, 1e-6)
-
-
-def test_settings_of_other_depth_have_no_ratio(tmp_path):
-    write_layers(tmp_path / "0", 20)
-    write_layers(tmp_path / "1", 20, layers=4)
-    assert [plot.name for plot in layer_plots(made(tmp_path))] == ["layers"]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from llmexp.compare.curves import AXES, scale
 from llmexp.compare.inference import Difference
 from llmexp.compare.page import PLOTLY_FILE, page, write_beside
 from llmexp.compare.plot_search import search_plots
-from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL_FIGURES
+from llmexp.compare.plot_training import POINTS, SMOOTHED
 from llmexp.compare.records import Column, Result
-from llmexp.metrics.plot import running_mean
 from llmexp.settings.labels import short_label
 from llmexp.system.text import shown, with_interval
 from tests.compare.made import comparison, entry, grid
@@ -222,28 +221,23 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     seconds = sum(10 * t for t in columns["step_time"][: 6_543 + 1])
     # float32: 2^-24 of its size
     assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
-    # Each level of the slider is the plain mean around the row; the page begins with the usual one.
-    levels = menu(drawn, 1)
-    assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL_FIGURES][0]["y"][0]))
     at = int(np.flatnonzero(columns["step"] == steps[300])[0])
-    for share, level in zip(SMOOTHING, levels, strict=True):
-        reach = min(int(share * 10_000) // 2, at, 9_999 - at)  # the same on both sides
-        around = columns["train/loss"][at - reach : at + reach + 1]
-        assert array(level[0]["y"][0])[300] == pytest.approx(around.mean(), rel=1e-6)
+    reach = min(int(SMOOTHED * 10_000) // 2, at, 9_999 - at)  # the same on both sides
+    around = columns["train/loss"][at - reach : at + reach + 1]
+    assert array(smoothed["y"])[300] == pytest.approx(around.mean(), rel=1e-6)
     evaluated = np.flatnonzero(np.isfinite(columns["val/loss"]))
     kept = np.isin(columns["step"][evaluated], array(places[1][2]))
     assert len(array(val["y"])) == kept.sum() <= POINTS
     assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated][kept], rel=2**-23)
 
 
-def test_a_ramp_is_drawn_as_it_is_at_every_level_of_smoothing():
+def test_a_ramp_is_drawn_as_it_is():
     made = comparison(grid(n=100, **{CLIP: [0.5, 1.0]}))
     ramp = 10.0 - 0.1 * np.arange(100)
     for one in made.settings:
         one.runs[0].columns["train/loss"] = ramp
-    for level in menu(figures(page(made))["losses"], 1):
-        for drawn in level[0]["y"]:
-            assert array(drawn) == pytest.approx(ramp, rel=2**-23)  # float32
+    _, smoothed, *_ = figures(page(made))["losses"]["data"]
+    assert array(smoothed["y"]) == pytest.approx(ramp, rel=2**-23)  # float32
 
 
 def test_a_band_spans_the_seeds():
@@ -379,11 +373,10 @@ def test_a_search_has_its_history_and_the_fresh_seeds_apart(tmp_path):
     path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
     amend(path / "sweep.json", grid=False)
     c = compare([path])
-    best, trials, fresh = search_plots(c)[0].figure.data
+    trials, fresh = search_plots(c)[0].figure.data
     values = {r.name: r.figures["val/loss"] for r in c.runs}
     order = ["0-0s1", "1-1s1", "4-2s1", "5-3s1"]
     assert (trials.x, trials.y) == ((1, 2, 3, 4), tuple(values[name] for name in order))
-    assert best.y == (trials.y[0], *[trials.y[1]] * 3)
     seeds = (values["2-1s2"], values["3-1s3"])
     assert fresh.x == (5, 5, 5)
     assert fresh.y == (pytest.approx(sum(seeds) / 2), *seeds)
@@ -553,24 +546,18 @@ def choose(tab: Any, number: int, option: str, plot: str = PLOT) -> None:
     tab.locator(f"{plot} .updatemenu-dropdown-button", has_text=option).first.click()
 
 
-def test_menus_of_smoothing_axis_and_range_change_what_is_drawn(show):
+def test_menus_of_axis_and_range_change_what_is_drawn(show):
     made = comparison(grid(n=200, **{CLIP: [0.5, 1.0]}))
     tab = show(made)
     columns = made.settings[0].runs[0].columns
-    smoothest = running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist()
     assert np.ptp(np.diff(drawn(tab)[1]["y"])) < 0.5 * np.ptp(np.diff(drawn(tab)[0]["y"]))
-    choose(tab, 1, "not smoothed")
-    assert drawn(tab)[1]["y"] == pytest.approx(columns["train/loss"].tolist(), rel=1e-6)
-    choose(tab, 1, "smoothed 20%")
-    assert drawn(tab)[1]["y"] == pytest.approx(smoothest, rel=1e-6)
     choose(tab, 0, "Steps")
     assert drawn(tab)[0]["x"] == columns["step"].tolist()
-    assert drawn(tab)[1]["y"] == pytest.approx(smoothest, rel=1e-6)
     top = f"document.querySelector('{PLOT}')._fullLayout.yaxis.range[1]"
     assert tab.evaluate(top) < columns["train/loss"].max() - 0.5
-    choose(tab, 2, "all losses")
+    choose(tab, 1, "all losses")
     assert tab.evaluate(top) > columns["train/loss"].max()
-    choose(tab, 2, "log-log")
+    choose(tab, 1, "log-log")
     assert tab.evaluate(f"document.querySelector('{PLOT}')._fullLayout.yaxis.type") == "log"
     tab.click("text=Other curves")
     others = "figure[data-plot=others] .plot"
@@ -580,10 +567,9 @@ def test_menus_of_smoothing_axis_and_range_change_what_is_drawn(show):
 
 def the_menu_of_one_run_alone_keeps_its_choice(tab):
     """Plotly would follow the property where the options set but one."""
-    choose(tab, 1, "not smoothed")
     choose(tab, 0, "Steps")
     heads = tab.locator(f"{PLOT} .updatemenu-header").all_text_contents()
-    assert [head.strip() for head in heads][:2] == ["Steps", "not smoothed"]
+    assert [head.strip() for head in heads][:1] == ["Steps"]
 
 
 def test_the_pointer_lists_all_runs_there(show):
