@@ -10,10 +10,11 @@ import contextlib
 import copy as copying
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from llmexp.checkpoint.pieces import Piece, is_writer, named_tensors, names_by_i
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
+from llmexp.models.common import all_finite
 from llmexp.system.fileio import flush_to_disk, write_json
 from llmexp.update.faces import TRAINED
 from llmexp.update.states import apart
@@ -42,6 +44,8 @@ class Pieces:
     files: dict[str, dict[str, Piece]]
     # parameter groups and states that are no tensors, for state.pt
     optimizers: list[dict[str, Any]]
+    # tensors of this rank with values that a resumed run could not go on from
+    bad: list[str] = field(default_factory=list)
 
 
 def snapshot(
@@ -58,7 +62,8 @@ def snapshot(
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
     on; without it they are the live tensors. `trained`: of schedule-free optimizers, by the ids of
     parameters: the weights that training goes on from, while the parameter holds their average.
-    Raises ValueError for an optimizer of parameters that the model does not have.
+    All values are looked at once, on their device. Raises ValueError for an optimizer of parameters
+    that the model does not have.
     """
     names = names_by_id(model, optimizers)
     states: dict[str, Tensor] = {}
@@ -83,17 +88,50 @@ def snapshot(
     spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
+    look = _Look()
     for kind, named in tensors.items():
         own = {name: piece_of(t) for name, t in named.items() if is_writer(t, rank)}
         # of an uneven cut some ranks hold nothing
         own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
+        for name, p in own.items():
+            with_inf = kind == "model" and not isinstance(named[name], nn.Parameter)
+            look.at(f"{kind} {name}", p.local, with_inf)
         if copy:
             own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
     if copy and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(rank, world, files, described)
+    return Pieces(rank, world, files, described, look.bad())
+
+
+class _Look:
+    """Look for values that are not finite: by norms on the device, for which the host waits once.
+
+    A buffer may hold infinities, as a mask of attention does, but no NaN.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[torch.device, list[Tensor]] = {}
+        self._looked: dict[torch.device, list[tuple[str, Tensor, bool]]] = {}
+
+    def at(self, name: str, tensor: Tensor, with_inf: bool) -> None:
+        # types of one byte are codes, whose scales are tensors of their own
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            norm = torch.linalg.vector_norm(tensor).double()
+            self._norms.setdefault(tensor.device, []).append(norm)
+            self._looked.setdefault(tensor.device, []).append((name, tensor, with_inf))
+
+    def bad(self) -> list[str]:
+        """Return the names of those that have such values; the norm of finite ones may overflow."""
+        found = []
+        for device, norms in self._norms.items():
+            for norm, (name, t, with_inf) in zip(
+                torch.stack(norms).tolist(), self._looked[device], strict=True
+            ):
+                if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t)):
+                    found.append(name)
+        return found
 
 
 def _to_host(local: Tensor) -> Tensor:

@@ -20,10 +20,12 @@ from llmexp import mesh
 from llmexp.checkpoint import saving
 from llmexp.data.stream import DataChanged
 from llmexp.runs import rundir
+from llmexp.runs.ending import COMES_AGAIN
+from llmexp.system.text import first_of
 from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving, stateful_parts
 from llmexp.train.step import TrainingFailed
-from llmexp.update import faces
+from llmexp.update import faces, optim
 
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
@@ -58,6 +60,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     with faces.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
         pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, average, trained)
+    refuse_bad(loop, pieces.bad)
     step = progress.step
     commit = functools.partial(
         saving.commit_checkpoint, root, step, pieces, state, meta, chosen.keep, tuple(loop.saved),
@@ -66,6 +69,29 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, root, step, pieces))
     if wait:
         finish_save(loop, must)
+
+
+def refuse_bad(loop: Loop, bad: list[str]) -> None:
+    """Raise TrainingFailed where no run could go on from what is to be saved, on all ranks.
+
+    A rate is no rate, or tensors that some rank holds are `bad`."""
+    wrong = optim.wrong_rate(loop.setup.optimizers)
+    ranks = mesh.ranks_where(loop.mesh, bool(bad or wrong))
+    if wrong and not bad:
+        raise not_saved(loop, f"optimizer: {wrong}")
+    if ranks and not bad:
+        time.sleep(1.0)  # give the rank that knows the tensors time to report first
+    if ranks:
+        raise not_finite(loop, first_of(bad) or mesh.numbered(ranks))
+
+
+def not_finite(loop: Loop, where: str) -> TrainingFailed:
+    """Return the error for values that an update has left not finite, which are never saved."""
+    return not_saved(loop, f"values that are not finite: {where}; {COMES_AGAIN}")
+
+
+def not_saved(loop: Loop, why: str) -> TrainingFailed:
+    return TrainingFailed(f"what step {loop.progress.step:,} has left is not saved: {why}")
 
 
 def refuse_changed_data(loop: Loop) -> None:
@@ -154,6 +180,16 @@ def finish_save(loop: Loop, must: bool = False) -> None:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         advance_save(loop, must)
+
+
+def save_what_can_be(loop: Loop) -> None:
+    """Finish the checkpoint that is on its way where a run ends; what goes wrong is a line.
+
+    What has ended the run comes first. All ranks call together."""
+    try:
+        finish_save(loop)
+    except TrainingFailed as error:
+        loop.out.console.line(f"WARNING: {error}")
 
 
 def finish_alone(loop: Loop) -> None:

@@ -18,9 +18,16 @@ from llmexp.metrics.lines import format_row
 from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.settings.targets import place
+from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.system.child import STOP
-from llmexp.train.checkpointing import advance_save, finish_save, save
+from llmexp.train.checkpointing import (
+    advance_save,
+    finish_save,
+    not_finite,
+    save,
+    save_what_can_be,
+)
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.layers import row_of
@@ -145,7 +152,11 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         hook("backward_start", window=window)  # before the seed: it may draw random numbers
         loop.seed(progress.step)
         gradients_ready = functools.partial(hook, "backward_end", window=window)
-        step = train_step(loop.setup, window, lambda: finish_previous(loop), gradients_ready)
+        try:
+            step = train_step(loop.setup, window, lambda: finish_previous(loop), gradients_ready)
+        except ConfigError as error:  # such as a rate that is not finite, before the update
+            save_what_can_be(loop)
+            raise TrainingFailed(f"step {progress.step + 1} is refused: {error}") from error
         progress.step += 1
         loop.pending = step
         if step.layers is not None:
@@ -160,6 +171,10 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
     row = build_row(loop, step, window, due.evaluation)
+    if not math.isfinite(row.get("weight_norm", 0.0)):
+        publish(loop, row)
+        save_what_can_be(loop)
+        raise not_finite(loop, "the weights, as their norm shows")
     call_hooks(loop, "step_end", progress.step, row, window=window, wanted=True)
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long

@@ -9,7 +9,7 @@ from llmexp.metrics.outliers import LASTING, describe
 from llmexp.runs.ending import COMES_AGAIN, goes_on
 from llmexp.runs.rows import Figures
 from llmexp.train import spikes
-from llmexp.train.checkpointing import finish_save
+from llmexp.train.checkpointing import save_what_can_be
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop
 from llmexp.train.step import (
@@ -74,10 +74,7 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     too_many = progress.consecutive_skips > limit and code != SKIPPED_OUTLIER
     if not (not_finite or scale_gone or too_many):
         return ""
-    try:
-        finish_save(loop)
-    except TrainingFailed as error:  # what is wrong with the step comes first
-        loop.out.console.line(f"WARNING: {error}")
+    save_what_can_be(loop)
     if not_finite:
         ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
         where = f" on {mesh.numbered(ranks)}" if ranks else ""

@@ -6,7 +6,9 @@ A function takes the model and its knobs and returns one torch optimizer or a li
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Annotated, Any
 
 import torch
@@ -217,7 +219,12 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
     for group in (g for o in optimizers for g in o.param_groups):
-        group.setdefault("initial_lr", group["lr"])
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and not rate.is_meta:
+            rate = float(rate)
+        group.setdefault("initial_lr", rate)
+    if wrong := wrong_rate(optimizers):
+        raise ConfigError(f"optimizer: {wrong}")
     return optimizers
 
 
@@ -225,12 +232,40 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     """Set every group to its base rate x its own factor x `factor`; return the rows' rate.
 
     That is the first base rate x `factor`. `groups` may have given groups factors of their own.
+    Raises ConfigError for a rate that `wrong_rate` finds, before any is set.
     """
+    if wrong := wrong_rate(optimizers, factor):
+        raise ConfigError(f"optimizer: {wrong}")
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
         # torchao's is a tensor, which groups may have in common
         group["lr"] = torch.full_like(old, rate) if isinstance(old := group["lr"], Tensor) else rate
     return optimizers[0].param_groups[0]["initial_lr"] * factor
+
+
+def wrong_rate(optimizers: Sequence[Optimizer], factor: float = 1.0) -> str | None:
+    """Return what is wrong with a rate or a weight decay, in words; None where nothing is.
+
+    Each is a finite number of at least 0, at each step: the knobs are checked, but an optimizer of
+    one's own, or a hook, may have made another value.
+    """
+    for number, group in enumerate(g for o in optimizers for g in o.param_groups):
+        base, own = group["initial_lr"], group.get("lr_factor", 1.0)
+        values = {"base rate `initial_lr`": base}
+        if isinstance(decay := group.get("weight_decay"), Real):
+            values["weight decay"] = decay
+        if _may_be(base):
+            values[f"rate ({base} x {own} x {factor} of the schedule)"] = base * own * factor
+        for what, value in values.items():
+            if not _may_be(value):
+                text = "a finite number of at least 0 is needed"
+                return f"the {what} of its group {number} is {value}; {text}"
+    return None
+
+
+def _may_be(rate: Any) -> bool:
+    """Return whether a value may be a rate. A tensor on a device is not read."""
+    return isinstance(rate, Tensor) or (isinstance(rate, Real) and 0 <= float(rate) < math.inf)
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:

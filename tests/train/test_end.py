@@ -199,7 +199,7 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     loop = made(step=3)
     on_its_way(loop, tmp_path)
     loop.pending = overflow()
-    monkeypatch.setattr(verdicts, "finish_save", lambda loop: pytest.fail("waited"))
+    monkeypatch.setattr(verdicts, "save_what_can_be", lambda loop: pytest.fail("waited"))
     assert verdicts.finish_previous(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()

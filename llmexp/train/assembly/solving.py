@@ -35,6 +35,8 @@ from llmexp.train.assembly.placement import Placement
 from llmexp.train.assembly.remembered import known_memory
 from llmexp.update import schedule
 
+TRIED_UPDATES = 256  # updates of a schedule, evenly spread, before a run begins
+
 
 def run_facts(
     config: Config,
@@ -135,20 +137,26 @@ def _warmup(section: dict[str, Any], total: int) -> int:
 
 
 def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
-    """Return the schedule's factor on the base rate by applied updates.
+    """Return the schedule's factor on the base rate by applied updates, checked at each use.
 
-    Raises ConfigError for bad knobs.
+    Raises ConfigError for bad knobs, and for a factor that is no finite number of at least 0: at
+    once where one of `TRIED_UPDATES` updates of the run has it, and where a step uses it.
     """
-    factor = bind("schedule", section, {})
-    for update in (0, max_steps - 1):
-        found = factor(update, max_steps)
-        if not isinstance(found, (int, float)) or not math.isfinite(found):
-            text = (
-                f"returned {found!r} for update {update}; the factor on the base rate, a finite "
-                f"number, is needed{place_of(section, 'schedule')}"
-            )
-            raise refuse("schedule._target_", section["_target_"], text)
-    return lambda update: float(factor(update, max_steps))
+    schedule_of = bind("schedule", section, {})
+
+    def factor(update: int) -> float:
+        found = schedule_of(update, max_steps)
+        if isinstance(found, (int, float)) and 0 <= found < math.inf:
+            return float(found)
+        text = (
+            f"returned {found!r} for update {update}; the factor on the base rate, a finite number "
+            f"of at least 0, is needed{place_of(section, 'schedule')}"
+        )
+        raise refuse("schedule._target_", section["_target_"], text)
+
+    for update in (*range(0, max_steps - 1, -(-max_steps // TRIED_UPDATES)), max_steps - 1):
+        factor(update)
+    return factor
 
 
 def _too_late(config: Config, run: Run) -> Iterator[str]:
