@@ -12,7 +12,7 @@ import torch
 from llmexp.models.gpt2 import GPT2
 from llmexp.settings.rules import Group
 from llmexp.settings.values import ConfigError
-from llmexp.update import groups, optim
+from llmexp.update import groups, held, optim
 from tests.conftest import TINY, llmexp, train
 from tests.tools import exact, same_state, weights
 
@@ -38,7 +38,7 @@ def trained(name: str, lr: float, decay: float, found: list[Group]) -> dict[str,
     """Parameters after four updates of other gradients, at rates that a schedule gives."""
     torch.manual_seed(0)
     model = GPT2(32, 8, 1, 2, 8, 8)
-    optimizers = optim.as_list(BUILDERS[name](model, lr, decay))
+    optimizers = held.as_list(BUILDERS[name](model, lr, decay))
     groups.by_name(model, optimizers, found)
     generator = torch.Generator().manual_seed(1)
     for factor in (0.5, 1.0, 0.7, 0.1):

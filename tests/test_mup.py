@@ -22,7 +22,7 @@ from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
 from llmexp.settings.values import ConfigError
 from llmexp.train.layers import attention_figures
-from llmexp.update import groups, library, optim
+from llmexp.update import groups, held, library, optim
 from tests.conftest import TINY, llmexp
 
 BASE, WIDTH = 16, 64
@@ -95,7 +95,7 @@ def test_initial_weights_are_those_of_the_package(kind):
 
 def rates(model: nn.Module, built: Any) -> dict[str, tuple[float, float]]:
     """Rate and weight decay of each parameter."""
-    optimizers = optim.as_list(built)
+    optimizers = held.as_list(built)
     groups.by_width(model, optimizers)
     optim.set_rate(optimizers, 1.0)
     of = {id(p): g for o in optimizers for g in o.param_groups for p in g["params"]}

@@ -14,7 +14,7 @@ from llmexp.train.assembly.assemble import assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
 from llmexp.train.windows import read_ahead
-from llmexp.update import optim
+from llmexp.update import held, optim
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
 from tests.tools import composed, equal
@@ -32,7 +32,7 @@ BUILDERS = {
 def made(name: str) -> tuple[GPT2, list[torch.optim.Optimizer]]:
     torch.manual_seed(0)
     model = GPT2(32, 8, 1, 2, 8, 8)
-    return model, optim.as_list(BUILDERS[name](model))
+    return model, held.as_list(BUILDERS[name](model))
 
 
 def give_gradients(model: GPT2, seed: int) -> None:
@@ -154,9 +154,7 @@ def lion_formula(t, rate, decay, w, g, m, _):
 )
 def test_it_is_the_formula_in_float64(build, formula, more):
     model = made("adamw")[0].double()
-    optimizers = optim.as_list(
-        build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more)
-    )
+    optimizers = held.as_list(build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more))
     assert optim._skips_on_device(optimizers[0])
     want = [p.detach().clone().numpy() for p in model.parameters()]
     kept = [(np.zeros_like(w), np.zeros_like(w)) for w in want]

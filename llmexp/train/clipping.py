@@ -18,7 +18,7 @@ from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Clip
 from llmexp.settings.values import refuse
 from llmexp.update import clip as rules
-from llmexp.update import optim
+from llmexp.update import held, optim
 from llmexp.update.heads import HeadLimit, check_heads
 from llmexp.update.limits import Limit
 from llmexp.update.patterns import first_matches
@@ -38,7 +38,7 @@ def check_clip(clip: Clip, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             raise refuse("clip.limits", "[]", "clip=per_group needs them", example)
         _groups_of(clip, model)
     if clip.kind == "update":
-        optim.check_limited(optimizers)
+        held.check_limited(optimizers)
     if clip.qk_limit is not None:
         check_heads(model, clip.qk_limit)
 

@@ -6,14 +6,13 @@ does to its groups and to parts of a tensor is known.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -25,8 +24,9 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.parts import OptimizerKnobs, arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
+from llmexp.update.held import TriedTensors, try_going_on
 from llmexp.update.optim import decay_groups
-from llmexp.update.states import Traits, apart, is_packed, straighten, together
+from llmexp.update.states import Traits, is_packed, straighten
 
 PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
 # Code that may not be used for everything, by the licence in its file or its project.
@@ -237,41 +237,24 @@ def tried(dotted: str, knobs: str) -> Traits:
     given = _with_tuples(json.loads(knobs))
     # on the CPU, with gradients at hand; the random numbers stay as they were
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole = _Trial(dotted, _tiny(0, 1), given)
-        before = whole.plain_groups()
-        torch.default_generator.manual_seed(0)
-        state = torch.get_rng_state()
-        whole.take_steps(range(2))
-        states = whole.optimizer.state
-        if not all(isinstance(p, Tensor) for p in states):
-            text = "keeps a state that is of no parameter, which a checkpoint does not hold"
-            raise refuse("optimizer.name", dotted, text)
-        draws = not torch.equal(state, torch.get_rng_state())
+        whole, other = (_trial(dotted, _tiny(0, 1), given) for _ in range(2))
+        (before,), states = whole.plain_groups(), whole.optimizers[0].state
+        draws = _without_fault(dotted, lambda: try_going_on(whole, other))
         # the first steps need not change all, such as Prodigy's estimate d
-        own, pairs = _arguments(dotted), zip(whole.plain_groups(), before, strict=True)
+        own, pairs = _arguments(dotted), zip(whole.plain_groups()[0], before, strict=True)
         counters = {k for new, old in pairs for k in new if k not in own or new[k] != old.get(k)}
-        other = _Trial(dotted, [p.detach().clone() for p in whole.parameters], given)
-        _hand_over(whole.optimizer, other.optimizer)
-        halves = _Trial(dotted, _tiny(0, 2), given)
-        halves.take_steps(range(4))
-        for trial in (whole, other):
-            torch.default_generator.manual_seed(0)
-            trial.take_steps(range(2, 4))
-        if not all(map(torch.equal, whole.parameters, other.parameters)):
-            text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
-            raise refuse("optimizer.name", dotted, f"{text} its state and its groups hold")
+        halves = _trial(dotted, _tiny(0, 2), given)
+        _without_fault(dotted, lambda: (halves.take_steps(range(4)), False))
         a, b, c, d = halves.parameters
         same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
         undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
         moved = [_moved(dotted, undecayed, factor) for factor in (1, 64)]
         packed = any(is_packed(v) for held in states.values() for v in held.values())
-        size = sum(v.nbytes for held in states.values() for v in apart(held)[1].values())
     each_entry = EACH_ENTRY.fullmatch(dotted) is not None
     parts = same and not packed and each_entry
     alike = bool((moved[1] - moved[0]).norm() <= 0.01 * moved[0].norm())
     like_adam = alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None)
-    state_bytes = size / sum(p.nbytes for p in whole.parameters)
-    return Traits(dotted, tuple(sorted(counters)), draws, parts, like_adam, state_bytes)
+    return Traits(dotted, tuple(counters), draws, parts, like_adam, whole.state_bytes(0))
 
 
 def _tiny(seed: int, parts: int) -> list[Tensor]:
@@ -289,48 +272,24 @@ def _tiny(seed: int, parts: int) -> list[Tensor]:
 
 def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
     """Return by how much four steps move the matrix, by a multiple of known gradients."""
-    trial = _Trial(dotted, _tiny(0, 1), knobs)
-    trial.take_steps(range(4), factor)
+    trial = _trial(dotted, _tiny(0, 1), knobs)
+    _without_fault(dotted, lambda: (trial.take_steps(range(4), factor), False))
     return trial.parameters[0].detach() - _tiny(0, 1)[0]
 
 
-class _Trial:
-    """Hold an optimizer of a few tensors, which is tried. Raises ConfigError."""
-
-    def __init__(self, dotted: str, tensors: list[Tensor], knobs: Mapping[str, Any]) -> None:
-        self._dotted, self.parameters = dotted, [nn.Parameter(tensor) for tensor in tensors]
-        self.optimizer = _constructed(dotted, self.parameters, TRIED_LR, knobs)
-
-    def take_steps(self, steps: range, factor: float = 1) -> None:
-        """Take steps by a multiple of known gradients."""
-        for number in steps:
-            numbers = _tiny(number + 1, len(self.parameters) // 2)
-            gradients = [factor * one for one in numbers]
-            for p, gradient in zip(self.parameters, gradients, strict=True):
-                p.grad = gradient
-            try:
-                self.optimizer.step()
-            except Exception as error:
-                text = f"its step fails with gradients alone ({error})"
-                raise refuse("optimizer.name", self._dotted, text, "AdamW") from None
-            if not all(p.isfinite().all() for p in self.parameters):
-                text = "makes values that are not finite where gradients are 0; mend its arguments"
-                raise refuse("optimizer.name", self._dotted, text)
-            if any(p.grad is not g for p, g in zip(self.parameters, gradients, strict=True)):
-                text = "puts other tensors in the place of the gradients"
-                raise refuse("optimizer.name", self._dotted, text, "AdamW")
-
-    def plain_groups(self) -> list[dict[str, str]]:
-        """Return what each group holds besides its parameters and rate, as text."""
-        left = ("params", "lr", "initial_lr")
-        groups = self.optimizer.param_groups
-        return [{k: repr(v) for k, v in group.items() if k not in left} for group in groups]
+def _trial(dotted: str, tensors: list[Tensor], knobs: Mapping[str, Any]) -> TriedTensors:
+    parameters, halves = [nn.Parameter(tensor) for tensor in tensors], len(tensors) // 2
+    optimizer = _constructed(dotted, parameters, TRIED_LR, knobs)
+    return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1, halves))
 
 
-def _hand_over(one: Optimizer, two: Optimizer) -> None:
-    """Give an optimizer the state of another one, by way of what a checkpoint holds."""
-    for here, there in zip(one.param_groups, two.param_groups, strict=True):
-        there |= {k: copy.deepcopy(v) for k, v in here.items() if k != "params"}
-        for p, q in zip(here["params"], there["params"], strict=True):
-            plain, held = apart(one.state.get(p, {}))
-            two.state[q] = together(plain, {k: v.detach().clone() for k, v in held.items()})
+def _without_fault(dotted: str, attempt: Callable[[], tuple[str | None, bool]]) -> bool:
+    """Return what an attempt has found beside a fault. Raises ConfigError for a fault."""
+    try:
+        wrong, found = attempt()
+    except Exception as error:
+        text = f"its step fails with gradients alone ({error})"
+        raise refuse("optimizer.name", dotted, text, "AdamW") from None
+    if wrong:
+        raise refuse("optimizer.name", dotted, wrong)
+    return found

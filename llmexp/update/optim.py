@@ -213,21 +213,6 @@ def lion(
     return Lion(decay_groups(_trained(model), weight_decay), knobs)
 
 
-def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers as a list, with the base rate of each group for the schedule."""
-    optimizers = [built] if isinstance(built, Optimizer) else list(built)
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
-    for group in (g for o in optimizers for g in o.param_groups):
-        rate = group.get("lr")
-        if isinstance(rate, Tensor) and not rate.is_meta:
-            rate = float(rate)
-        group.setdefault("initial_lr", rate)
-    if wrong := wrong_rate(optimizers):
-        raise ConfigError(f"optimizer: {wrong}")
-    return optimizers
-
-
 def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     """Set every group to its base rate x its own factor x `factor`; return the rows' rate.
 
@@ -287,22 +272,6 @@ def takes_factor(optimizer: Optimizer) -> bool:
     """
     ours = type(optimizer) in (AdamW, SGD)
     return ours and _skips_on_device(optimizer) and not optimizer._optimizer_step_pre_hooks
-
-
-def check_limited(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for optimizers whose update has no RMS that `clip=update` could limit."""
-    reasons = {
-        Muon: "",  # beside AdamW, which has the rest
-        torch.optim.AdamW: "",
-        SGD: "sgd's update is as large as its gradients",
-        Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
-    }
-    for optimizer in optimizers:
-        known = [why for kind, why in reasons.items() if isinstance(optimizer, kind)]
-        why = known[0] if known else f"{type(optimizer).__name__} is not torch's AdamW"
-        if why:
-            text = f"is the limit of StableAdamW, for AdamW's update; {why}"
-            raise refuse("clip", "update", text, "norm")
 
 
 def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:

@@ -21,7 +21,7 @@ _KINDS = ("torchao.",)  # packages whose kinds of tensors a checkpoint may name
 
 @dataclass(frozen=True)
 class Traits:
-    """Hold what a trial of a library's optimizer has shown (`llmexp.update.library`)."""
+    """Hold what a trial of an optimizer has shown that is none of ours."""
 
     name: str
     counters: tuple[str, ...]  # keys of its groups that steps change, or nobody can set
@@ -29,10 +29,11 @@ class Traits:
     parts: bool  # whether parts of a tensor are updated as the whole is
     like_adam: bool  # whether each entry is updated by itself, the same for gradients 64 x as large
     state_bytes: float  # for each byte of a parameter, in a tiny copy
+    key: str = "optimizer.name"  # the knob that names it
 
 
 def traits_of(optimizer: Optimizer) -> Traits | None:
-    """Return what is known of an optimizer of a library; None for one of ours or the user's."""
+    """Return what is known of an optimizer of a library or the user's; None for one of ours."""
     return getattr(optimizer, "llmexp_traits", None)
 
 

@@ -262,11 +262,11 @@ assert run(["prepare", *overrides]) == 0
 none_of("torch")
 assert run(["plan", *overrides]) == 0
 import torch
-from llmexp.update import optim
+from llmexp.update import held, optim
 for make in (optim.adamw, optim.sgd, optim.muon, optim.lion):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
-    for optimizer in (optimizers := optim.as_list(make(model, lr=0.1))):
+    for optimizer in (optimizers := held.as_list(make(model, lr=0.1))):
         optimizer.load_state_dict(optimizer.state_dict())
     optim.update(optimizers, torch.tensor(False))
     optimizers[0].zero_grad()

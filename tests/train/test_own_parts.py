@@ -235,9 +235,9 @@ def numbered(event, context):
 
 
 def changing(model, lr: float):
-    """An optimizer that adds to the model what it trains with, and wants to find it bare."""
+    """An optimizer that adds to the model, and wants to find it bare."""
     assert not hasattr(model, "scale")
-    model.scale = nn.Parameter(torch.ones(1))
+    model.scale = 1.0
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 

@@ -27,10 +27,11 @@ from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
 from llmexp.run.rules import check_batch, solve_rule
 from llmexp.settings import variables
-from llmexp.settings.config import Clip, Config, plain
+from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import bind, hook
 from llmexp.settings.values import is_ours
+from llmexp.system.text import first_of
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
@@ -56,8 +57,9 @@ from llmexp.train.assembly.parts import (
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
-from llmexp.train.assembly.trial import try_model
+from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
+from llmexp.update.held import not_updated
 
 _T = TypeVar("_T")
 
@@ -166,8 +168,8 @@ def assemble(
     model = cached(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
-    loss, known = _loss_on_meta(model, config.optimizer, section, solved.clip, place)
-    warnings = check_parallel(solved, place, loss)
+    given = config.optimizer, model, section, solved, place
+    loss, building, known, warnings = _loss_and_optimizers(*given, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
@@ -176,7 +178,7 @@ def assemble(
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
         at = str(place.device), train.deterministic
-        cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
+        warnings += cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     parent_run = None if parent else find_parent_run(solved, model)
     # data: requests of tasks; token ids, prepared and checked against the vocabulary
@@ -196,7 +198,7 @@ def assemble(
         corpus=corpus,
         build_model=functools.partial(build_model, *section, train.seed),
         begin_model=functools.partial(begin_model, sized, train.seed, train.twin),
-        build_optimizers=functools.partial(build_optimizers, config.optimizer),
+        build_optimizers=building,
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
         tasks=tasks,
@@ -204,25 +206,36 @@ def assemble(
     )
 
 
-def _loss_on_meta(
-    model: nn.Module,
+def _loss_and_optimizers(
     optimizer: dict[str, Any],
+    model: nn.Module,
     section: tuple[Any, ...],
-    clip: Clip,
+    solved: Config,
     place: Placement,
-) -> tuple[SummedLoss, dict[str, Any]]:
-    """Return the model with its loss, without memory, and facts about its optimizers.
+    cached: Cache,
+) -> tuple[SummedLoss, Callable[[nn.Module], list[Optimizer]], dict[str, Any], list[str]]:
+    """Return the model with its loss, what builds its optimizers, facts about them, and warnings.
 
-    Raises ConfigError, also for a rule of clipping or ranks that do not go with them.
+    Those of the user's are tried. Raises ConfigError, also for a rule of clipping or ranks that do
+    not go with them.
     """
+    own = not is_ours(optimizer.get("_target_"))
+    traits, warnings = cached(try_optimizers, optimizer, section) if own else ([], [])
+    building = functools.partial(build_optimizers, optimizer, traits=traits)
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
-        bare = model if is_ours(optimizer.get("_target_")) else build_on_meta(*section)
-        optimizers = build_optimizers(optimizer, bare)
-        check_clip(clip, bare, optimizers)
+        bare = build_on_meta(*section) if own else model
+        optimizers = building(bare)
+        check_clip(solved.clip, bare, optimizers)
         check_ranks(optimizers, place.layout)
-        known = {"groups": group_shares(optimizer, bare, optimizers)}
-        return SummedLoss(model), known | {"parametrization": width_words(bare, optimizers)}
+        known: dict[str, Any] = {"groups": group_shares(optimizer, bare, optimizers)}
+        known |= {"parametrization": width_words(bare, optimizers)}
+        loss = SummedLoss(model)
+    if names := not_updated(bare, optimizers):
+        text = f"leaves out {len(names)} of the parameters that the model trains, which stay"
+        text = f"optimizer: {optimizer['_target_']} {text} as they are: {first_of(names)}"
+        warnings = [*warnings, text]
+    return loss, building, known, [*warnings, *check_parallel(solved, place, loss)]
 
 
 def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:

@@ -31,7 +31,8 @@ from llmexp.system.text import gib
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import groups, library, optim, precision
+from llmexp.update import groups, held, library, precision
+from llmexp.update.states import Traits
 from llmexp.update.twin import perturb
 
 
@@ -208,13 +209,21 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     return section | {"name": library.dotted_name(name)}
 
 
-def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimizer]:
-    """Return the optimizers of the section, whose rates are solved. Raise ConfigError."""
+def build_optimizers(
+    section: dict[str, Any], model: nn.Module, traits: Sequence[Traits] = ()
+) -> list[Optimizer]:
+    """Return the optimizers of the section, whose rates are solved. Raise ConfigError.
+
+    `traits`: what a trial of those of one's own has shown."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
     built = bind("optimizer", section, {})(model)
     try:
-        optimizers = optim.as_list(built)
+        optimizers = held.as_list(built)
+        held.check_held(model, optimizers, trained)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
+    for optimizer, known in zip(optimizers, traits, strict=False):
+        optimizer.llmexp_traits = known  # type: ignore[attr-defined]
     groups.by_name(model, optimizers, _groups_of(section))
     groups.by_width(model, optimizers)
     return optimizers

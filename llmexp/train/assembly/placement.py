@@ -116,15 +116,15 @@ def _layout(config: Config, device: torch.device) -> Layout:
 
 
 def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
-    """Raise ConfigError for an optimizer of a library that these ranks cannot share."""
+    """Raise ConfigError for an optimizer that these ranks cannot share."""
     for traits in filter(None, map(traits_of, optimizers)):
         if layout.shard_size * layout.tensor_parallel_size > 1 and not traits.parts:
             why = "each rank would hold parts of tensors, and its update of a part is not known to"
             text = f"{why} be that part of its update of the whole; take parallelism=ddp or single"
-            raise refuse("optimizer.name", traits.name, text)
+            raise refuse(traits.key, traits.name, text)
         if layout.dp_size > 1 and traits.draws:
             text = "draws random numbers, other ones on each rank; take parallelism=single"
-            raise refuse("optimizer.name", traits.name, text)
+            raise refuse(traits.key, traits.name, text)
 
 
 def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[str]:

@@ -1,21 +1,27 @@
-"""Try a user's own model on one tiny batch, before anything is written."""
+"""Try a user's own model on one tiny batch, and an own optimizer, before anything is written."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llmexp.models.common import all_finite
 from llmexp.settings.targets import described, locate
 from llmexp.settings.targets import place as line_of
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
-from llmexp.train.assembly.parts import build_model
-from llmexp.update import precision
+from llmexp.system.text import first_of
+from llmexp.train.assembly.inputs import place_of
+from llmexp.train.assembly.parts import build_model, build_on_meta, build_optimizers
+from llmexp.update import held, precision
+from llmexp.update.states import Traits
 
 ROWS, TOKENS = 2, 16  # of the batch
+SMALL_DIMENSION = 16  # the largest dimension of a parameter on which an optimizer is tried
 
 
 def try_model(
@@ -26,18 +32,19 @@ def try_model(
     wanted: int | None,
     device_name: str,
     deterministic: bool,
-) -> None:
+) -> list[str]:
     """Build a user's model and run it once on token ids below `ids`, in the run's arithmetic.
 
     `arguments` are those of `build_model`; `model` is the same one on the meta device: one that
     takes more than half of the device's memory is not tried. Raises ConfigError, with the line of
     the user's file, for a pass that fails, and for anything but floating-point logits (batch, time,
-    vocabulary), of `wanted` ids or, where it is None, of at least `ids`.
+    vocabulary), of `wanted` ids or, where it is None, of at least `ids`; for first weights that are
+    not finite. Return a warning of parameters that have no part in the logits.
     """
     device, dotted = torch.device(device_name), str(arguments[0]["_target_"])
     room = hardware.memory_bytes(device)
     if room is not None and sum(p.nbytes for p in model.parameters()) > room / 2:
-        return
+        return []
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
         with (
@@ -47,11 +54,11 @@ def try_model(
         ):
             if deterministic:
                 precision.make_deterministic()
-            wrong = _run(build_model(*arguments).to(device), tokens, ids, wanted)
+            wrong, unused = _run(build_model(*arguments).to(device), tokens, ids, wanted)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
-        return  # the run itself says what would fit
+        return []  # the run itself says what would fit
     except Exception as error:
         text = f"failed on tokens {_shape(tokens)}: {described(error)}"
         raise ConfigError(f"model: {dotted} {text}") from error
@@ -62,21 +69,122 @@ def try_model(
             torch.cuda.empty_cache()
     if wrong is not None:
         raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}")
+    if not unused:
+        return []
+    text = f"{len(unused)} of its parameters had no part in the logits of a trial"
+    way = "such are not trained, and parallelism=ddp ends at them"
+    return [f"model: {dotted}: {text}: {first_of(unused)}; {way}"]
 
 
-def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
-    """Return what is wrong with what the model makes of tokens, in words; None where nothing is."""
-    wrong = _wrong(model(tokens), tokens, ids, wanted)
-    head = getattr(model, "head_weight", None)
-    if wrong is not None or head is None or not hasattr(model, "features"):
-        return wrong
-    hidden = model.features(tokens)  # the loss takes these in the place of the logits
+def try_optimizers(
+    section: dict[str, Any], model: tuple[dict[str, Any], str, int | None]
+) -> tuple[list[Traits], list[str]]:
+    """Try a user's own optimizers on a model whose parameters are cut down to small ones.
+
+    `section` is theirs, `model` the arguments of `build_on_meta`. Return what was found of each,
+    and a warning where they could not be tried. Raises ConfigError for those that a run could not
+    go on with: their state has to be in `state` or `param_groups`.
+    """
+    dotted = str(section["_target_"])
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            whole, other = (_small_trial(section, model) for _ in range(2))
+            before = whole.plain_groups()
+            wrong, draws = held.try_going_on(whole, other)
+    except Exception as error:
+        what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
+        what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())
+        return [], [f"{what}; whether a resumed run goes on as if it had not stopped is not known"]
+    if wrong:
+        raise refuse("optimizer._target_", dotted, f"{wrong}{place_of(section, 'optimizer')}")
+    found = []
+    for number, (old, new) in enumerate(zip(before, whole.plain_groups(), strict=True)):
+        pairs = zip(old, new, strict=True)
+        counters = {k for a, b in pairs for k in b if b[k] != a.get(k)}
+        size = whole.state_bytes(number)
+        # torch's split tensors compute what whole ones do
+        found.append(Traits(dotted, (*counters,), draws, True, False, size, "optimizer._target_"))
+    return found, []
+
+
+def _small_trial(
+    section: dict[str, Any], model: tuple[dict[str, Any], str, int | None]
+) -> held.TriedTensors:
+    """Return the optimizers of a section on small parameters, with gradients that are known."""
+    built, made = build_on_meta(*model), dict[int, nn.Parameter]()
+    numbers = torch.Generator().manual_seed(0)
+    for module in built.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            values = torch.randn([min(n, SMALL_DIMENSION) for n in p.shape], generator=numbers)
+            small = made.setdefault(id(p), nn.Parameter(values.to(p.dtype), p.requires_grad))
+            setattr(module, name, small)
+    parameters = [p for p in built.parameters() if p.requires_grad]
+
+    def gradients(step: int) -> list[Tensor]:
+        numbers = torch.Generator().manual_seed(step + 1)
+        return [torch.randn(p.shape, generator=numbers).to(p.dtype) for p in parameters]
+
+    return held.TriedTensors(parameters, build_optimizers(section, built), gradients)
+
+
+def _run(
+    model: Any, tokens: Tensor, ids: int, wanted: int | None
+) -> tuple[str | None, Sequence[str]]:
+    """Return what is wrong with what the model makes of tokens, in words; None where nothing is.
+
+    Also the names of its parameters that have no part in it, neither in training nor in evaluation:
+    a pass in training may leave some out, as layers that are dropped.
+    """
+    named, compute, head = (
+        dict(model.named_parameters()),
+        model,
+        getattr(model, "head_weight", None),
+    )
+    if bad := [name for name, p in named.items() if not all_finite(p)]:
+        return f"its first weights are not finite: {first_of(bad)}", []
+    compute, found = model, model(tokens)
+    wrong = _wrong(found, tokens, ids, wanted)
+    if wrong is None and head is not None and hasattr(model, "features"):
+        compute = model.features  # the loss takes these in the place of the logits
+        found = compute(tokens)
+        wrong = _wrong_features(found, head, tokens)
+    if wrong is None and found.isnan().any():
+        wrong = "its pass over the first tokens gives values that are not finite (NaN)"
+    if wrong is not None:
+        return wrong, []
+    unused = {n for n, p in named.items() if p.requires_grad and p is not head}
+    unused -= _reached(found, named)
+    if unused:
+        model.eval()
+        unused -= _reached(compute(tokens), named)
+    return None, [name for name in named if name in unused]
+
+
+def _wrong_features(hidden: Any, head: Tensor, tokens: Tensor) -> str | None:
+    """Return what is wrong with the features of a model, in words; None where nothing is."""
     if not isinstance(hidden, Tensor) or hidden.shape != (*tokens.shape, head.shape[1]):
         what = _shape(hidden) if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         needed = f"({tokens.shape[0]}, {tokens.shape[1]}, {head.shape[1]})"
         needed += " = (batch, time, width of head_weight) is needed"
         return f"features(tokens) returned {what}, where {needed}"
     return None
+
+
+def _reached(found: Tensor, named: dict[str, nn.Parameter]) -> set[str]:
+    """Return the names of the parameters that a tensor was computed from, by autograd's graph.
+
+    No gradient is computed. All count where torch's reentrant checkpoints hide a part of the graph.
+    """
+    reached, waiting, seen = set[int](), [found.grad_fn], set[Any]()
+    while waiting:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return set(named)
+        seen.add(node)
+        reached.add(id(getattr(node, "variable", None)))
+        waiting += [following for following, _ in node.next_functions]
+    return {name for name, p in named.items() if id(p) in reached}
 
 
 def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:

@@ -1,0 +1,155 @@
+"""Check what optimizers hold: each parameter of the model once, with a rate; try them on tensors.
+
+What a run needs of an optimizer is seen by trying it: that it goes on from a checkpoint as if it
+had not stopped, and what its steps change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp.settings.values import ConfigError, refuse
+from llmexp.system.text import first_of
+from llmexp.update.muon import Muon
+from llmexp.update.optim import SGD, Lion, wrong_rate
+from llmexp.update.patterns import plain_names
+from llmexp.update.states import apart, together
+
+
+def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers as a list, with the base rate of each group for the schedule."""
+    optimizers = [built] if isinstance(built, Optimizer) else list(built)
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
+    for group in (g for o in optimizers for g in o.param_groups):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and not rate.is_meta:
+            rate = float(rate)
+        group.setdefault("initial_lr", rate)
+    if wrong := wrong_rate(optimizers):
+        raise ConfigError(f"optimizer: {wrong}")
+    return optimizers
+
+
+def check_held(model: nn.Module, optimizers: Sequence[Optimizer], trained: set[int]) -> None:
+    """Raise ConfigError where optimizers hold a parameter twice, or a tensor that is no parameter.
+
+    So where the parameters that are trained are not those of before, of these ids.
+    """
+    given = dict(model.named_parameters())
+    names = dict(zip(map(id, given.values()), plain_names(given), strict=True))
+    held = Counter(id(p) for o in optimizers for group in o.param_groups for p in group["params"])
+    now = {id(p) for p in given.values() if p.requires_grad}
+    if changed := [names.get(key, "one that is gone") for key in now ^ trained]:
+        text = "other parameters are trained than before its function was called"
+        raise ConfigError(f"optimizer: {text}: {first_of(changed)}; do so in the model's function")
+    if twice := [names[key] for key, times in held.items() if times > 1 and key in names]:
+        raise ConfigError(f"optimizer: would update {first_of(twice)} more than once in a step")
+    if strange := len(held.keys() - names.keys()):
+        text = f"holds {strange} that are no parameters of the model, and are saved nowhere"
+        raise ConfigError(f"optimizer: {text}; make them attributes of it, in its own function")
+
+
+def not_updated(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return the names of the parameters that are trained and that no optimizer has."""
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    given = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in held}
+    return plain_names(given)
+
+
+def check_limited(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for optimizers whose update has no RMS that `clip=update` could limit."""
+    reasons = {
+        Muon: "",  # beside AdamW, which has the rest
+        torch.optim.AdamW: "",
+        SGD: "sgd's update is as large as its gradients",
+        Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
+    }
+    for optimizer in optimizers:
+        known = [why for kind, why in reasons.items() if isinstance(optimizer, kind)]
+        why = known[0] if known else f"{type(optimizer).__name__} is not torch's AdamW"
+        if why:
+            text = f"is the limit of StableAdamW, for AdamW's update; {why}"
+            raise refuse("clip", "update", text, "norm")
+
+
+@dataclass
+class TriedTensors:
+    """Hold parameters and their optimizers, which are tried by steps of known gradients."""
+
+    parameters: list[nn.Parameter]
+    optimizers: Sequence[Optimizer]
+    gradients: Callable[[int], list[Tensor]]  # of a step
+
+    def take_steps(self, steps: range, factor: float = 1) -> str | None:
+        """Take steps by a multiple of the gradients; return what is wrong with one, in words."""
+        for number in steps:
+            gradients = [factor * one for one in self.gradients(number)]
+            for p, gradient in zip(self.parameters, gradients, strict=True):
+                p.grad = gradient
+            for optimizer in self.optimizers:
+                optimizer.step()
+            if not all(p.isfinite().all() for p in self.parameters):
+                return "makes values that are not finite where gradients are 0; mend its arguments"
+            pairs = zip(self.parameters, gradients, strict=True)
+            if any(p.grad is not None and p.grad is not g for p, g in pairs):
+                return "puts other tensors in the place of the gradients"
+        return None
+
+    def plain_groups(self) -> list[list[dict[str, str]]]:
+        """Return what each group holds besides its parameters and rate, as text."""
+        left = ("params", "lr", "initial_lr")
+        return [
+            [{k: repr(v) for k, v in group.items() if k not in left} for group in o.param_groups]
+            for o in self.optimizers
+        ]
+
+    def state_bytes(self, number: int) -> float:
+        """Return the bytes of an optimizer's states for each byte of its parameters."""
+        held = [apart(state)[1] for state in self.optimizers[number].state.values()]
+        groups = self.optimizers[number].param_groups
+        size = sum(p.nbytes for group in groups for p in group["params"])
+        return sum(t.nbytes for tensors in held for t in tensors.values()) / size
+
+    def hand_over(self, other: TriedTensors) -> None:
+        """Give another one parameters and states, by way of what a checkpoint holds."""
+        with torch.no_grad():
+            for p, q in zip(self.parameters, other.parameters, strict=True):
+                q.copy_(p)
+        for one, two in zip(self.optimizers, other.optimizers, strict=True):
+            for here, there in zip(one.param_groups, two.param_groups, strict=True):
+                there |= {k: copy.deepcopy(v) for k, v in here.items() if k != "params"}
+                for p, q in zip(here["params"], there["params"], strict=True):
+                    plain, held = apart(one.state.get(p, {}))
+                    two.state[q] = together(plain, {k: v.clone() for k, v in held.items()})
+
+
+def try_going_on(whole: TriedTensors, other: TriedTensors) -> tuple[str | None, bool]:
+    """Let one go on from the middle of the other's steps, as a resumed run does.
+
+    Return (what is wrong, in words, whether steps draw random numbers).
+    """
+    torch.default_generator.manual_seed(0)
+    before = torch.get_rng_state()
+    if wrong := whole.take_steps(range(2)):
+        return wrong, False
+    if not all(isinstance(p, Tensor) for o in whole.optimizers for p in o.state):
+        return "keeps a state that is of no parameter, which a checkpoint does not hold", False
+    draws = not torch.equal(before, torch.get_rng_state())
+    whole.hand_over(other)
+    for trial in (whole, other):
+        torch.default_generator.manual_seed(0)
+        if wrong := trial.take_steps(range(2, 4)):
+            return wrong, draws
+    pairs = zip(whole.parameters, other.parameters, strict=True)
+    if all(torch.equal(p, q) for p, q in pairs):
+        return None, draws
+    text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
+    return f"{text} its state and its groups hold", draws
