@@ -82,3 +82,5 @@ def read(words: list[str]) -> None:
 def check(text: str) -> None:
     for word in suggested(text):
         assert PARSER.parse_override(word), text
+    for words in commands(text.partition("for example ")[2]):
+        read(words)

@@ -14,7 +14,7 @@ from llmexp.compare.records import TWIN, Record, Result, Setting
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.settings.commands import command_words, own_parts
-from llmexp.settings.knobs import NOT_SWEPT, SEED, is_record
+from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import duration, number
@@ -157,7 +157,7 @@ class Known:
         first = self.overrides[self.runs[0].path]
         same = [k for k in first if all(o.get(k) == first[k] for o in self.overrides.values())]
         tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
-        gone = {*changed, *NOT_SWEPT, *(BUDGETS if "train.max_tokens" in changed else ())}
+        gone = {*changed, "train.stop_step", *(BUDGETS if "train.max_tokens" in changed else ())}
         words = [f"{k}={first[k]}" for k in same if k not in gone]
         return self.place() + words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
 

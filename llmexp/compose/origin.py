@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from llmexp.compose.forking import OPTION, PREFIX
 from llmexp.compose.overrides import key_of, parsed, typed_in
 from llmexp.settings.config import OPEN_SECTIONS, Config, conf_dir, plain
-from llmexp.settings.knobs import NOT_SWEPT, dead, defaults, fields
+from llmexp.settings.knobs import dead, defaults, fields
 from llmexp.settings.values import ConfigError, flatten, pasteable, refuse
 
 COMMAND_LINE = "the command line"
@@ -124,15 +124,17 @@ SWEEP_ONLY = (
     "sweep.", "hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.",
     "hydra.sweep.",
 )  # fmt: skip
-_INSTEAD = (
-    ("names the folder of a single run; that of a sweep is", "hydra.sweep.dir"),
-    (
+RUN_ONLY = {
+    "hydra.run.dir": (
+        "names the folder of a single run; that of a sweep is",
+        "hydra.sweep.dir",
+    ),
+    "train.stop_step": (
         "does nothing in a sweep, whose points train to their end; leave it out, or for shorter "
         "points give",
         "train.max_steps",
     ),
-)
-RUN_ONLY = dict(zip(NOT_SWEPT, _INSTEAD, strict=True))
+}
 
 
 def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:

@@ -6,24 +6,23 @@ Standard library only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.values import is_ours, nested, override_value, pasteable
+from llmexp.settings.values import flatten, is_ours, nested, override_value, pasteable
 
 # They take no --allow, as they open no part of the user's.
 _READS = ("compare", "next", "fit", "runs", "sync")
-# The extra of llmexp that has a package, by the name that Python imports.
+# The packages that Python imports, by the extra of llmexp that has them.
 EXTRAS = {
-    "accelerate": "eval", "aiohttp": "data", "datasets": "data", "fsspec": "data",
-    "huggingface_hub": "data", "lm_eval": "eval", "mlflow": "mlflow", "optuna": "optuna",
-    "pyarrow": "data", "pytorch_optimizer": "optimizers", "ray": "ray",
-    "schedulefree": "optimizers", "sentencepiece": "tokenizers", "tensorboard": "tensorboard",
-    "tokenizers": "tokenizers",
-    "torchao": "optimizers", "trackio": "trackio", "transformers": "hf",
-    "wandb_workspaces": "workspaces", "zstandard": "data",
-}  # fmt: skip
+    "data": "aiohttp datasets fsspec huggingface_hub pyarrow zstandard",
+    "eval": "accelerate lm_eval",
+    "hf": "transformers",
+    "optimizers": "pytorch_optimizer schedulefree torchao",
+    "tokenizers": "sentencepiece tokenizers",
+    "workspaces": "wandb_workspaces",
+}  # the others are called as their package is
 
 
 def command(name: str, *given: object, parts: Iterable[str] = ()) -> str:
@@ -37,22 +36,14 @@ def command_words(name: str, *given: object, parts: Iterable[str] = ()) -> tuple
     A pair is the override KEY=VALUE, a path never looks like a flag; other words stand as they are.
     Allowed is what this process allows, and the packages of `parts`, such as `own_parts` finds.
     """
-    words, allowed = [name], list[str]()
-    rest = iter(given)
-    for word in rest:
+    words = [name]
+    for word in given:
         if isinstance(word, tuple):
-            key, value = word
-            words.append(f"{key}={override_value(value)}")
-        elif isinstance(word, Path):
-            words.append(f"./{word}" if str(word).startswith("-") else str(word))
-        elif str(word) == "--allow":
-            allowed += str(next(rest, "")).split(",")
-        elif str(word).startswith("--allow="):
-            allowed += str(word).partition("=")[2].split(",")
-        else:
-            words.append(str(word))
-    allowed += os.environ.get("LLMEXP_ALLOW", "").split(",")
-    allowed = [package.strip() for package in allowed if package.strip()]
+            word = f"{word[0]}={override_value(word[1])}"
+        elif isinstance(word, Path) and str(word).startswith("-"):
+            word = f"./{word}"
+        words.append(str(word))
+    allowed = [p for p in map(str.strip, os.environ.get("LLMEXP_ALLOW", "").split(",")) if p]
     for part in parts:
         if not any(f"{part}.".startswith(f"{package}.") for package in allowed):
             allowed.append(part.partition(".")[0])
@@ -61,20 +52,17 @@ def command_words(name: str, *given: object, parts: Iterable[str] = ()) -> tuple
     return tuple(words)
 
 
-def own_parts(config: Any) -> list[str]:
+def own_parts(config: Mapping[str, Any]) -> list[str]:
     """Return the functions of the user's own that a config names, nested or with dotted keys."""
-    return list(dict.fromkeys(name for name in _targets(config) if not is_ours(name)))
-
-
-def _targets(node: Any, inside: bool = False) -> Iterator[str]:
-    """Yield each `_target_` of a config, and the names in its list of hooks."""
-    for key, child in nested(node):
-        if isinstance(child, str) and (inside or str(key).rpartition(".")[2] == "_target_"):
-            yield child
-        yield from _targets(child, key == "hooks")
+    flat = flatten(config)
+    named = [value for key, value in flat.items() if key.endswith("._target_")]
+    for _, hook in nested(flat.get("hooks")):
+        named.append(hook.get("_target_") if isinstance(hook, Mapping) else hook)
+    return [name for name in dict.fromkeys(map(str, named)) if not is_ours(name)]
 
 
 def how_to_install(package: str) -> str:
     """Return the command that installs a package, by the extra of llmexp that has it."""
-    extra = EXTRAS.get(package.partition(".")[0])
-    return f"pip install 'llmexp[{extra}]'" if extra else f"pip install {package}"
+    name = package.partition(".")[0]
+    extra = next((extra for extra, has in EXTRAS.items() if name in has.split()), name)
+    return f"pip install 'llmexp[{extra}]'"

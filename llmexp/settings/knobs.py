@@ -23,9 +23,6 @@ from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, se
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
 
 
-NOT_SWEPT = ("hydra.run.dir", "train.stop_step")  # a sweep takes neither
-
-
 def is_seed(override: str) -> bool:
     """Return whether an override gives a run its seed."""
     return override.lstrip("+").partition("=")[0] == SEED

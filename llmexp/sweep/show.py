@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from llmexp.compare import budgets
+from llmexp.compose.command_line import kept_back, recordable
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS
 from llmexp.runs.folder import RunFolder
@@ -242,7 +243,8 @@ def warn_of_budgets(spent: Sequence[budgets.Spent], knobs: Sweep, arguments: Seq
     if knobs.report == "throughput":  # no losses are of interest there
         return
     # the same with another budget, into a folder of its own
-    replaced = (*BUDGETS, "hydra.sweep.dir", "sweep.resume", "--measure", "--json")
-    kept = [a for a in arguments if key_of(a) not in replaced and not a.startswith("plan.")]
+    replaced = (*BUDGETS, "hydra.sweep.dir", "--measure", "--json")
+    again = [*recordable(arguments), *kept_back(arguments)]
+    kept = [a for a in again if key_of(a) not in replaced and not a.startswith("plan.")]
     for line in budgets.warning(spent, partial(command, "train", *kept)):
         print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
