@@ -35,9 +35,8 @@ class Parent:
     tokens: int  # of the budget, all runs before the fork together
     tokens_seen: int  # target tokens that count, likewise
     order: str  # in words, how the data go on
-    # of the checkpoint: the sha256 of its manifest; in older forks digests of its tensors
-    digest: str | dict[str, str]
-    setting: str = ""  # equal for parents that differ in the seed alone; "": of an older fork
+    digest: str  # of the checkpoint: the sha256 of its manifest
+    setting: str = ""  # equal for parents that differ in the seed alone
 
 
 _BATCH = (

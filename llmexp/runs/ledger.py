@@ -332,8 +332,6 @@ def runs_in(path: Path) -> list[Path]:
 
 def _entry(at: str, given: Any) -> LedgerEntry:
     """Return a point of a ledger that may have been edited by hand. Raises ConfigError."""
-    if isinstance(given, dict) and given.get("state") == "infeasible":  # of an earlier version
-        given = {"refused": given.get("error") or "it cannot run", **given}
     entry = _checked(LedgerEntry, given, f"{at}.", keys=_KEPT)
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts

@@ -69,8 +69,7 @@ def parents_checkpoint(
     Raises ConfigError where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
     loaded = loading.newest_whole(root, warn, joined, step=parent.step)
-    # forks of earlier versions have digests of its tensors, which its manifest holds
-    if loaded is None or parent.digest not in (loaded.digest, loaded.manifest.get("digest")):
+    if loaded is None or parent.digest != loaded.digest:
         what = "is gone" if loaded is None else "is another one than when this fork was made"
         text = f"the checkpoint of step {parent.step} {what}"
         raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")
