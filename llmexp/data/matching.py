@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import glob
 import os
 import re
@@ -35,17 +34,16 @@ SPLIT = re.compile(
 )
 
 
-def match_files(key: str, patterns: Any, left: list[str], endings: str = "") -> list[Path]:
+def match_files(key: str, patterns: Any, left: list[str]) -> list[Path]:
     """Return the readable files that a glob, or a list of globs, names: sorted per glob, each once.
 
     Relative globs start in the current folder; `**` crosses folders. `left` gets what is left out.
-    `endings` limits, by a regular expression, what a folder stands for. Raises ConfigError, naming
-    `key`, for a glob without a match and for what is no readable file.
+    Raises ConfigError, naming `key`, for a glob without a match and for what is no readable file.
     """
     found = list[str]()
     for pattern in patterns_of(key, patterns):
         try:
-            found += _files_of(key, pattern, left, endings)
+            found += _files_of(key, pattern, left)
         except OSError as error:
             text = f"{error.filename} cannot be read: {error.strerror}"
             raise refuse(key, pattern, text) from None
@@ -63,12 +61,10 @@ def patterns_of(key: str, given: Any) -> list[str]:
 
 def named_once(names: Iterable[str], left: list[str]) -> list[str]:
     """Return the names of files, one for each file; `left` gets the others, but none of these."""
-    folder_of, found = functools.lru_cache(os.path.realpath), dict[str, str]()
+    found = dict[str, str]()
     for name in names:
-        folder, last = os.path.split(name)
-        real = os.path.join(folder_of(folder), last)
-        first = found.setdefault(os.path.realpath(real) if os.path.islink(real) else real, name)
-        left += [f"{name} (it is {first})"] if first != name else []
+        if (first := found.setdefault(os.path.realpath(name), name)) != name:
+            left.append(f"{name} (it is {first})")
     left[:] = sorted({*left} - {*found.values()})
     return list(found.values())
 
@@ -103,10 +99,10 @@ def walk(key: str, folder: str, left: list[str]) -> Iterator[str]:
                 left.append(f"{path} (it is {first})")
 
 
-def _files_of(key: str, pattern: str, left: list[str], endings: str) -> list[str]:
+def _files_of(key: str, pattern: str, left: list[str]) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isdir(expanded):
-        names = _documents_below(key, expanded, left, endings)
+        names = _documents_below(key, expanded, left)
     elif os.path.lexists(expanded):
         names = [expanded]
     else:
@@ -117,7 +113,7 @@ def _files_of(key: str, pattern: str, left: list[str], endings: str) -> list[str
     if not paths:
         text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
         raise refuse(key, pattern, text)
-    if not pattern.endswith("**"):
+    if "**" not in pattern:
         left += [f"{name} (a folder)" for name in names if os.path.isdir(name)]
     for path in paths:
         if os.path.exists(path) and not os.path.isfile(path):  # to read it could wait for ever
@@ -135,22 +131,20 @@ def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:
     Hidden names match neither `*` nor `**`. Raises OSError.
     """
     found, parts = {"/"[: pattern[0] == "/"]}, [part for part in pattern.split("/") if part]
-    for number, part in enumerate(parts, 1):
+    for part in parts:
         places, found = found, set()
         for place in places:
             if part == "**":
-                below = (p for p in walk(key, place, left) if os.path.basename(p)[0] != ".")
-                found |= {p for p in below if number == len(parts) or os.path.isdir(p)}
-                found |= {place} if number < len(parts) else set()
+                below = [p for p in walk(key, place, left) if os.path.basename(p)[0] != "."]
+                found |= {place, *below}
                 continue
             names = [part]
             if glob.has_magic(part) and os.path.isdir(place or "."):
                 there = os.listdir(place or ".")
-                hidden = part[0] == "."
-                names = fnmatch.filter((n for n in there if hidden or n[0] != "."), part)
-                names = [part] if part in there else names
+                seen = [name for name in there if name[0] != "." or part[0] == "."]
+                names = [part] if part in there else fnmatch.filter(seen, part)
             found |= {os.path.join(place, name) for name in names}
-    return set(filter(_exists, found))
+    return {path for path in found if path and _exists(path)}
 
 
 def _exists(path: str) -> bool:
@@ -160,7 +154,7 @@ def _exists(path: str) -> bool:
     return False
 
 
-def _documents_below(key: str, folder: str, left: list[str], endings: str) -> list[str]:
+def _documents_below(key: str, folder: str, left: list[str]) -> list[str]:
     """Return the files that a folder stands for, sorted. Raises ConfigError, and OSError."""
     if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
         of_source = key.endswith(".files")
@@ -170,24 +164,22 @@ def _documents_below(key: str, folder: str, left: list[str], endings: str) -> li
     splits, found, out = dict[str, str](), list[str](), list[str]()
     for path in walk(key, folder, left):
         name = os.path.basename(path)
-        if name[0] == ".":
+        inside = os.path.isdir(path)
+        if name[0] == "." or (not inside and ABOUT.fullmatch(name)):
             out.append(path)
-        elif not os.path.isdir(path):
-            about = ABOUT.fullmatch(name) or not re.search(endings, name)
-            (out if about else found).append(path)
+        elif not inside:
+            found.append(path)
+            hit = SPLIT.search(path, len(folder))  # names that say nothing are of training
+            splits.setdefault(str(hit.lastgroup) if hit else "train", path)
     if not found:
-        others = f" but {first_of(sorted(out))}, which it does not stand for" if out else ""
-        raise refuse(key, folder, f"there are no files in this folder{others}")
-    for path in found:  # those whose names say nothing are for training
-        hit = SPLIT.search(path, len(folder))
-        splits.setdefault(str(hit.lastgroup) if hit else "train", path)
+        raise refuse(key, folder, f"there are no files in this folder{left_out_text(out)}")
     if len(splits) > 1:
         there = ", ".join(f"{split} ({path})" for split, path in splits.items())
-        path = splits.get("train", found[0])
-        if (hit := SPLIT.search(path, len(folder))) is not None:
-            path = path[: hit.end()] + ("*/**" if "/" in path[hit.end() :] else "*")
+        ways = [splits.get("train", found[0]), os.path.join(folder, "**")]
+        if (hit := SPLIT.search(ways[0], len(folder))) is not None:
+            ways[0] = ways[0][: hit.end()] + ("*/**" if "/" in ways[0][hit.end() :] else "*")
+        one, every = (typed(key, way) for way in ways)
         text = f"its files are of several splits: {there}; a folder stands for one, so choose: "
-        every = typed(key, os.path.join(folder, "**"))
-        raise refuse(key, folder, f"{text}{typed(key, path)}, or all of them: {every}")
+        raise refuse(key, folder, f"{text}{one}, or all of them: {every}")
     left += sorted(out)
     return sorted(found, key=lambda path: path.split(os.sep))

@@ -38,7 +38,6 @@ FlatType = Annotated[
         "uint16 | int32 | uint32 | int64",
     ),
 ]
-TOKEN_FILE = r"\.(npy|bin)$"  # names of the files that a folder of token files stands for
 
 
 def shared_tokens(max_tokens: int | None, val_ratio: float) -> tuple[int | None, int | None]:
@@ -124,17 +123,15 @@ def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | Non
     return Source("text", key, files=tuple(map(str, paths)), shares=shares)
 
 
-def _match_both(
-    train_files: Any, val_files: Any, left: list[str], endings: str = ""
-) -> dict[str, list[Path]]:
+def _match_both(train_files: Any, val_files: Any, left: list[str]) -> dict[str, list[Path]]:
     """Return the files by knob; those for validation only where they are asked for.
 
     `left` gets what is left out.
     """
-    given = {"data.train_files": train_files, "data.val_files": val_files}
-    if val_files is None:
-        del given["data.val_files"]
-    return {key: match_files(key, files, left, endings) for key, files in given.items()}
+    found = {"data.train_files": match_files("data.train_files", train_files, left)}
+    if val_files is not None:
+        found["data.val_files"] = match_files("data.val_files", val_files, left)
+    return found
 
 
 def _text_corpus(
@@ -224,7 +221,7 @@ def tokens(
     """
     cache = cache_folder(cache_dir)
     left = list[str]()
-    paths = _match_both(train_files, val_files, left, TOKEN_FILE)
+    paths = _match_both(train_files, val_files, left)
     allow_open_files(sum(map(len, paths.values())))  # a map keeps its file open
     arrays = open_all(paths, dtype)
     if tokenizer is not None:
@@ -249,7 +246,7 @@ def tokens(
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = _documents_text(arrays, tokenizer, cache)
-    about += left_out_text([name for name in left if not name.endswith(".idx")])  # which is read
+    about += left_out_text(left)
     fingerprint = {
         name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))

@@ -277,21 +277,19 @@ def check_sources(parts: Parts) -> list[Check]:
 
     Buckets and the hub are asked. Nothing for data without documents of text.
     """
-    corpus, what = parts.corpus, "what was prepared, by hashes of now: "
-    if not corpus.is_text:
+    if not parts.corpus.is_text:
         return []
+    what = "was prepared from what is there now"
     try:
         sources, remote = sources_of(parts.config.data)
         remote.hash_anew = True
         works = works_of(sources, parts.tokenizer, remote)
     except ConfigError as error:  # such as of a bucket that does not answer
-        return [Check(f"{what}the sources", None, note=str(error))]
-    used = {Path(shard.name).parent for shard in corpus.shards()}
-    names = {} if corpus.mixed is None else corpus.mixed.tokens  # without those of weight 0
+        return [Check(f"{what}: the sources", None, note=str(error))]
+    used = {Path(shard.name).parent for shard in parts.corpus.shards()}
+    # a source of weight 0 has no shards in use
     return [
-        Check(what + work.source.key, work.folder in used)
-        for work in works
-        if not names or work.source.held_out or work.source.name in names
+        Check(f"{w.source.key} {what}", w.folder in used) for w in works if w.source.weight != 0
     ]
 
 

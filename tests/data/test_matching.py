@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp.data.hub import dataset_identity
 from llmexp.data.matching import match_files
+from llmexp.data.remote import RemoteCache
 from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, llmexp
 
@@ -223,3 +225,20 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
     for pattern in (str(tmp_path), f"{tmp_path}/**", f"{tmp_path}/**/*.txt"):
         with pytest.raises(ConfigError, match="/a cannot be read: Permission denied"):
             match_files("k", pattern, [])
+
+
+def test_a_dataset_of_hugging_face_is_told_by_what_is_behind_its_links(tmp_path: Path) -> None:
+    (tmp_path / "disk/train").mkdir(parents=True)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/dataset_dict.json").write_text("{}")
+    (tmp_path / "disk/train/data.arrow").write_text("one")
+    os.symlink(tmp_path / "disk/train", tmp_path / "saved/train")
+    key, name = "data.sources.x.hf", str(tmp_path / "saved")
+    remote = RemoteCache(tmp_path / "cache")
+    before, _ = dataset_identity(key, name, remote)
+    (tmp_path / "disk/train/data.arrow").write_text("two")
+    after, _ = dataset_identity(key, name, remote)
+    assert after != before
+    os.symlink(tmp_path / "saved", tmp_path / "disk/train/home")
+    with pytest.raises(ConfigError, match=r"saved/train/home is a link to .* it has no end"):
+        dataset_identity(key, name, remote)
