@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     rows = read_rows(wanted.run / rundir.METRICS)
     norms = usual_of(wanted.step, rows, "grad_norm", found.pop("norms"))
     losses = usual_of(wanted.step, rows, "train/loss", found.pop("losses"))[-BEFORE_LOSS:]
-    return {"step": wanted.step} | found | verdict(wanted.step, found, norms, losses)
+    return {"step": wanted.step} | found | verdict(wanted.step, found, norms, losses, saved)
 
 
 def usual_of(
@@ -97,20 +98,24 @@ def last_step(run: Path) -> int:
 
 
 def verdict(
-    step: int, found: dict[str, Any], norms: list[float], losses: list[float]
+    step: int,
+    found: dict[str, Any],
+    norms: list[float],
+    losses: list[float],
+    saved: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return `cause` and a sentence, from gradient norms and losses at two states.
 
     `times_here` is the norm of the step over the median of the `norms` before it; `times_there` is
     that of its window with the weights of the start over the median of other windows there. A step
-    is unusual from UNUSUAL times on; then the cause is that which `times_there` is nearer to, on a
-    logarithmic scale: `times_here` is the data, 1 is the state. Where the norm is not unusual the
-    loss may be: see `by_loss`. What is not finite counts as infinite, and is None.
+    is unusual from UNUSUAL times on, or by its loss: see `rises`. The cause is the data where
+    `times_there` is nearer to `times_here` than to 1, on a logarithmic scale, or where more than
+    half of the loss's rise is there, too. Else it is the state, unless the start cannot tell: see
+    `too_far`. What is not finite counts as infinite, and is None. `saved`: steps of checkpoints.
     """
-    start, here = found["start"], found["here"]
+    start, here, begin = found["start"], found["here"], found["from"]
     window = infinite(start["window"][1])
     there = [norm for _, norm in start["others"]] or [window]
-    begin = found["from"]
     usual = statistics.median(norms if len(norms) >= FEWEST else there)
     if not (usual > 0 and statistics.median(there) > 0):
         text = f"step {step:,} cannot be judged: the windows near it have gradients of norm 0."
@@ -119,60 +124,78 @@ def verdict(
         return {"cause": None, "usual_norm": usual, "sentence": skipped(step, found, usual)}
     times_here = infinite(here["grad_norm"]) / usual
     times_there = window / statistics.median(there)
-    figures = {"usual_norm": usual, "times_here": times_here, "times_there": times_there}
-    figures = {key: value if math.isfinite(value) else None for key, value in figures.items()}
-    if times_here < UNUSUAL:
-        text = f"step {step} has {times_here:.3g} times the usual gradient norm"
-        ordinary = {"cause": "none", "sentence": f"no spike: {text}."}
-        return figures | (by_loss(text, found, losses) or ordinary)
-    is_data = math.log(max(times_there, 1e-9)) > math.log(times_here) / 2
-    if not math.isfinite(times_here):  # no number is near it
-        is_data = times_there >= UNUSUAL
-    count = len(here["sequences"])
-    if is_data:
-        text = (
-            f"the data: these {count} sequences give {times(times_there)} with the weights of step "
-            f"{begin:,}, too ({times(times_here)} at step {step:,})."
-        )
-        return figures | {"cause": "data", "sentence": text}
-    text = (
-        f"the state: with the weights of step {begin:,} the same window is ordinary "
-        f"({times(times_there)}; {times(times_here)} at step {step:,})."
-    )
-    return figures | {"cause": "state", "sentence": text}
+    figures: dict[str, Any] = {"usual_norm": usual}
+    figures |= {"times_here": times_here, "times_there": times_there} | rises(found, losses)
+    far = too_far(step, figures, found, saved)
+    rise, rise_there = figures.get("rise_here", 0.0), figures.get("rise_there", 0.0)
+    odd, spike = rise > figures.pop("unusual_rise", math.inf), not times_here < UNUSUAL
+    # no number is near one that is not finite
+    least = math.sqrt(times_here) if math.isfinite(times_here) else UNUSUAL
+    figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+    count = f"these {len(here['sequences'])} sequences"
+    norm = f"step {step} has {times_here:.3g} times the usual gradient norm"
+    loss = f"{norm}, {'and' if spike else 'but'} a loss that is {rise:.3g} above the usual one"
+    if not spike and not odd:
+        return figures | {"cause": "none", "sentence": f"no spike: {norm}."}
+    if spike and times_there > least:
+        cause = "data"
+        text = f"{count} give {times(times_there)} with the weights of step {begin:,}, too"
+        text += f" ({times(times_here)} at step {step:,})"
+    elif odd and rise_there > rise / 2:
+        cause, text = "data", f"{loss}; with the weights of step {begin:,} that of {count} is"
+        text += f" {rise_there:.3g} above that of others, too"
+    elif far:
+        return figures | {"cause": None, "sentence": f"cannot tell: {far}."}
+    else:
+        cause, text = "state", f"with the weights of step {begin:,} the same window is ordinary"
+        ratios = f" ({times(times_there)}; {times(times_here)} at step {step:,})"
+        text = f"{text}{ratios}" if spike else f"{loss}; {text} ({rise_there:+.3g})"
+    return figures | {"cause": cause, "sentence": f"the {cause}: {text}."}
 
 
-def by_loss(norm: str, found: dict[str, Any], before: list[float]) -> dict[str, Any] | None:
-    """Return `cause` and a sentence for a step whose loss alone is unusual; None for others.
+def rises(found: dict[str, Any], before: list[float]) -> dict[str, float]:
+    """Return by how much the losses of the window are above the usual ones, here and there.
 
-    It is unusual where it is more than UNUSUAL_LOSS robust standard deviations (1.4826 times the
-    median distance from the median) above the median of the losses `before`. The cause is the data
-    where more than half of that rise is there with the weights of the start, too. `norm`: the step
-    and its norm in words.
+    A rise is unusual from UNUSUAL_LOSS robust standard deviations (1.4826 times the median distance
+    from the median) on. `gap_there` is that of other windows at the start over the usual loss here.
+    Empty where too little is known, or a loss is not finite.
     """
-    start, here, begin = found["start"], found["here"], found["from"]
+    start, here = found["start"], found["here"]
     there = [loss for loss, _ in start["others"]]
     if len(before) < FEWEST or not there or here["loss"] is None:
-        return None
-    usual, spread = middle(before)
-    rise = here["loss"] - usual
-    if rise <= UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual):
-        return None
-    rise_there = infinite(start["window"][0]) - statistics.median(there)
-    cause = "data" if rise_there > rise / 2 else "state"
-    text = f"the {cause}: {norm}, but a loss that is {rise:.3g} above the usual one; with the "
-    if cause == "data":
-        text += f"weights of step {begin:,} that of these {len(here['sequences'])} sequences is "
-        text += f"{rise_there:.3g} above that of others, too."
-    else:
-        text += f"weights of step {begin:,} the same window is ordinary ({rise_there:+.3g})."
+        return {}
+    (usual, spread), (median, spread_there) = middle(before), middle(there)
     return {
-        "cause": cause,
-        "sentence": text,
         "usual_loss": usual,
-        "rise_here": rise,
-        "rise_there": rise_there if math.isfinite(rise_there) else None,
+        "rise_here": here["loss"] - usual,
+        "rise_there": infinite(start["window"][0]) - median,
+        "gap_there": median - usual,
+        "unusual_rise": UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual),
+        "unusual_there": UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median),
     }
+
+
+def too_far(step: int, figures: dict[str, Any], found: dict[str, Any], saved: Sequence[int]) -> str:
+    """Return why the weights of the start cannot tell that the state is the cause; "" if they can.
+
+    Weights that have learned little find every window alike: their loss of other windows is above
+    the usual one by more than half of the step's rise, and more than chance. Those of the steps
+    that the usual loss is of are near enough. Nor can they where the window's loss is unusual there
+    without being half as much so.
+    """
+    begin, gap = found["from"], figures.pop("gap_there", 0.0)
+    rise, unusual = figures.get("rise_here", 0.0), figures.get("unusual_rise", math.inf)
+    text = f"with the weights of step {begin:,} the loss of "
+    if figures.get("rise_there", 0.0) > figures.pop("unusual_there", math.inf):
+        text += f"the same window is {figures['rise_there']:.3g} above that of others"
+        text += f" ({rise:.3g} at step {step:,})"
+    elif begin < step - 1 - BEFORE_LOSS and gap > max(rise / 2, unusual):
+        text += f"any window is {gap:.3g} above the usual one, so that none stands out"
+    else:
+        return ""
+    nearer = [s for s in saved if begin < s < step][-1:] or [s for s in saved if s >= step][:1]
+    way = f"look from a nearer one: --from {nearer[0]}" if nearer else "no nearer one is kept: "
+    return f"{text}; {way}" + "a run with a smaller checkpoint.every has them" * (not nearer)
 
 
 def infinite(figure: float | None) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmexp.verify.replay import verdict
 from tests.conftest import TINY, Result, llmexp, train
@@ -85,6 +87,15 @@ def test_a_planted_cause_is_told(tmp_path, case, seed):
     assert found["cause"] == CAUSE[case], found["sentence"]
     assert found["sentence"].startswith(f"the {CAUSE[case]}: ")
     assert found["equal"] == list(range(21, step + 1))
+    cannot_tell(replayed(result, step, "--from", "0"), CAUSE[case], 20)
+
+
+def cannot_tell(found: dict, cause: str, nearer: int) -> None:
+    """Weights that have learned nothing find no window unusual, which is no proof of the state."""
+    assert found["cause"] in (None, cause)
+    if found["cause"] is None:
+        assert found["sentence"].startswith("cannot tell: with the weights of step 0 the loss of ")
+        assert f"--from {nearer}" in found["sentence"]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +161,9 @@ def test_ranks_find_the_same(repeated, tmp_path, way):
 
 
 def test_other_starts_rates_limits_and_without_the_window(garbage, repeated):
-    assert replayed(garbage, STEP, "--from", "0")["repeated_from"] == 0
+    first = replayed(garbage, STEP, "--from", "0")
+    assert first["repeated_from"] == 0
+    cannot_tell(first, "data", 20)
     later = replayed(garbage, STEP, "--from", "32")
     assert (later["from"], later["repeated_from"]) == (32, 20)
     assert later["times_here"] == repeated["times_here"]  # of the run itself
@@ -339,10 +352,39 @@ def test_an_unusual_loss_counts_where_the_norm_is_ordinary():
 
     assert told(2.4, 5.0)["cause"] == "none"  # less than 6 x 1.4826 x 0.05 above 2.0
     assert told(2.5, 2.5)["cause"] == "data"
-    assert told(2.5, 2.4)["cause"] == "state"
+    assert told(2.5, 2.3)["cause"] == "state"
+    assert told(2.5, 2.4)["cause"] is None  # above others there, too, but by less than half as much
     assert told(4.0, 3.9)["sentence"].startswith(
         "the data: step 9 has 1.5 times the usual gradient norm, but a loss that is 2 above"
     )
+
+
+@given(
+    st.sampled_from([0, 90, 91, 99]),
+    *[st.floats(2, 9)] * 3,
+    st.floats(1, 20),
+    st.sampled_from([[], [95], [10, 120]]),
+)
+def test_the_state_is_blamed_by_weights_that_know_the_usual_loss(
+    begin, here, there, others, times, saved
+):
+    """Weights of the steps that the usual loss of 2 is of know it; earlier ones where their loss of
+    other windows is above it by at most half of the step's rise."""
+    before = [2.0 + 0.001 * n for n in range(8)]
+    start = {"window": [there, 1.0], "others": [[others, 1.0]] * 8}
+    step = {"grad_norm": times, "loss": here, "sequences": [0] * 4}
+    found = verdict(100, {"from": begin, "start": start, "here": step}, [1.0] * 8, before, saved)
+    rise = here - 2.0035
+    if found["cause"] == "state":
+        assert begin >= 91 or others - 2.0035 <= max(rise / 2, 6 * 0.02 * 1.01)
+        assert there - others <= 6 * 0.01 * others * 1.01
+    if found["cause"] is None:
+        nearer = [s for s in saved if s > begin]
+        assert ("--from" in found["sentence"]) == bool(nearer)
+        assert "smaller checkpoint.every" in found["sentence"] or nearer
+    if found["cause"] == "data":
+        assert there - others > rise / 2
+    assert (found["cause"] == "none") == (times < 2 and rise <= 6 * 0.02 * 1.01)
 
 
 def test_what_is_not_finite_is_the_state_where_its_window_is_ordinary():
