@@ -37,6 +37,24 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
             model[key] = theirs
 
 
+def follow_width(tree: dict[str, Any], cfg: DictConfig) -> None:
+    """Keep the ratio of the MLP to the width of the model where another width alone is given."""
+    typed, sources = typed_in(cfg), dict[str, dict[str, Any]]()
+    wanted = any("d_model" in word or "experiment" in word for word in typed)
+    if not wanted or "d_ff" not in (tree.get("model") or {}):
+        return
+    for layer in layers(typed):
+        sources.setdefault(layer.source, {}).update(layer.values)
+    width: Any = None
+    inner: Any = None
+    for values in sources.values():
+        before, width = width, values.get("model.d_model", width)
+        if "model.d_ff" in values:
+            inner = values["model.d_ff"]
+        elif before != width and all(type(n) is int and n > 0 for n in (before, inner, width)):
+            inner = tree["model"]["d_ff"] = round(inner / before * width)
+
+
 def leave_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
     """Set what a rule decides to null in the plain config, unless it is given beside the rule.
 

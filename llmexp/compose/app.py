@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose import forking
-from llmexp.compose.adopting import leave_open, take_sizes
+from llmexp.compose.adopting import follow_width, leave_open, take_sizes
 from llmexp.compose.command_line import for_hydra
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
@@ -166,6 +166,7 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     if run is None:
         parent = forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
     if (beneath := run or parent) is None:
+        follow_width(tree, cfg)
         take_sizes(tree, cfg)
     else:
         forking.follow(tree, given, beneath, fork=run is None)

@@ -7,6 +7,7 @@ that Hydra would call besides has to be what it is without any config.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def guard(loader: Any) -> None:
     def looked_at(
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
+        # Hydra takes a key that is null for one that is not there: ~model.d_ff deletes it as well
+        first = [f"{o[1:]}=0" for o in overrides if re.fullmatch(r"~(?!hydra)\w+(\.\w+)+", o)]
+        overrides = [*first, *overrides]
         cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
         given: dict[str, list[str]] = {"task": [], "hydra": []}
         for override in overrides:
@@ -50,6 +54,8 @@ def guard(loader: Any) -> None:
             text = "is what a command line says; a config file must not set it"
             raise ConfigError(f"hydra.overrides: {text}")
         refuse_code(cfg)
+        if first:
+            cfg.hydra.overrides.task = given["task"][len(first) :]
         return cfg
 
     loader.load_configuration = looked_at

@@ -45,6 +45,12 @@ class LanguageModel(nn.Module):
     width_ratio = 1.0  # d_model / base_width
     mlp_factor = 4.0  # width of the MLP over that of the model, where a rule gives the shape
 
+    @classmethod
+    def mlp_width(cls, d_model: int) -> int:
+        """Return the width of an MLP that is not given: to a multiple of 64 if it is not whole."""
+        width = cls.mlp_factor * d_model
+        return round(width) if width.is_integer() else max(1, round(width / 64)) * 64
+
     def features(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
         raise NotImplementedError
 

@@ -85,7 +85,7 @@ class GPT2(LanguageModel):
                     LayerNorm(d_model),
                     Attention(*sizes, bias=True, out_bias=True),
                     LayerNorm(d_model),
-                    MLP(d_model, d_ff, gelu),
+                    MLP(d_model, d_ff or self.mlp_width(d_model), gelu),
                     dropout,
                 )
                 for _ in range(n_layers)

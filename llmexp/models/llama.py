@@ -267,7 +267,7 @@ class Llama(LanguageModel):
                     Norm(d_model, eps=norm_eps),
                     Attention(*sizes, biases=biases, qk_norm=qk_norm, norm_eps=norm_eps),
                     Norm(d_model, eps=norm_eps),
-                    MLP(d_model, d_ff, biases == "all"),
+                    MLP(d_model, d_ff or self.mlp_width(d_model), biases == "all"),
                     dropout,
                     after=norm == "post",
                 )

@@ -79,7 +79,9 @@ class ModelKnobs:
     n_layers = Annotated[int, count("transformer blocks", 12, at_most=10_000)]
     n_heads = Annotated[int, count("query heads; must divide d_model", 12)]
     d_model = Annotated[int, count("features; width of the residual stream", 768)]
-    d_ff = Annotated[int, count("features; width of the MLP", 3072)]
+    d_ff = Annotated[
+        int | None, count("features; width of the MLP; null: 4 x d_model, of Llama 8/3", 3072)
+    ]
     dropout = Annotated[
         float,
         knob(

@@ -18,7 +18,7 @@ from llmexp.run.shape import parameters_in, solve_shape
 from llmexp.settings.rules import SHAPE_KEYS
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
-from tests.conftest import llmexp
+from tests.conftest import ROOT, llmexp
 from tests.tools import composed, exact
 
 QUIET = [
@@ -158,6 +158,28 @@ def test_the_last_word_on_a_shape_counts(tmp_path):
     assert one["max_position_embeddings"] == 64
     qwen = composed("model=qwen3_0_6b", "model.depth=3").model
     assert (qwen["head_dim"], qwen["n_kv_heads"], qwen["vocab_size"]) == (None, None, 151936)
+
+
+OPTIONS = {path.stem for path in (ROOT / "conf/model").glob("*.yaml")} - {"hf"}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_the_mlp_follows_a_width_that_is_given_alone(name):
+    """At the ratio of the option, or of its family; a given d_ff stays, wherever it stands."""
+
+    def width_of_mlp(*given: str) -> int:
+        more = [f"model={name}", "data=synthetic", "batch.sequence_length=8", *given]
+        model = assemble(composed(*more, "model.n_layers=1")).config.model
+        assert isinstance(model["d_ff"], int)
+        return model["d_ff"]
+
+    shipped, width = width_of_mlp(), composed(f"model={name}").model["d_model"]
+    for other in (width // 2, 2 * width):
+        alone = width_of_mlp(f"model.d_model={other}")
+        assert abs(alone / other - shipped / width) <= 32 / other
+        assert width_of_mlp(f"model.d_model={other}", "model.d_ff=24") == 24
+        assert width_of_mlp("model.d_ff=24", f"model.d_model={other}") == 24
+    assert alone == 2 * shipped
 
 
 def test_runs_of_a_depth_and_of_its_sizes_are_one_run(tmp_path):

@@ -187,14 +187,17 @@ def shaped(
     `cached`: an `assemble.Cache`; the models that are counted are built without memory. Raises
     ConfigError."""
     asked = {key: section.get(key) for key in ("size", "depth", "shape_rule")}
+    target: Any = locate("model._target_", section.get("_target_"))
     if not any(value is not None for value in asked.values()):
+        width = fill(section, "model").get("d_model")
+        if section.get("d_ff", 0) is None and isinstance(width, int) and draws_by_blocks(section):
+            section = section | {"d_ff": target.mlp_width(width)}
         return section, None
 
     def count(sizes: dict[str, Any]) -> int:
         model = cached(build_on_meta, sizes, kind, end)
         return parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
 
-    target = locate("model._target_", section.get("_target_"))
     return solve_shape(section | fill(asked, "model"), count, getattr(target, "mlp_factor", 4.0))
 
 
