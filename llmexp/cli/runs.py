@@ -18,6 +18,7 @@ from llmexp.checkpoint.hashes import open_undamaged
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
+from llmexp.runs.steps import steps_in
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
@@ -79,19 +80,17 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
     since its status or its rows last changed. `size`: bytes on disk.
     """
     run = RunFolder(path, strict=False)
-    row, (key, loss) = run.last_row(), _loss(run)
+    key, loss = _loss(run)
     times = [number(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
-    # that of its end stands in no row where rows are rare
-    steps = [n for n in (_whole(row.get("step")), _whole(run.summary.get("steps"))) if n]
     changed = max((at for at in times if at is not None), default=None)
     whole = {
         "path": str(path),
         "sweep": sweep.path and str(sweep.path),
         "name": clean_name(path),
         "state": run.state,
-        "step": max(steps, default=None),
+        "step": steps_in(path) or _whole(run.summary.get("steps")),
         "max_steps": _whole(run.facts.get("max_steps")),
         "loss": loss,
         "loss_key": key,
@@ -104,14 +103,13 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
 
 def _loss(run: RunFolder) -> tuple[str | None, float | None]:
     """Return the key and value of the newest validation loss, else of the last train loss."""
-    key = "val/loss"
     summary = run.summary
-    measured = run.last_row(key).get(key), summary.get(f"final {key}"), summary.get(f"latest {key}")
-    for loss in map(number, measured):
-        if loss is not None:
-            return key, loss
-    loss = number(run.last_row().get("train/loss"))
-    return (None, None) if loss is None else ("train/loss", loss)
+    for key in ("val/loss", "train/loss"):  # the last step may have no row
+        ended = [summary.get(f"{when} {key}") for when in ("final", "latest")]
+        for loss in map(number, (*ended, run.last_row(key).get(key))):
+            if loss is not None:
+                return key, loss
+    return None, None
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 Along the data flow. In reading order:
 records        what a comparison is made of
-reading, rows  run folders and metrics.jsonl, none of it trusted
+reading, rows  run folders, metrics.jsonl and steps.bin, none of it trusted
 figures        which runs take part, and their figures
 position       the tokens, steps or seconds at which losses are compared
 target         where runs first reach a figure

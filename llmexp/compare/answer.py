@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmexp.compare import budgets
-from llmexp.compare.evidence import same_rows
+from llmexp.compare.evidence import same_steps
 from llmexp.compare.figures import half_width
 from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
@@ -204,9 +204,9 @@ def _one_computation(f: Result) -> str:
         both = "each with another seed, so seeds and rounding both make the spread"
         return f"{start} to {high}, {both}."
     if not f.floor.size:
-        if same_rows([r for rival in f.ranked for r in rival.taking_part]):
+        if same_steps([r for rival in f.ranked for r in rival.taking_part]):
             return f"{start}, the same to the last bit."
-        return f"{start} in each, but other rows differ, so rounding does move these runs."
+        return f"{start} in each, but other losses differ, so rounding does move these runs."
     return f"{start} to {high}. The spread of {f.floor.size:.2g} is what rounding makes."
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from llmexp.compare import folding
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import columns_of, figures, left_out, own_keys
+from llmexp.compare.figures import columns_of, figures, is_other, left_out, own_keys
 from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import notes_and_why
-from llmexp.compare.position import begins_after, common_position
+from llmexp.compare.position import begins_after, common_position, common_rows
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
 from llmexp.compare.screened import screen_of
@@ -106,11 +106,15 @@ def findings(
     # which way the figures of hooks are better, as these have declared it
     declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
     better = {key: way for key, way in declared if way in ("lower", "higher")}
-    own = {r: figures(r, align, read, more) for r in records}
     aim = None if target is None else target_of(target, better)
+    counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
+    own = {r: figures(r, align, read, more) for r in records}
+    for r, seen in counted.items():
+        of_all = figures(seen, align, read, more).items()
+        own[r] |= {k: v for k, v in of_all if k == "best val/loss" or is_other(k)}
     if aim is not None:
         sort = f"target/{align}"
-        own = {r: own[r] | target_figures(r, aim, align) for r in records}
+        own = {r: own[r] | target_figures(counted.get(r, r), aim, align) for r in records}
     records = [replace(r, out=out.get(r, ""), figures=own[r]) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = folding.folded(records)

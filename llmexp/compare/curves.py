@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.figures import has_a_say
-from llmexp.compare.position import positions
+from llmexp.compare.position import of_rows
 from llmexp.compare.records import Setting
 from llmexp.settings.labels import short_value
 from llmexp.system.text import number
@@ -50,9 +50,9 @@ def curve(setting: Setting, key: str) -> Curve | None:
         runs, steps = runs[:1], steps_of[0]
     rows = [(r, np.searchsorted(r.columns["step"], steps)) for r in runs]
     x = {
-        axis: np.mean([positions(r, axis)[at] for r, at in rows], axis=0)
+        axis: np.mean([of_rows(r, axis)[at] for r, at in rows], axis=0)
         for axis in AXES
-        if all(len(positions(r, axis)) for r in runs)
+        if all(len(of_rows(r, axis)) for r in runs)
     }
     return Curve(x, np.stack([r.columns[key][at] for r, at in rows]))
 

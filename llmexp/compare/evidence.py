@@ -17,9 +17,8 @@ from llmexp.compare.budgets import CLOSE
 from llmexp.compare.folding import batch_cut
 from llmexp.compare.inference import Model
 from llmexp.compare.looks import Seen
-from llmexp.compare.position import positions, rows_until, tokens_of_step
+from llmexp.compare.position import of_rows, positions, tokens_of_step, until
 from llmexp.compare.records import TWIN, Effect, Floor, Place, Record, Setting
-from llmexp.metrics.keys import TIMINGS
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
 from llmexp.settings.parts import DECAYS
@@ -32,22 +31,21 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     It is read at the common position `at` (None: at the run's own end), a validation loss in the
     last evaluation up to there.
     """
-    tokens = positions(record, "tokens")
-    where = positions(record, align)
+    tokens, where = positions(record, "tokens"), positions(record, align)
     if not len(tokens) or len(where) != len(tokens):
         return None
     planned = number(record.facts.get("max_tokens"))
     decays = planned is not None and decays_at_last(record.config)
-    row = len(tokens) if at is None else rows_until(where, at)
-    if row:
-        seen = float(tokens[row - 1])
-    elif align == "tokens":  # it has no row yet where losses are read
+    step = len(tokens) if at is None else until(where, at)
+    if step > (number(record.parent.get("step")) or 0.0):
+        seen = float(tokens[step - 1])
+    elif align == "tokens":  # it has no step yet where losses are read
         seen = float(at or 0)
     else:
         return None
-    if row and metric.startswith("val/"):
-        evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
-        seen = float(tokens[evaluated[-1]]) if len(evaluated) else seen
+    if metric in record.columns and metric.startswith("val/"):
+        known = np.isfinite(record.columns[metric]) & (record.columns["step"] <= step)
+        seen = float(max(of_rows(record, "tokens")[known], default=seen))
     return Place(seen, planned or seen or 1.0, tokens_of_step(record), decays)
 
 
@@ -161,19 +159,19 @@ def _effect(key: str, a: str, b: str, cells: Cells, model: Model, alpha: float) 
     return Effect(key, better, worse, d, tuple(against), tuple(holds) if interacts else None)
 
 
-def same_rows(runs: Sequence[Record]) -> bool:
-    """Tell whether the runs agree to the last bit in each row that they share.
+def same_steps(runs: Sequence[Record]) -> bool:
+    """Tell whether the runs agree to the last bit in the losses of all steps that they share.
 
-    Times, and what is measured on single micro-batches, do not count.
+    Those are of training at each step, and of validation where several were evaluated.
     """
     first, *others = runs
-    noise = ("noise_scale", "noise_scale_low", "noise_scale_high")
-    apart = {*TIMINGS, *noise, "scaling_efficiency"}  # the last one in older runs alone
     for other in others:
-        x, y = first.columns["step"], other.columns["step"]
-        _, at_x, at_y = np.intersect1d(x, y, assume_unique=True, return_indices=True)
-        for key in ({*first.columns} & {*other.columns}) - apart:
-            a, b = first.columns[key][at_x], other.columns[key][at_y]
-            if not np.array_equal(a, b, equal_nan=True):
-                return False
+        a, b = (r.steps["train/loss"][: min(first.step, other.step)] for r in (first, other))
+        _, at, there = np.intersect1d(
+            first.columns["step"], other.columns["step"], assume_unique=True, return_indices=True
+        )
+        keys = (key for key in first.columns if key in other.columns and key.startswith("val/"))
+        apart = (first.columns[key][at] - other.columns[key][there] for key in keys)
+        if not np.array_equal(a, b, equal_nan=True) or any(map(np.any, map(np.nan_to_num, apart))):
+            return False
     return True

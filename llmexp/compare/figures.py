@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
+from llmexp.compare.position import Position, evaluations, positions, time_before, until
 from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record, Setting, is_loss
 from llmexp.compare.rows import elapsed, finite
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import as_dict, number, shown, with_interval
 
-TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
+TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
 # Share of the median length below which a run of another sweep says nothing about the others.
 _SHORT = 0.1
 _DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
@@ -61,9 +61,8 @@ _COLUMNS = (
     Column("target/reached", "share that reached it", "higher", 3),
 )
 _FIXED = frozenset(column.key for column in _COLUMNS)
-# Figures whose name in the summary, or in a row, is another one.
+# Figures whose name in the summary is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
-_IN_ROWS = {"steps": "step"}
 TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
 
 
@@ -107,14 +106,14 @@ def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
     The runs answered the same items, so further runs make it no narrower.
     """
     known = [r for r in runs if key in r.figures]
-    errors = [number(r.last.get(f"{key}_stderr")) or 0.0 for r in known]
+    errors = [_last(finite(r.columns, f"{key}_stderr")) or 0.0 for r in known]
     if min(errors, default=0.0) <= 0:
         return None
     half, mean = 1.96 * float(np.mean(errors)), float(np.mean([r.figures[key] for r in known]))
     return mean - half, mean + half
 
 
-def _last(values: np.ndarray) -> float | None:
+def _last(values: Sequence[float] | np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
@@ -124,7 +123,7 @@ def has_a_say(record: Record) -> bool:
     It has unless it is broken off, left out or short of rows.
     """
     broken = record.state in _DEAD or record.rung is not None or record.lost
-    return not broken and len(record.columns["step"]) > 0
+    return not broken and record.step > (number(record.parent.get("step")) or 0.0)
 
 
 def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> dict[Record, str]:
@@ -156,7 +155,7 @@ def _broken(record: Record) -> str:
         return f"out at {record.rung:.0%}"
     if record.state in _DEAD:
         return record.state
-    return "rows lost" if record.lost else "no rows"
+    return "rows lost" if record.lost else "no steps"
 
 
 def task(record: Record, key: str = "val/loss") -> str:
@@ -198,10 +197,10 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
 def own_keys(record: Record) -> list[str]:
     """Return the keys of a run's rows that its hooks have added."""
     keys = record.columns if record.config.get("hooks") else ()
-    return [key for key in keys if key not in ROW_KEYS and _is_other(key)]
+    return [key for key in keys if key not in ROW_KEYS and is_other(key)]
 
 
-def _is_other(key: str) -> bool:
+def is_other(key: str) -> bool:
     """Tell whether a key is none of the figures that every comparison knows."""
     return key not in _FIXED and not is_of_named_set(key) and not key.startswith("task/")
 
@@ -215,29 +214,31 @@ def figures(
     has no `val/loss`. None: at its own end. `more`: other keys of rows, each with its last value up
     to there.
     """
-    columns, place = record.columns, positions(record, align)
-    rows, evaluated = len(columns["step"]), read is None
-    if read is not None and len(place):
-        rows, seen = rows_until(place, read.at), evaluations(record, align)
+    columns, where = record.columns, positions(record, align)
+    step, evaluated = record.step, read is None
+    if read is not None and len(where):
+        step, seen = until(where, read.at), evaluations(record, align)
         least = (read.at - read.slack) * (1 - 1e-9)
-        evaluated = any(least <= at for at in seen[: rows_until(seen, read.at)][-1:])
-        evaluated &= align != "time" or bool(place[-1] >= read.at * (1 - 1e-9))
+        evaluated = any(least <= at for at in seen[: until(seen, read.at)][-1:])
+        evaluated &= align != "time" or bool(where[-1] >= read.at * (1 - 1e-9))
+    rows = until(columns["step"], step)
     found: dict[str, float | None] = {}
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
-        found |= _losses(columns, record.before, rows, evaluated)
-    # older runs call the share of clipped steps otherwise
-    summary = {"clipped_share": record.summary.get("clip_share"), **record.summary}
+        found |= _losses(columns, rows, evaluated)
+        found["train/loss"] = _train_loss(record, step)
+    own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
-        value = number(summary.get(_IN_SUMMARY.get(key, key)))
-        found[key] = number(record.last.get(_IN_ROWS.get(key, key))) if value is None else value
+        found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
+        if found[key] is None and key != "clipped_share":  # which is a step's own in its row
+            found[key] = own.get(key, _last(finite(columns, key)))
     spikes = as_dict(record.status.get("spikes"))
     found |= {key: number(spikes.get(key)) for key in ("spikes", "spike_tokens")}
-    for key in filter(_is_other, more):
+    for key in filter(is_other, more):
         found[key] = _last(finite(columns, key, rows))
-    for key in filter(is_score, record.last):  # at the end of each run
-        found[key] = number(record.last[key])
+    for key in filter(is_score, columns):  # at the end of each run
+        found[key] = _last(finite(columns, key))
     if found["train_time"] is None and record.state != "finished":
         found["train_time"] = _last(elapsed(columns, number(record.parent.get("step")) or 0.0))
     if record.parent:
@@ -257,22 +258,32 @@ def rose_first_most(setting: Setting) -> tuple[str, int] | None:
 
 
 def _losses(
-    columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, evaluated: bool
+    columns: Mapping[str, np.ndarray], rows: int, evaluated: bool
 ) -> dict[str, float | None]:
-    """Return the losses of the first `rows` rows, and the final one.
+    """Return the validation losses of the first `rows` rows, and the final one.
 
-    Those of validation are there if the run was `evaluated` there. The mean that is the train loss
-    goes back into the rows `before`, of a fork's parents.
+    All but the lowest are there if the run was `evaluated` there.
     """
     keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
     found = {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
     found["final val/loss"] = _last(finite(columns, "val/loss"))
     if len(seen := finite(columns, "val/loss", rows)):
         found["best val/loss"] = float(seen.min())
-    if len(own := finite(columns, "train/loss", rows)):
-        seen = np.concatenate([finite(before, "train/loss"), own])
-        found["train/loss"] = float(seen[-max(10, math.ceil(TAIL * len(seen))) :].mean())
     return found
+
+
+def _train_loss(record: Record, step: int) -> float | None:
+    """Return the loss of all targets of the last steps up to one, whichever of them have rows.
+
+    It goes back into those of a fork's parents. None for a run without a step of its own.
+    """
+    tail = slice(max(0, step - max(10, math.ceil(TAIL * step))), step)
+    if step <= (number(record.parent.get("step")) or 0.0):
+        return None
+    losses, targets = (record.steps[key][tail] for key in ("train/loss", "target_tokens"))
+    known = np.isfinite(losses)
+    total = math.fsum(targets[known].tolist())
+    return math.fsum((losses * targets)[known].tolist()) / total if total else None
 
 
 def columns_of(
@@ -284,7 +295,7 @@ def columns_of(
     hooks.
     """
     keys, way = sorted(known), better or {}
-    others = list(filter(_is_other, keys))
+    others = list(filter(is_other, keys))
     return (
         *_COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_rows
+from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_steps
 from llmexp.compare.figures import task
 from llmexp.compare.folding import varying
 from llmexp.compare.inference import Difference, far_off
@@ -152,12 +152,12 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
 def _equal(a: Setting, b: Setting) -> bool:
     """Tell whether two settings compute the same.
 
-    That is one computation but for rounding, or figures of several seeds, or all rows of one, that
-    are equal to the bit.
+    That is one computation but for rounding, or figures of several seeds, or the losses of all
+    steps of one, that are equal to the bit.
     """
     if a.computation == b.computation:
         return True
-    return a.seeds == b.seeds and (len(a.seeds) > 1 or same_rows([*a.taking_part, *b.taking_part]))
+    return a.seeds == b.seeds and (len(a.seeds) > 1 or same_steps([*a.taking_part, *b.taking_part]))
 
 
 def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -> Verdict:

@@ -78,7 +78,7 @@ def rest(k: Known) -> Step | None:
 
 def _left(r: Record) -> float:
     """Return the tokens that a run has still to train on."""
-    seen = [before(r), *r.columns.get("tokens_seen", ())][-1]
+    seen = [before(r), *r.steps["tokens"]][-1]
     return max(0.0, (number(r.facts.get("max_tokens")) or 0.0) - seen)
 
 

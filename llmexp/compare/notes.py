@@ -25,7 +25,7 @@ SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
     "other task": "of another task",
     "rows lost": "with lost rows",
-    "no rows": "without rows",
+    "no steps": "without steps",
 }
 _BATCH = {  # Result.batch, with the sizes
     "iso-batch": "real_batch_size is {} in all runs and only its cut into micro-batches, "

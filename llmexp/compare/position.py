@@ -5,8 +5,8 @@ last position at which each of them was evaluated, to a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,23 +27,34 @@ class Position:
 
 
 def positions(record: Record, align: str) -> np.ndarray:
-    """Return the position of each row in target tokens, steps, or seconds of training.
+    """Return the position after each step in target tokens, steps, or seconds of training.
 
     Empty where it is not known; of a fork with what its parents had. Document masks hide other
-    targets in each mixture: there it is in tokens read.
+    targets in each mixture: there it is in tokens read. Seconds are known at rows, and all steps
+    between two take equally long.
     """
-    parent = record.parent
+    parent, steps = record.parent, np.arange(1.0, record.step + 1)
+    begin = number(parent.get("step")) or 0.0
     if align == "time":
-        own = elapsed(record.columns, number(parent.get("step")) or 0.0)
-        return own + (time_before(record) or 0.0)
+        own = np.append(0.0, elapsed(record.columns, begin)) + (time_before(record) or 0.0)
+        known = np.append(begin, record.columns["step"])
+        return np.interp(steps, known, own) if len(own) == len(known) else np.zeros(0)
     facts, length = record.facts, record.facts.get("sequence_length")
     most = facts.get("max_tokens") if "stages" in facts or facts.get("real_batch_size") else None
     if align == "tokens" and length and most and record.config.get("batch.document_mask"):
-        stages, steps = recorded_stages(facts), record.columns["step"].astype(int)
-        at = np.array([stage_at(stages, step).sequences_at(step) for step in steps])
-        own = (at - stages[0].first_sequence) * length
+        stages = recorded_stages(facts)
+        knots = [stage.first_step for stage in stages]  # linear in between
+        knots.append(max(knots[-1], record.step))
+        at = [stage_at(stages, step).sequences_at(step) for step in knots]
+        own = (np.interp(steps, knots, at) - at[0]) * length
         return np.minimum((number(parent.get("tokens")) or 0.0) + own, most)
-    return record.columns.get(ROWS[align], np.zeros(0))
+    return steps if align == "steps" else record.steps.get("tokens", steps)
+
+
+def of_rows(record: Record, align: str) -> np.ndarray:
+    """Return the position of each row, empty where it is not known."""
+    where, steps = positions(record, align), record.columns["step"].astype(int)
+    return where[np.clip(steps, 1, len(where)) - 1] if len(where) else where
 
 
 def time_before(record: Record) -> float | None:
@@ -52,20 +63,43 @@ def time_before(record: Record) -> float | None:
     return float(before[-1]) if len(before) else None
 
 
-def rows_until(where: np.ndarray, at: float) -> int:
-    """Return how many rows stand at or before the position."""
+def until(where: np.ndarray, at: float) -> int:
+    """Return how many steps, or rows, stand at or before the position."""
     return int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+
+
+def common_rows(records: Sequence[Record], align: str, keys: Iterable[str]) -> dict[Record, Record]:
+    """Return runs with those values of keys alone that are of rows at which all have one.
+
+    A row counts where each other run that came as far has one, to a step; so does a run's last one.
+    Else a run that is looked at more often would find a lower loss.
+    """
+    lengths = {tokens_of_step(r) for r in records}
+    axis = "steps" if align == "steps" or len(lengths) == 1 else "tokens"
+    step = 1.0 if axis == "steps" else max(lengths, default=0.0) or 1.0
+    found: dict[Record, dict[str, np.ndarray]] = {r: {**r.columns} for r in records}
+    for key in keys:
+        known = {r: np.isfinite(r.columns.get(key, ())) for r in records if r.step}
+        known = {r: there for r, there in known.items() if there.any()}
+        places = {r: np.round(of_rows(r, axis)[there] / step) for r, there in known.items()}
+        several = {at.tobytes(): at for at in places.values()}.values()
+        for r, at in places.items():
+            kept = [np.isin(at, other) | (at > other[-1]) for other in several]
+            known[r][known[r]] = np.all(kept, axis=0) | (at == at[-1])
+            found[r][key] = np.where(known[r], r.columns[key], np.nan)
+    return {r: replace(r, columns=columns) for r, columns in found.items()}
 
 
 def evaluations(record: Record, align: str) -> np.ndarray:
     """Return the positions at which the run has a validation loss."""
-    where, values = positions(record, align), record.columns.get("val/loss", np.zeros(0))
+    where, values = of_rows(record, align), record.columns.get("val/loss", np.zeros(0))
     return where[: len(values)][np.isfinite(values[: len(where)])]
 
 
 def begins_after(record: Record, align: str, at: float) -> bool:
-    """Tell whether a fork has no row of its own up to the position."""
-    return bool(record.parent) and not rows_until(positions(record, align), at)
+    """Tell whether a fork has no step of its own up to the position."""
+    begin = number(record.parent.get("step")) or 0.0
+    return bool(record.parent) and until(positions(record, align), at) <= begin
 
 
 def common_position(records: Sequence[Record], align: str, metric: str) -> Position | None:
@@ -76,7 +110,7 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     the end of the run that came no further.
     """
     places = [(positions(r, align), evaluations(r, align)) for r in records]
-    ends = [float(np.nanmax(x)) if len(x) and x[-1] > 0 else np.inf for x, _ in places]
+    ends = [float(x[-1]) if len(x) and x[-1] > 0 else np.inf for x, _ in places]
     if not np.isfinite(end := min(ends, default=np.inf)):
         return None
     if align == "time":
@@ -112,7 +146,7 @@ def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Po
     steps = np.array([step for _, step in of_runs])
     while count := int(np.searchsorted(several, most, side="right")):
         at = float(several[count - 1])
-        rows = [rows_until(where, at) for where, _ in of_runs]
+        rows = [until(where, at) for where, _ in of_runs]
         if not all(rows):
             return None
         last = np.array([where[n - 1] for n, (where, _) in zip(rows, of_runs, strict=True)])

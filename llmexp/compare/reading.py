@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.compare.records import Record
-from llmexp.compare.rows import read_columns
+from llmexp.compare.rows import by_interval, read_columns, read_steps
 from llmexp.run.stages import recorded_stages
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
+from llmexp.runs.steps import STEPS_BIN
 from llmexp.settings.knobs import defaults
+from llmexp.settings.labels import plural
 from llmexp.system.redact import clean
 from llmexp.system.text import as_dict, number
 
@@ -79,9 +81,13 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     if not _is_sound(facts):
         folder.problems.append(f"{path / rundir.RUN}: a number in it is none; it is passed over")
         facts = {}
-    if lost:
-        folder.problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
+    most = number(facts.get("max_steps")) or sum(columns["step"][-1:])
+    steps, gone = read_steps(path, int(most))
+    if lost := lost or (f"has lost {plural(gone, 'record')} of {STEPS_BIN}" if gone else ""):
+        folder.problems.append(f"{path}: the run {lost}; it is not compared")
     point, ledger = sweep.point_of(path), sweep.ledger
+    if not ledger or not any("sweep.halving=" in a for a in ledger.arguments):
+        columns = by_interval(columns, len(steps["tokens"]))
     return Record(
         path=path,
         name=clean_name(path),
@@ -91,6 +97,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         facts=facts,
         status=folder.status,
         columns=columns,
+        steps=steps,
         problems=tuple(clean(p) for p in (*damage, *folder.problems)),
         swept=tuple(ledger.swept) if ledger else (),
         negligible=ledger.negligible if ledger else None,
@@ -100,6 +107,5 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         trial=bool(ledger and point and not ledger.grid and not ledger.is_fresh(point)),
         left=sweep.left,
         lost=lost,
-        last=folder.last_row(),
         before=read_columns(path / LINEAGE)[0] if as_dict(facts.get("parent")) else {},
     )

@@ -51,11 +51,17 @@ class Record:
     trial: bool = False  # a search chose it, by the results of others
     left: int = 0  # runs that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
-    last: dict[str, Any] = field(default_factory=dict)  # its last row
+    # steps.bin by field, and `tokens` up to each step; of a fork its parents' steps come first
+    steps: Mapping[str, np.ndarray] = field(default_factory=dict)
     before: Mapping[str, np.ndarray] = field(default_factory=dict)  # rows of a fork's parents
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Return the last step that it has recorded; of a fork that of its parent at least."""
+        return len(self.steps.get("tokens", ()))
 
     @property
     def seed(self) -> str:

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl as columns."""
+"""Read metrics.jsonl and steps.bin as columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from llmexp.runs.folder import is_row, parse_row
+from llmexp.runs.steps import FIELDS, STEPS_BIN, steps_in
 
+_MOST = 2**25  # steps: a file of 1 GiB
 _Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
 
 
@@ -41,6 +43,30 @@ def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
     return columns, tuple(f"{path}: {problem}" for problem in problems)
+
+
+def read_steps(path: Path, most: int) -> tuple[_Columns, int]:
+    """Return the columns of steps.bin, of at most so many steps, and how many of these were lost.
+
+    `tokens` are those up to the end of each step.
+    """
+    table = np.zeros((min(steps_in(path), most, _MOST), len(FIELDS)))
+    with contextlib.suppress(OSError, ValueError):
+        table[:] = np.fromfile(path / STEPS_BIN, "<f8", table.size).reshape(table.shape)
+    table = np.where(np.abs(table) < 1e15, table, np.nan)
+    lost = ~(table[:, 1] >= 0) | ~table.any(axis=1)
+    columns = dict(zip(FIELDS, table.T, strict=True))
+    return columns | {"tokens": np.cumsum(np.nan_to_num(table[:, 1]))}, int(lost.sum())
+
+
+def by_interval(columns: _Columns, end: int) -> _Columns:
+    """Return columns without the evaluations of stops before the step `end`.
+
+    So a run that was stopped on its way is as an unbroken one.
+    """
+    steps = columns["step"]
+    off = (columns.get("off_interval", np.zeros(len(steps))) > 0) & (steps < end)
+    return {k: np.where(off & (k[:4] == "val/"), np.nan, v) for k, v in columns.items()}
 
 
 def finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None = None) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.position import ROWS, positions
+from llmexp.compare.position import ROWS, common_rows, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
@@ -59,7 +59,7 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     found = {REACHED: 1.0}
     for axis in UNITS:
         parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
-        where = np.concatenate([parents, positions(record, axis)])
+        where = np.concatenate([parents, of_rows(record, axis)])
         if len(where) != len(values):
             continue
         low, high = float(where[after[0]]) if len(after) else 0.0, float(where[by])
@@ -89,8 +89,8 @@ def nobody(f: Result) -> str:
     """Say that no run reaches the target, and how close the best one came."""
     assert f.target is not None
     sign, found = f.target.sign, list[tuple[float, str]]()
-    for r in f.taking_part:
-        values = np.concatenate([_column(c, f.target.key) for c in (r.before, r.columns)])
+    for r, counted in common_rows(f.taking_part, f.align, [f.target.key]).items():
+        values = np.concatenate([_column(c, f.target.key) for c in (r.before, counted.columns)])
         if len(seen := values[np.isfinite(values)]):
             found.append((float(np.min(sign * seen)), f.label_of(r)))
     text = f"No run reaches {f.target}"

@@ -111,9 +111,8 @@ def decayed(r: Record) -> bool:
     kind = f"{r.config.get('optimizer._target_')} {r.config.get('optimizer.name')}"
     if "schedulefree" in kind.replace("_", "").lower():  # its average takes the decay's place
         return True
-    rates = np.concatenate([c.get("lr", np.zeros(0)) for c in (r.before, r.columns)])
-    known = rates[np.isfinite(rates)]
-    if len(known) < 2 or known[-1] > known[:-1].max():  # no row is of the peak, or later
+    known = r.steps["lr"][np.isfinite(r.steps["lr"])]
+    if len(known) < 2 or known[-1] > known[:-1].max():  # no step is of the peak, or later
         return decays_at_last(r.config)
     return bool(known[-1] < DECAYED * known.max())
 

@@ -30,8 +30,6 @@ class Norms:
         self.by_norm = kind in ("none", *BY_NORM)
         self.steps = self.clipped = 0
         self._coefficients = 0.0
-        # at the last row: steps, the sum of their coefficients, and how many were clipped
-        self._taken = [0, 0.0, 0]
         # by number: how many, and the sum of 1 / (norm + EPSILON)
         self._bins: dict[int, list[float]] = {}
 
@@ -44,25 +42,18 @@ class Norms:
         found[1] += 1 / padded
         self.steps += 1
         self.clipped += clipped
+        self._coefficients += self._factor(norm, after)
+
+    def _factor(self, norm: float, after: float | None) -> float:
+        """Return the factor on the gradient of an update."""
         if self.moving and after is not None and norm > 0:
-            self._coefficients += after / norm
-        else:
-            self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
+            return after / norm
+        return 1.0 if self.limit is None else min(1.0, self.limit / (norm + EPSILON))
 
-    def take(self) -> dict[str, float]:
-        """Return how many updates since the last row were clipped and how far, and start over.
-
-        These are the share, and the mean factor on their gradients; absent where there is none.
-        """
-        now = [self.steps, self._coefficients, self.clipped]
-        steps, total, clipped = (new - old for new, old in zip(now, self._taken, strict=True))
-        self._taken = now
-        if not steps:
-            return {}
-        found = {"clipped_share": clipped / steps}
-        if self.by_norm:  # a difference of sums may round past 1
-            found["clip_coefficient"] = min(1.0, total / steps)
-        return found
+    def row(self, norm: float, clipped: bool, after: float) -> dict[str, float]:
+        """Return what the row of an applied update says of its clipping."""
+        found = {"clipped_share": float(clipped)}
+        return found | ({"clip_coefficient": self._factor(norm, after)} if self.by_norm else {})
 
     def quantile(self, percent: float) -> float:
         """Return the upper edge of the bin that this quantile of the norm lies in.
@@ -120,13 +111,10 @@ class Norms:
     def state_dict(self) -> dict[str, Any]:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]
         sums = [self.steps, self.clipped, self._coefficients]
-        return {"sums": sums, "taken": list(self._taken), "bins": bins}
+        return {"sums": sums, "bins": bins}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.clipped, self._coefficients = state["sums"]
-        self._taken = list(state["taken"])
-        if len(self._taken) == 2:  # an older checkpoint: its next row begins there
-            self._taken = [self.steps, self._coefficients, self.clipped]
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 

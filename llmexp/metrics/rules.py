@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmexp.metrics.norms import Norms
@@ -22,18 +22,17 @@ class _Ladder:
         self._own = 1 + powers.index(0)
         self.size = 1 + 2 * len(powers)
         self._sums = [0.0] * self.size
-        self._taken = [0.0] * self.size  # the sums at the last row
 
     def add(self, figures: Sequence[float]) -> None:
         """Take the figures of an applied update."""
         self._sums = [a + b for a, b in zip(self._sums, figures, strict=True)]
 
-    def take(self) -> tuple[float, float] | None:
-        """Return (share of units clipped, mean factor) since the last row; None without one."""
-        new = [a - b for a, b in zip(self._sums, self._taken, strict=True)]
-        self._taken = list(self._sums)
-        factors = self._own + len(self._limits)
-        return (new[self._own] / new[0], min(1.0, new[factors] / new[0])) if new[0] else None
+    def shares(self, figures: Sequence[float]) -> tuple[float, float] | None:
+        """Return (share of units clipped, mean factor) of an update; None without a unit."""
+        count, clipped, factors = (
+            figures[i] for i in (0, self._own, self._own + len(self._limits))
+        )
+        return (clipped / count, min(1.0, factors / count)) if count else None
 
     def summary(self) -> dict[str, Any]:
         """Return what status.json holds: share clipped, a table of other limits; or nothing."""
@@ -49,10 +48,10 @@ class _Ladder:
         return {"limit": self.limit, "share": share, "quantiles": {}, "table": table}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": list(self._sums), "taken": list(self._taken)}
+        return {"sums": list(self._sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums, self._taken = list(state["sums"]), list(state["taken"])
+        self._sums = list(state["sums"])
 
 
 class Measures:
@@ -77,23 +76,26 @@ class Measures:
         for norms, value in zip(self._values.values(), figures, strict=False):
             if math.isfinite(value):  # a limit may be none
                 norms.add(max(value, 0.0), norms.limit is not None and value > norms.limit)
+        for _, ladder, own in self._by_unit(figures):
+            ladder.add(own)
+
+    def _by_unit(self, figures: Sequence[float]) -> Iterator[tuple[str, _Ladder, Sequence[float]]]:
         at = len(self._values)
-        for ladder in self._units.values():
-            ladder.add(figures[at : at + ladder.size])
+        for key, ladder in self._units.items():
+            yield key, ladder, figures[at : at + ladder.size]
             at += ladder.size
 
     def row(self, figures: Sequence[float]) -> dict[str, float]:
-        """Return the values of an applied update, as its row has them."""
-        return dict(zip(self._values, figures, strict=False))
+        """Return what the row of an applied update says of it.
 
-    def take(self) -> dict[str, float]:
-        """Return the shares since the last row, and the mean factor of what is not by heads."""
-        found = {}
-        for key, ladder in self._units.items():
-            if taken := ladder.take():
-                found[f"clipped_{key}"] = taken[0]
+        That is the values, the shares of units, and the mean factor of those that are no heads.
+        """
+        found = dict(zip(self._values, figures, strict=False))
+        for key, ladder, own in self._by_unit(figures):
+            if shares := ladder.shares(own):
+                found[f"clipped_{key}"] = shares[0]
                 if key != "heads":
-                    found["clip_coefficient"] = taken[1]
+                    found["clip_coefficient"] = shares[1]
         return found
 
     def summary(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 In reading order:
 
 rundir      claim and lock a folder; its config and status; whether its process is alive
-rows        read metrics.jsonl, and write it while a run trains
+steps       steps.bin, what each step came to
+rows        read metrics.jsonl, and write both while a run trains
 layers      read layers.jsonl, the figures layer by layer
 folder      read what a run has left, strict or not: its files, state and lost rows
 ledger      sweep.json: the points of a sweep

@@ -15,6 +15,7 @@ import yaml
 
 from llmexp.runs import ending, rundir
 from llmexp.runs.rows import read_rows
+from llmexp.runs.steps import STEPS_BIN, steps_in
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import clean, cleaned
@@ -115,23 +116,22 @@ class RunFolder:
         return clean(error or "")
 
     def lost(self) -> str:
-        """Return, in words, how many rows are missing at the end of a run that ended; else nothing.
+        """Return, in words, what rows or steps are missing at the end of a run; else nothing.
 
-        A preempted run may have stopped between two rows, train.log_every steps apart.
+        A preempted run may have stopped between two rows.
         """
         state, ended = self.status.get("state"), self.summary.get("steps")
+        last, steps = int(self.last_row().get("step", 0)), steps_in(self.path)
+        if steps < last:
+            return f"has rows up to step {last:,}, but {steps:,} records in {STEPS_BIN}"
         if ended is None and state == "finished":
             ended = self.facts.get("max_steps")
         if state not in ("finished", "preempted") or type(ended) is not int:
             return ""
-        between = 1
-        if state == "preempted":
-            given = self.flat_config.get("train.log_every")
-            between = given if type(given) is int and given > 0 else ended
-        last = int(self.last_row().get("step", 0))
-        if not 0 < ended < 2**53 or last + between > ended:
+        there = last if state == "finished" else steps
+        if not there < ended < 2**53:
             return ""
-        rows = f"its rows end at {last:,}" if last else "it has no rows"
+        rows = f"its rows end at {last:,}, {STEPS_BIN} at {steps:,}"
         return f"says {state} at step {ended:,}, but {rows}"
 
     def _read(self, name: str, strictly: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

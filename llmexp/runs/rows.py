@@ -9,10 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from llmexp.runs.rundir import METRICS
+from llmexp.runs.steps import STEP_RECORD, STEPS_BIN
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 
@@ -71,16 +73,12 @@ class Figures:
         self.step = begins_at  # of the last row
         self.last: dict[str, Any] = {}  # row
         self.newest: dict[str, tuple[int, Any]] = {}  # by key: step and value in the last such row
-        self.train_losses, self.least_train_loss = 0, math.inf
         self.train_time = 0.0  # seconds, of the steps up to the last row
 
     def count(self, row: dict[str, Any]) -> None:
         self.last = row
         for key, value in row.items():
             self.newest[key] = row["step"], value
-        if "train/loss" in row:
-            self.train_losses += 1
-            self.least_train_loss = min(self.least_train_loss, row["train/loss"])
         if isinstance(mean := row.get("step_time"), float):
             self.train_time += (row["step"] - self.step) * mean
         self.step = row["step"]
@@ -91,20 +89,27 @@ class Rows:
 
     `add` keeps a row until `flush` writes all that wait, which `due` asks for: with the first row,
     with each tenth one, after a second. While the loop is held up a thread writes them each second.
-    A kill loses those that wait and tears none.
+    A kill loses those that wait and tears none. With `steps` steps.bin is written before the rows.
     """
 
-    def __init__(self, path: Path, keep_up_to_step: int, begins_at: int = 0) -> None:
+    def __init__(
+        self, path: Path, keep_up_to_step: int, begins_at: int = 0, steps: bool = False
+    ) -> None:
         """Read the rows up to a step; `open` writes. Raises ConfigError for damage.
 
         `begins_at`: the step before the first one of the run.
         """
-        self.path, self.figures, self._end = path, Figures(begins_at), 0
+        self._files: list[FileIO] = []
+        self._ends = (
+            {path.with_name(STEPS_BIN): keep_up_to_step * STEP_RECORD.size} if steps else {}
+        )
+        self._steps = bytearray()  # those that wait
+        self.path, self.figures, self._ends[path] = path, Figures(begins_at), 0
         for row, after in walk_rows(path):
             if row["step"] > keep_up_to_step:
                 break
             self.figures.count(row)
-            self._end = after
+            self._ends[path] = after
         self._waiting: list[tuple[int, bytes]] = []
         self._new = 0  # rows since the last flush
         self._flushed_at = -math.inf
@@ -112,10 +117,11 @@ class Rows:
         self._error: OSError | None = None  # of the thread
 
     def open(self) -> Rows:
-        """Open for appending, without the rows after those that were read or a torn last line."""
-        # Unbuffered: what could not be written must not come back as an error at the end.
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-        self._file.truncate(self._end)
+        """Open for appending, without what comes after the rows that were read or a torn line."""
+        for path, end in self._ends.items():
+            # Unbuffered: what could not be written must not come back as an error at the end.
+            self._files.append(open(path, "ab", buffering=0))  # noqa: SIM115
+            self._files[-1].truncate(end)
         threading.Thread(target=self._write_each_second, name="rows", daemon=True).start()
         return self
 
@@ -126,6 +132,11 @@ class Rows:
             self._waiting.append((row["step"], line))
         self._new += 1
         self.figures.count(row)
+
+    def add_step(self, *figures: float) -> None:
+        """Take what a step came to, in the order of FIELDS."""
+        with self._lock:
+            self._steps += STEP_RECORD.pack(*figures)
 
     @property
     def due(self) -> bool:
@@ -159,32 +170,40 @@ class Rows:
                     self._error = error
 
     def _write(self) -> None:
+        *steps, rows = self._files
+        try:
+            while steps and self._steps:
+                del self._steps[: steps[0].write(self._steps)]
+        except OSError as error:
+            raise Unwritable(error.errno, error.strerror, steps[0].name) from error
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
         data = b"".join(line for _, line in waiting)
-        before, written = os.fstat(self._file.fileno()).st_size, 0
+        before, written = os.fstat(rows.fileno()).st_size, 0
         try:
             while written < len(data):
-                written += self._file.write(data[written:])
+                written += rows.write(data[written:])
         except OSError as error:
             whole = data[:written].rfind(b"\n") + 1
             with contextlib.suppress(OSError):
-                self._file.truncate(before + whole)
+                rows.truncate(before + whole)
             step = waiting[data[:whole].count(b"\n")][0]
             text = f"the row of step {step:,} could not be written: {error.strerror}"
-            raise Unwritable(f"{self._file.name}: {text}") from error
+            raise Unwritable(f"{rows.name}: {text}") from error
 
     def sync(self) -> None:
         """Flush to the disk, so that no checkpoint is ahead of its rows. Raises Unwritable."""
         self.flush()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise Unwritable(error.errno, error.strerror, self._file.name) from error
+        for file in self._files:
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise Unwritable(error.errno, error.strerror, file.name) from error
 
     def close(self) -> None:
         self.sync()
         with self._lock:
             self._closed.set()
-            self._file.close()
+            for file in self._files:
+                file.close()

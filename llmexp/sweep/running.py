@@ -20,6 +20,7 @@ from llmexp.compose.environment import refuse_secrets
 from llmexp.run.stages import recorded_stages, step_after
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
+from llmexp.runs.steps import STEP_RECORD, steps_up_to
 from llmexp.settings.convert import convert_section
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
@@ -161,14 +162,16 @@ def best(current: Current, racing: list[Point], share: float) -> list[Point]:
 def score(path: Path, step: int) -> float:
     """Return the loss of a run at a step; inf for a run that did not come so far.
 
-    It is per byte where that is known, for points of several tokenizers.
+    It is of validation where the run is evaluated, per byte where that is known, for points of
+    several tokenizers.
     """
+    keys, losses = ("val/bits_per_byte", "val/loss"), steps_up_to(path, step)
     with contextlib.suppress(ConfigError):
-        for row in read_rows(path / rundir.METRICS):
-            if row["step"] == step:
-                keys = ("val/bits_per_byte", "val/loss", "train/loss")
-                known = (number(row.get(key)) for key in keys)
-                return next((loss for loss in known if loss is not None), math.inf)
+        rows = [row for row in read_rows(path / rundir.METRICS) if any(key in row for key in keys)]
+        known = [number(row.get(key)) for row in rows for key in keys if row["step"] == step]
+        if not rows and len(losses) == step * STEP_RECORD.size:
+            known = [number(STEP_RECORD.unpack(losses[-STEP_RECORD.size :])[0])]
+        return next((loss for loss in known if loss is not None), math.inf)
     return math.inf
 
 

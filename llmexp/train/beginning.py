@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -127,7 +128,7 @@ def restore(
         progress = Progress(**loaded.state["progress"])
         meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"])
         if forked:  # what it counts is its own
-            progress.best_val_loss, progress.spike_level = None, None
+            progress.best_val_loss, progress.loss, progress.spike_level = math.inf, None, None
             progress.spikes, progress.spike_tokens, progress.rose_first = 0, 0, {}
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
@@ -183,7 +184,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
             f"{parts.run.max_steps:,}"
         )
     begins_at = 0 if parent is None else parent.step
-    rows = Rows(path / rundir.METRICS, progress.step, begins_at) if main else None
+    rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
     layers = None
     if main and (setup.layers is not None or (path / rundir.LAYERS).exists()):
         layers = Rows(path / rundir.LAYERS, progress.step)

@@ -19,6 +19,7 @@ from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
+from llmexp.runs.steps import STEPS_BIN, steps_up_to
 from llmexp.settings.config import plain
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
@@ -91,7 +92,8 @@ def forget_run(path: Path) -> None:
     What another process has begun there meanwhile is kept."""
     if rundir.read_status(path).get("exit_code") != REFUSED:
         return
-    for file in (*describing(path), path / LINEAGE):  # the next one may be no fork, or of another
+    # the next one may be no fork, or of another
+    for file in (*describing(path), path / LINEAGE, path / STEPS_BIN):
         file.unlink(missing_ok=True)
 
 
@@ -209,7 +211,9 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))
     if (parent := parts.run.parent) is not None and not (path / LINEAGE).exists():
-        rows = rows_up_to(Path(parent.folder), parent.step)
+        begun = Path(parent.folder), parent.step
+        fileio.write_whole(path / STEPS_BIN, steps_up_to(*begun))
+        rows = rows_up_to(*begun)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))
     provenance.write_provenance(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())

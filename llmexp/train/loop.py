@@ -182,9 +182,10 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
         row |= score_tasks(loop.parts, loop.setup)
     if due.evaluation:
         row |= validate(loop.parts, loop.setup)
-        if "val/loss" in row:
-            best = math.inf if progress.best_val_loss is None else progress.best_val_loss
-            progress.best_val_loss = min(row["val/loss"], best)
+        if not loop.run.evaluations(loop.config.train, progress.step - 1, progress.step):
+            row["off_interval"] = True
+        elif "val/loss" in row:
+            progress.best_val_loss = min(row["val/loss"], progress.best_val_loss)
         call_hooks(loop, "evaluated", progress.step, row, window=window, wanted=True)
     figures, loop.figures = loop.figures, {}
     for key, (value, (name, hook)) in figures.items():
@@ -204,7 +205,6 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     counts of the next row start here.
     """
     run, setup, progress, seen = loop.run, loop.setup, loop.progress, step.read()
-    measures = setup.clipping.measures
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
     if run.ramp:
         before = run.sequences_at(progress.step - 1)
@@ -216,7 +216,8 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     if not seen.skipped:
         row["grad_norm"] = seen.grad_norm
         row["grad_norm_post_clip"] = seen.grad_norm_post_clip
-        row |= measures.row(seen.measured)
+        row |= loop.norms.row(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
+        row |= setup.clipping.measures.row(seen.measured)
     if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
         weights = [parameter.detach() for parameter in setup.parameters]
         row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
@@ -230,8 +231,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
         row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
-    row |= loop.meter.take(tokens, loop.mesh.world_size) | loop.norms.take()
-    row |= measures.take() | loop.noise.figures()
+    row |= loop.meter.take(tokens, loop.mesh.world_size) | loop.noise.figures()
     if setup.outliers.sigma is not None:
         row["outlier_steps"] = progress.outlier_count
     if run.flops_per_token is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -35,7 +36,9 @@ class Progress:
     updates: int = 0  # applied updates: the schedule's position
     skipped_steps: int = 0
     consecutive_skips: int = 0
-    best_val_loss: float | None = None
+    best_val_loss: float = math.inf  # of the evaluations by their interval
+    loss: tuple[int, float] | None = None  # the last step that had a loss, and its loss
+    least_loss: float = math.inf
     outlier_count: int = 0
     # the last OUTLIERS_KEPT of them
     outlier_steps: list[int] = dataclasses.field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
@@ -24,6 +25,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
     """Return the figures that end status.json and the tracker's summary, as far as known."""
     rows = Figures() if loop.out.rows is None else loop.out.rows.figures
     newest, last = rows.newest, rows.last
+    if loop.progress.loss is not None:  # its step may have no row
+        newest["train/loss"] = loop.progress.loss
     found: dict[str, Any] = {"steps": loop.progress.step}
     tokens_seen, before = None, loop.run.begin.tokens_seen
     with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
@@ -37,8 +40,9 @@ def summarise(loop: Loop) -> dict[str, Any]:
             step, value = newest[key]
             # a stop may lie between two rows
             found[f"{'final' if step == loop.progress.step else 'latest'} {key}"] = value
-    if loop.progress.best_val_loss is not None:
-        found["best val/loss"] = loop.progress.best_val_loss
+    best = min(loop.progress.best_val_loss, found.get("final val/loss", math.inf))
+    if math.isfinite(best):
+        found["best val/loss"] = best
     if seconds := training_time(loop):
         found["train_time"] = seconds
         tokens = loop.run.tokens_at(loop.progress.step) - loop.run.begin.tokens

@@ -7,7 +7,6 @@ import math
 from llmexp import mesh
 from llmexp.metrics.outliers import LASTING, describe
 from llmexp.runs.ending import COMES_AGAIN, goes_on
-from llmexp.runs.rows import Figures
 from llmexp.train import spikes
 from llmexp.train.checkpointing import save_what_can_be
 from llmexp.train.diagnose import NOTHING, first_bad
@@ -42,6 +41,10 @@ def finish_previous(loop: Loop) -> int:
         return progress.updates
     step, loop.pending = loop.pending, None
     seen = step.read()
+    loss = math.nan if seen.code in (EMPTY, BAD_LOSS) else seen.loss
+    if loop.out.rows is not None:
+        norm = math.nan if seen.skipped else seen.grad_norm
+        loop.out.rows.add_step(loss, seen.target_tokens, norm, step.lr)
     take_in(loop, seen)
     if not seen.skipped:
         progress.updates += 1
@@ -59,6 +62,8 @@ def finish_previous(loop: Loop) -> int:
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {FINDINGS[seen.code]}{how}; its update was skipped"
             loop.out.console.line(text)
+    if math.isfinite(loss):
+        progress.loss, progress.least_loss = (progress.step, loss), min(progress.least_loss, loss)
     return progress.updates
 
 
@@ -114,21 +119,18 @@ def comes_again(words: str) -> str:
 
 
 def growth_hint(loop: Loop) -> str:
-    """Return a hint, where the losses of the rows had been on their way up."""
-    figures = Figures() if loop.out.rows is None else loop.out.rows.figures
-    if figures.train_losses < 2 and loop.progress.step < 100:  # too soon for rows to tell
+    """Return a hint, where the losses had been on their way up, or it is too soon to tell."""
+    least, last = loop.progress.least_loss, (loop.progress.loss or (0, 0.0))[1]
+    if last >= least + 1:
         return (
-            "; if the steps are too large, a smaller optimizer.lr or a longer "
-            "schedule.warmup_steps helps"
+            f"; the loss had grown from {least:.4g} to {last:.4g} before: a smaller "
+            "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
         )
-    if not figures.train_losses:
-        return ""
-    least, last = figures.least_train_loss, figures.newest["train/loss"][1]
-    if last < least + 1:
+    if loop.progress.step > 10:
         return ""
     return (
-        f"; the loss had grown from {least:.4g} to {last:.4g} before: a smaller "
-        "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
+        "; if the steps are too large, a smaller optimizer.lr or a longer "
+        "schedule.warmup_steps helps"
     )
 
 

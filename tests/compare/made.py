@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
     return columns
 
 
+def steps_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What steps.bin would have: between two rows all steps are as the second one."""
+    step = columns["step"]
+    each = np.arange(1.0, step[-1] + 1)
+    row = np.searchsorted(step, each)
+    tokens = np.interp(each, [0.0, *step], [0.0, *columns["tokens_seen"]])
+    found = {key: columns.get(key, step * np.nan)[row] for key in ("train/loss", "lr")}
+    return found | {"tokens": tokens, "target_tokens": np.diff(tokens, prepend=0.0)}
+
+
 def trained(
     setting: int,
     seed: int,
@@ -56,10 +66,10 @@ def trained(
     config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
     columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
     facts = {"max_tokens": 64, "tokens_per_step": 64, "max_steps": 1, "real_batch_size": 1}
+    arrays = {key: np.array([value]) for key, value in columns.items()}
     return Record(
         Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
-        {"summary": {"train_time": 60.0, "tokens_seen": 64}},
-        {key: np.array([value]) for key, value in columns.items()},
+        {"summary": {"train_time": 60.0, "tokens_seen": 64}}, arrays, steps=steps_of(arrays),
         swept=("optimizer.lr", "train.seed"), looks=list(looks), negligible=negligible,
     )  # fmt: skip
 
@@ -106,6 +116,7 @@ def record(
         facts,
         status,
         columns,
+        steps=steps_of(columns),
     )
 
 

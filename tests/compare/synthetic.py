@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from llmexp.runs import steps as records
 from llmexp.runs.ledger import Ledger
 
 STEPS = 400
@@ -22,6 +24,16 @@ def ar1(rng: np.random.Generator, n: int, r: float, runs: int = 1) -> np.ndarray
     for i in range(1, n):
         x[i] = r * x[i - 1] + noise[i]
     return x.T
+
+
+def write_steps(
+    path: Path, losses: Sequence[float], targets: Sequence[float], rates: Sequence[float] = ()
+) -> None:
+    """steps.bin with these losses, targets and learning rates (usually 0.001)."""
+    rates = rates or [0.001] * len(losses)
+    found = zip(losses, targets, rates, strict=True)
+    data = b"".join(records.STEP_RECORD.pack(loss, n, 1.5, lr) for loss, n, lr in found)
+    (path / records.STEPS_BIN).write_bytes(data)
 
 
 def make_run(
@@ -104,6 +116,7 @@ def make_run(
             }
         rows.append(json.dumps(row, separators=(",", ":")))
     (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    write_steps(path, loss.tolist(), [real * length] * steps)
     summary = {
         "tokens_seen": steps * real * length,
         "steps": steps,

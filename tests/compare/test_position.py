@@ -13,6 +13,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.figures import figures
 from llmexp.compare.position import common_position
 from llmexp.compare.records import Record
+from tests.compare.made import steps_of
 from tests.compare.synthetic import make_run
 from tests.conftest import TINY, Result, llmexp
 
@@ -25,7 +26,7 @@ def evaluated(batch: int, steps: int, every: int, last: bool) -> Record:
     loss = np.where(at, step * batch, np.nan)  # tells where it was measured
     columns = {"step": step, "tokens_seen": step * batch * TOKENS, "val/loss": loss}
     facts = {"tokens_per_step": batch * TOKENS}
-    return Record(Path(), "", None, "finished", {}, facts, {}, columns)
+    return Record(Path(), "", None, "finished", {}, facts, {}, columns, steps=steps_of(columns))
 
 
 RUN = st.builds(

@@ -76,7 +76,7 @@ def test_the_table_of_looks_shows_where_seeds_went():
 
 def test_the_answer_says_what_was_spent_and_what_all_seeds_would_cost():
     c = decided()
-    broken = replace(c.runs[-1], state="failed", columns={"step": np.zeros(0)}, status={})
+    broken = replace(c.runs[-1], state="failed", columns={"step": np.zeros(0)}, steps={}, status={})
     less = with_words(findings([*c.runs[:-1], broken]))
     (spent,) = [note for note in less.notes if note.startswith("2 looks")]
     assert "8 runs, 448 tokens, 7m 00s; 3 seeds of all 3 settings are 9 runs, 576 tokens" in spent

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from llmexp.runs.ledger import Ledger
+from tests.compare.synthetic import write_steps
 from tests.laws.planted import Law
 
 SMALL = Law(1.6, 60.0, 300.0, 0.32, 0.35)
@@ -60,6 +61,9 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
                 "lr": lr,
             }
             file.write(json.dumps(row) + "\n")
+    write_steps(
+        path, [5.0] * 50 + [loss] * 50, [tokens / 100] * 100, [rates[0]] * 50 + [rates[1]] * 50
+    )
     return path
 
 

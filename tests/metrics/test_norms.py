@@ -54,22 +54,6 @@ def test_quantiles_lie_in_their_bin(norms, percent):
     assert wanted * (1 - 1e-12) <= found <= wanted * 2 ** (1 / PER_OCTAVE) * (1 + 1e-12)
 
 
-def test_a_row_has_the_share_of_the_updates_since_the_last_one():
-    """A skipped step is no update and never gets here; an older checkpoint begins a row anew."""
-    assert Norms("norm", 1.0).summary() == {}  # nothing counted is nothing printed
-    found = counted([0.1, 0.5, 0.9, 2.0], limit=0.3)
-    assert found.take()["clipped_share"] == 0.75
-    assert found.take() == {}
-    found.add(0.2, False)
-    resumed, older = (Norms("norm", 0.3) for _ in range(2))
-    resumed.load_state_dict(found.state_dict())
-    assert resumed.take() == {"clipped_share": 0.0, "clip_coefficient": 1.0}
-    state = found.state_dict()
-    older.load_state_dict({**state, "taken": state["taken"][:2]})
-    older.add(0.6, True)
-    assert older.take()["clipped_share"] == 1.0
-
-
 def test_the_runs_own_limit_is_its_own_count():
     norms = [0.1, 0.5, 0.9, 2.0, 4.0]
     found = counted(norms, limit=0.3)
@@ -108,19 +92,23 @@ def test_the_table_of_limits_fits_a_narrow_terminal():
             assert short.split()[:2] == full.split()[:2]
 
 
-def test_a_row_has_the_mean_coefficient_since_the_last_one():
-    found = Norms("norm", 1.0)
-    found.add(0.5, False)
-    found.add(4.0, True)
-    assert found.take()["clip_coefficient"] == pytest.approx((1 + 1 / (4 + EPSILON)) / 2, rel=1e-14)
-    assert found.take() == {}
-    found.add(2.0, True)
-    assert found.take()["clip_coefficient"] == pytest.approx(1 / (2 + EPSILON), rel=1e-14)
+def test_a_row_has_what_was_done_to_its_own_step():
+    """However many steps lie between rows; the mean over all of them is that of the summary."""
+    assert Norms("norm", 1.0).summary() == {}  # nothing counted is nothing printed
+    found, norms = Norms("norm", 1.0), [0.5, 4.0, 2.0]
+    rows = []
+    for norm in norms:
+        found.add(norm, norm > 1)
+        rows.append(found.row(norm, norm > 1, min(norm, 1.0)))
+    assert [row["clipped_share"] for row in rows] == [0.0, 1.0, 1.0]
+    factors = [row["clip_coefficient"] for row in rows]
+    assert factors == [1.0, 1 / (4 + EPSILON), 1 / (2 + EPSILON)]
+    assert found.at(1.0) == (2 / 3, pytest.approx(sum(factors) / 3, rel=1e-14))
     for kind, limit in (("none", None), ("norm", None), ("none", 1.0)):
         unlimited = counted([3.0], kind, limit)
-        assert unlimited.take()["clip_coefficient"] == 1.0
+        assert unlimited.row(3.0, False, 3.0)["clip_coefficient"] == 1.0
         assert unlimited.at(1.0)[0] == 1.0  # measured all the same
-    assert counted([3.0], "value", 1.0).take() == {"clipped_share": 1.0}
+    assert Norms("value", 1.0).row(3.0, True, 1.0) == {"clipped_share": 1.0}
 
 
 @given(NORMS, NORMS)
@@ -133,7 +121,6 @@ def test_a_state_in_the_middle_changes_nothing(before, after):
     for norm in after:
         whole.add(norm, norm > 1)
         second.add(norm, norm > 1)
-    assert second.take() == whole.take()
     assert second.summary() == whole.summary()
 
 

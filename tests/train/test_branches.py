@@ -130,11 +130,12 @@ def test_the_noise_scale_is_measured_anew_where_sequences_are_longer(trunk):
 
 
 def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
-    cold = fork(trunk, "cold", "schedule=cooldown", step=8)
+    by_interval = "train.eval_every=10"
+    cold = fork(trunk, "cold", "schedule=cooldown", by_interval, step=8)
     assert cold.json("run.json")["max_steps"] == 10  # 8 / (1 - 0.2)
     cwd = trunk.folder.parent
     (cwd / "once.py").write_text(ONCE)
-    more = ["data.train_files=[train.npy]", "train.max_steps=10", "--allow", "once"]
+    more = ["data.train_files=[train.npy]", "train.max_steps=10", by_interval, "--allow", "once"]
     own = ["schedule=constant", "schedule._target_=once.trunk_then_cooldown", "+schedule.start=8"]
     whole = train(cwd, "whole", *SETTINGS, *more, *own)
     assert exact(cold) == [row for row in exact(whole) if row["step"] > 8]

@@ -83,7 +83,8 @@ def made(
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
             # type: ignore[arg-type]
-            SimpleNamespace(), SimpleNamespace(figures=counted(rows or [])), None,  # type: ignore[arg-type]
+            SimpleNamespace(),
+            SimpleNamespace(figures=counted(rows or []), add_step=lambda *figures: None), None,  # type: ignore[arg-type]
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
@@ -192,7 +193,7 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 def overflow() -> Any:
     seen = Outcome(96.0, True, 3.0, float("inf"), 1.0, False, 4.0)
-    return SimpleNamespace(read=lambda: seen)
+    return SimpleNamespace(read=lambda: seen, lr=0.1)
 
 
 def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
