@@ -85,9 +85,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     Raises ConfigError for anything outside the allowed packages.
     """
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
-        raise refuse(
-            key, dotted, "the dotted name of a function is needed", "llmexp.update.optim.adamw"
-        )
+        example = "[mymodel.watch]" if key == "hooks" else "llmexp.update.optim.adamw"
+        raise refuse(key, dotted, "the dotted name of a function is needed", example)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "

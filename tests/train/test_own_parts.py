@@ -491,7 +491,7 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         ("hooks=[{_target_:mymodel.every,evry:2}]", "hooks.0.evry: mymodel.every has no such "
                                                     "argument. Did you mean", ""),
         ("hooks=[{every:2}]", "hooks.0._target_: this key is missing", ""),
-        ("hooks=[3]", "hooks=[3]: a list of names of functions", ""),
+        ("hooks=[3]", "hooks=3: the dotted name of a function", ""),
         ("+user.api_key=abcdefgh", "user.api_key: is a secret by its name", ""),
         ("+user.x=${oc.env:NOT_SET_AT_ALL}", "user.x=${oc.env:NOT_SET_AT_ALL}: the environment "
                                              "variable NOT_SET_AT_ALL is not set", ""),
