@@ -111,7 +111,7 @@ class RemoteCache:
 
     cache: Path
     anew: bool = False  # ask, whatever is remembered
-    hash_anew: bool = False  # the files here too
+    keep: bool = True  # remember answers; else files here are hashed anew, too
     remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
 
     def get(self, key: str, question: str, ask: Callable[[], _T]) -> _T:
@@ -127,12 +127,13 @@ class RemoteCache:
             return known
         answer = ask()
         day = datetime.date.today().isoformat()
-        write_entry(entry, {"question": question, "answer": answer, "day": day})
+        if self.keep:
+            write_entry(entry, {"question": question, "answer": answer, "day": day})
         return answer
 
     def digests(self, paths: list[Path]) -> list[str]:
         """Return the sha256 of each file here."""
-        if self.hash_anew:
+        if not self.keep:
             return sha256_of(paths)
         found: list[str] = cached(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
         return found

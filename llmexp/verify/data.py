@@ -275,14 +275,13 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
 def check_sources(parts: Parts) -> list[Check]:
     """Check that the shards were made of what the sources hold now: each file is hashed again.
 
-    Buckets and the hub are asked. Nothing for data without documents of text.
+    Buckets and the hub are asked, and no answer is kept. Other data have no check.
     """
     if not parts.corpus.is_text:
         return []
     what = "was prepared from what is there now"
     try:
-        sources, remote = sources_of(parts.config.data)
-        remote.hash_anew = True
+        sources, remote = sources_of(parts.config.data, keep=False)
         works = works_of(sources, parts.tokenizer, remote)
     except ConfigError as error:  # such as of a bucket that does not answer
         return [Check(f"{what}: the sources", None, note=str(error))]

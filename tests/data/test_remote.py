@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from llmexp.__main__ import run as command
 from llmexp.data import hub, remote
 from llmexp.data.documents import read_documents
 from llmexp.data.records import Counts
 from llmexp.data.stream import DataChanged
+from tests.conftest import TINY
 
 from .test_corpus import ids_of, json_lines, made, texts_of
 
@@ -257,3 +259,19 @@ def test_a_package_that_a_bucket_needs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
     with pytest.raises(ValueError, match=r"files=s3://b/a: needs a package .*: Install s3fs"):
         corpus_of(tmp_path, "s3://b/a")
+
+
+def test_the_proof_of_data_asks_a_server_and_remembers_nothing(tmp_path, monkeypatch):
+    """Runs go on with the shards that they have, until somebody prepares anew."""
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", f"{tmp_path}/cache")
+    with serving(plain(tmp_path)) as (server, address):
+        data = ["data=corpus", f"data.sources.web.files={address}"]
+        proof = ["verify", "data", *TINY, *data, "hydra.run.dir"]
+        assert command([*proof[:-1], f"{proof[-1]}={tmp_path}/one"]) == 0
+        server.content, server.mark = server.content.replace(b"web", b"bew"), "two"
+        kept = {path: path.read_bytes() for path in (tmp_path / "cache/notes").iterdir()}
+        assert command([*proof[:-1], f"{proof[-1]}={tmp_path}/two"]) == 1
+        record = json.loads((tmp_path / "two/verify.json").read_text())
+        (failed,) = [check["what"] for check in record["checks"] if check["passed"] is False]
+        assert failed == "data.sources.web.files was prepared from what is there now"
+        assert kept == {path: path.read_bytes() for path in (tmp_path / "cache/notes").iterdir()}

@@ -90,17 +90,17 @@ def uses_tokenizer(data: dict[str, Any]) -> bool:
     return found is not None and found.default is inspect.Parameter.empty
 
 
-def sources_of(data: dict[str, Any]) -> tuple[list[Source], RemoteCache]:
+def sources_of(data: dict[str, Any], keep: bool = True) -> tuple[list[Source], RemoteCache]:
     """Return the sources of documents that a section names, and what is known of remote files.
 
-    Buckets and the hub are asked anew. Raises ConfigError.
+    Buckets and the hub are asked anew; `keep` their answers. Raises ConfigError.
     """
     target, knobs = resolve("data", data, OFFERED)
     find = getattr(sys.modules[target.__module__], f"{target.__name__}_sources", None)
     if find is None:
         text = "has no documents of text; use data=corpus or data=text"
         raise refuse("data._target_", data["_target_"], text, "llmexp.data.corpus.corpus")
-    remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True)
+    remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True, keep=keep)
     return find(remote, **knobs), remote
 
 
