@@ -73,7 +73,7 @@ PLAN = "tracker=none precision=bf16 model.vocab_size=50257"
 TRUNK = (
     "train hydra.run.dir=trunk schedule=constant train.max_steps=200 checkpoint.keep_every=50 "
     "batch.sequence_length=64 batch.micro_batch_size=4 model.n_layers=2 model.d_model=64 "
-    "precision=fp32"
+    "model.d_ff=512 precision=fp32"
 )
 LISTINGS = (
     Listing(
@@ -90,7 +90,7 @@ LISTINGS = (
         "README.md",
         "train experiment=accumulation_scaling batch.gradient_accumulation_steps=1,2,4 "
         "train.seed=1,2,3 train.max_tokens=24576 train.eval_tokens=4096 batch.micro_batch_size=4 "
-        "batch.sequence_length=64 model.n_layers=2 model.d_model=64 precision=fp32",
+        "batch.sequence_length=64 model.n_layers=2 model.d_model=64 model.d_ff=512 precision=fp32",
         (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
         (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
     ),
