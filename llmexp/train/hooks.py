@@ -53,6 +53,7 @@ def call_hooks(
     parts = loop.parts
     batches = None if window is None else window.micro_batches
     for name, hook in parts.hooks:
+        gradients = loop.setup.gradients if event == "backward_end" else []
         so_far = None if row is None else dict(row)
         context = HookContext(
             step, loop.setup.model, loop.setup.optimizers, parts.run, so_far, parts.user, batches
@@ -67,6 +68,12 @@ def call_hooks(
             raise TrainingFailed(
                 f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
             ) from error
+        if gradients and [*map(id, loop.setup.gradients)] != [*map(id, gradients)]:
+            raise TrainingFailed(
+                f"the hook {name} put another tensor in the place of a gradient at {event} of step "
+                f"{step}, which is not measured and clipped; change it in place, such as "
+                f"p.grad.mul_(2){place(hook)}"
+            )
         try:
             # without a row a tensor is not read: that would make the host wait for nothing
             read = _figures(found, read_tensors=wanted)

@@ -247,6 +247,12 @@ class Spare(Bigram):
         self.spare = nn.Linear(2, 2)
 
 
+def replaces(event, context):
+    if event == "backward_end" and context.step == 2:
+        p = [*context.model.parameters()][-1]
+        p.grad = p.grad * 2
+
+
 def clashes(event, context):
     return {"lr": 1.0} if event == "step_end" else None
 '''  # noqa: E501
@@ -604,6 +610,11 @@ def test_points_that_differ_in_what_nobody_reads_are_twins(allowed, capsys):
             "clashes",
             "returned lr, which the row of step 2 has already; choose another name, for example "
             "mine/lr",
+        ),
+        (
+            "replaces",
+            "the hook mymodel.replaces put another tensor in the place of a gradient at "
+            "backward_end of step 2",
         ),
         (
             "counts",
