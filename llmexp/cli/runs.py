@@ -25,7 +25,7 @@ from llmexp.system import fileio
 from llmexp.system.child import DONE
 from llmexp.system.console import banner
 from llmexp.system.redact import clean, warn
-from llmexp.system.text import columns, duration, number, one_line, padded_cells, readable_size
+from llmexp.system.text import columns, duration, one_line, padded_cells, readable_size
 
 INCOMPLETE = 1
 _ARGUMENTS = {
@@ -81,7 +81,7 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
     """
     run = RunFolder(path, strict=False)
     key, loss = _loss(run)
-    times = [number(run.status.get("updated"))]
+    times = [run.status.get("updated")]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
@@ -90,8 +90,8 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
         "sweep": sweep.path and str(sweep.path),
         "name": clean_name(path),
         "state": run.state,
-        "step": steps_in(path) or _whole(run.summary.get("steps")),
-        "max_steps": _whole(run.facts.get("max_steps")),
+        "step": steps_in(path) or int(run.summary.get("steps") or 0) or None,
+        "max_steps": run.facts.get("max_steps"),
         "loss": loss,
         "loss_key": key,
         "age_s": None if changed is None else max(0.0, time.time() - changed),
@@ -106,7 +106,7 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
     summary = run.summary
     for key in ("val/loss", "train/loss"):  # the last step may have no row
         ended = [summary.get(f"{when} {key}") for when in ("final", "latest")]
-        for loss in map(number, (*ended, run.last_row(key).get(key))):
+        for loss in (*ended, run.last_row(key).get(key)):
             if loss is not None:
                 return key, loss
     return None, None
@@ -118,10 +118,6 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         _line(path, sweep) | {"summary": RunFolder(path, strict=False).summary}
         for path, sweep in find([folder])[0]
     ]
-
-
-def _whole(value: Any) -> int | None:
-    return None if number(value) is None else int(value)
 
 
 def disk_size(path: Path) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from llmexp.compare.records import Record, Setting
 from llmexp.settings.clipping import BY_NORM, MOVING
 from llmexp.settings.labels import short_value
-from llmexp.system.text import as_dict, number
 
 # In the order in which a table of rules shows them.
 CLIP_COLUMNS = ("clipped_share", "clip limit", "clipped_heads")
@@ -22,11 +21,11 @@ def looked_at(record: Record) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
     That is the share that was clipped, quantiles, and a table of other limits. The norm is first.
     """
-    if clip := as_dict(record.status.get("clip")):
+    if clip := record.status.get("clip", {}):
         by_steps = _kind(record) in ("none", "per_group", *BY_NORM)
         yield "norm", *((_limit(record), clip) if by_steps else ("", {**clip, "share": None}))
-    for key, measured in as_dict(clip.get("measures")).items():
-        found, (name, _, pattern) = as_dict(measured), key.partition("/")
+    for key, found in clip.get("measures", {}).items():
+        name, _, pattern = key.partition("/")
         if name == "clip_limit":  # of the norm, and has none itself
             yield "moving limit", "", {"quantiles": found.get("quantiles")}
             continue
@@ -65,8 +64,8 @@ def _share(setting: Setting, what: str) -> float | None:
     """Return the mean share that was clipped of a setting's steps, units, tensors or heads."""
     if what == "steps":
         return setting.figures.get("clipped_share")
-    measured = [as_dict(as_dict(r.status.get("clip")).get("measures")) for r in setting.runs]
-    shares = [number(as_dict(one.get(what)).get("share")) for one in measured]
+    measured = [r.status.get("clip", {}).get("measures", {}) for r in setting.runs]
+    shares = [one.get(what, {}).get("share") for one in measured]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
 

@@ -26,7 +26,7 @@ from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.commands import command
 from llmexp.settings.values import ConfigError, nearest
-from llmexp.system.text import as_dict, rounded
+from llmexp.system.text import rounded
 
 _UNFINISHED = ("preempted", "cut", "running")
 
@@ -104,7 +104,7 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
     # which way the figures of hooks are better, as these have declared it
-    declared = (pair for r in records for pair in as_dict(r.facts.get("better")).items())
+    declared = (pair for r in records for pair in r.facts.get("better", {}).items())
     better = {key: way for key, way in declared if way in ("lower", "higher")}
     aim = None if target is None else target_of(target, better)
     counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
@@ -232,7 +232,7 @@ def _batch(records: Sequence[Record]) -> str:
 
 def tokenizer_sha(record: Record) -> str:
     """Return what tells tokenizers apart; empty where it is not known."""
-    sha256 = as_dict(record.facts.get("data_fingerprint")).get("tokenizer_sha256")
+    sha256 = record.facts.get("data_fingerprint", {}).get("tokenizer_sha256")
     return sha256 if isinstance(sha256, str) else str(record.facts.get("tokenizer") or "")
 
 

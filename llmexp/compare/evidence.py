@@ -22,7 +22,6 @@ from llmexp.compare.records import TWIN, Effect, Floor, Place, Record, Setting
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
 from llmexp.settings.parts import DECAYS
-from llmexp.system.text import number
 
 
 def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:
@@ -34,10 +33,10 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     tokens, where = positions(record, "tokens"), positions(record, align)
     if not len(tokens) or len(where) != len(tokens):
         return None
-    planned = number(record.facts.get("max_tokens"))
+    planned = record.facts.get("max_tokens")
     decays = planned is not None and decays_at_last(record.config)
     step = len(tokens) if at is None else until(where, at)
-    if step > (number(record.parent.get("step")) or 0.0):
+    if step > record.parent.get("step", 0):
         seen = float(tokens[step - 1])
     elif align == "tokens":  # it has no step yet where losses are read
         seen = float(at or 0)

@@ -17,7 +17,7 @@ from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record, Setting,
 from llmexp.compare.rows import elapsed, finite
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
-from llmexp.system.text import as_dict, number, shown, with_interval
+from llmexp.system.text import number, shown, with_interval
 
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -164,10 +164,10 @@ def task(record: Record, key: str = "val/loss") -> str:
     It is the files, else all of the data section but what the sweep of the run varies and cannot
     move that text.
     """
-    texts = as_dict(record.facts.get("val_texts"))
+    texts = record.facts.get("val_texts", {})
     if is_of_named_set(key) and (text := texts.get(key.split("/")[1])):
         return repr(text)
-    if files := as_dict(record.facts.get("data_fingerprint")).get("val_files"):
+    if files := record.facts.get("data_fingerprint", {}).get("val_files"):
         return repr(files)
     still = {"data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
     keys = [k for k in record.config if k.startswith("data.") and not is_record(k)]
@@ -233,16 +233,16 @@ def figures(
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None and key != "clipped_share":  # which is a step's own in its row
             found[key] = own.get(key, _last(finite(columns, key)))
-    spikes = as_dict(record.status.get("spikes"))
-    found |= {key: number(spikes.get(key)) for key in ("spikes", "spike_tokens")}
+    spikes = record.status.get("spikes", {})
+    found |= {key: spikes.get(key) for key in ("spikes", "spike_tokens")}
     for key in filter(is_other, more):
         found[key] = _last(finite(columns, key, rows))
     for key in filter(is_score, columns):  # at the end of each run
         found[key] = _last(finite(columns, key))
     if found["train_time"] is None and record.state != "finished":
-        found["train_time"] = _last(elapsed(columns, number(record.parent.get("step")) or 0.0))
+        found["train_time"] = _last(elapsed(columns, record.parent.get("step", 0)))
     if record.parent:
-        before, tokens = number(record.parent.get("tokens_seen")), found["tokens_seen"]
+        before, tokens = record.parent.get("tokens_seen"), found["tokens_seen"]
         if before is not None and tokens is not None:
             found["own_tokens"] = tokens - before
         if found["train_time"] is not None and (seconds := time_before(record)) is not None:
@@ -252,9 +252,9 @@ def figures(
 
 def rose_first_most(setting: Setting) -> tuple[str, int] | None:
     """Return the module that rose first most often in most runs, and how many these are."""
-    spikes = (as_dict(record.status.get("spikes")) for record in setting.runs)
-    modules = (as_dict(found.get("rose_first")).get("module") for found in spikes)
-    return next(iter(Counter(map(str, filter(None, modules))).most_common(1)), None)
+    spikes = (record.status.get("spikes", {}) for record in setting.runs)
+    modules = (found.get("rose_first", {}).get("module") for found in spikes)
+    return next(iter(Counter(filter(None, modules)).most_common(1)), None)
 
 
 def _losses(

@@ -17,7 +17,7 @@ from llmexp.settings.commands import command_words, own_parts
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
-from llmexp.system.text import duration, number
+from llmexp.system.text import duration
 
 _PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
 
@@ -57,7 +57,7 @@ class Step:
 
 def before(r: Record) -> float:
     """Return the tokens that the parents of a fork trained on; 0 for a run that is none."""
-    return number(r.parent.get("tokens")) or 0.0
+    return r.parent.get("tokens", 0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Known:
     @cached_property
     def tokens(self) -> int:
         """Return the mean budget of the runs in tokens, of a fork without its parent's."""
-        known = [n - before(r) for r in self.runs if (n := number(r.facts.get("max_tokens")))]
+        known = [n - before(r) for r in self.runs if (n := r.facts.get("max_tokens"))]
         return round(sum(known) / max(1, len(known)))
 
     def step(

@@ -24,7 +24,7 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.knobs import SEED, fields, fresh_seeds
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, override_value
-from llmexp.system.text import listed, number
+from llmexp.system.text import listed
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 FIRST_SEEDS, ALL_SEEDS = 2, 8  # of a sweep that decides by itself, unless it is given others
@@ -79,7 +79,7 @@ def rest(k: Known) -> Step | None:
 def _left(r: Record) -> float:
     """Return the tokens that a run has still to train on."""
     seen = [before(r), *r.steps["tokens"]][-1]
-    return max(0.0, (number(r.facts.get("max_tokens")) or 0.0) - seen)
+    return max(0.0, r.facts.get("max_tokens", 0) - seen)
 
 
 def budget(k: Known) -> Step | None:
@@ -177,7 +177,7 @@ def _with(
     own = k.settings[lead]
     whole = all(text.isdigit() for text in _values(k.settings.values(), key))
     text = str(round(value)) if whole else f"{value:.2g}"
-    steps = number(lead.taking_part[0].facts.get("max_steps")) or math.inf
+    steps = lead.taking_part[0].facts.get("max_steps") or math.inf
     if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
         return None
     with contextlib.suppress(ConfigError):  # beyond what the knob takes

@@ -19,7 +19,7 @@ from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
-from llmexp.system.text import duration, first_of, listed, number
+from llmexp.system.text import duration, first_of, listed
 
 SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
@@ -311,7 +311,7 @@ def _batch(f: Result) -> Iterator[str]:
         return
     runs = [r for e in f.settings if not e.out for r in e.runs]
     stages = [stage for r in runs for stage in r.facts.get("stages") or [r.facts]]
-    known = [size for s in stages if (size := number(s.get("real_batch_size"))) is not None]
+    known = [size for s in stages if (size := s.get("real_batch_size")) is not None]
     sizes = [f"{size:,.0f}" for size in (min(known), max(known))] if known else ["?"]
     yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))
 

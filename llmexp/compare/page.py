@@ -21,7 +21,7 @@ from llmexp.compare.table import columns_in_full, shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
-from llmexp.system.text import as_dict, number, shown
+from llmexp.system.text import number, shown
 from llmexp.tracker.answer import SweepAnswer
 from llmexp.tracker.wandb import MARKS
 
@@ -137,10 +137,10 @@ def clip_rows(c: Result) -> list[Row]:
     rows = []
     for colour, name, record in runs(c):
         for i, (what, limit, found) in enumerate(looked_at(record)):
-            quantiles, limits = as_dict(found.get("quantiles")), found.get("table")
+            quantiles = found.get("quantiles", {})
             cells = [Cell(what), Cell(limit), share(found.get("share"))]
             cells += number_cells(*(quantiles.get(q) for q in ("50", "90", "99")))
-            for at in map(as_dict, limits if isinstance(limits, list) else []):
+            for at in found.get("table", []):
                 cells.append(share(at.get("share"), f"{number_cells(at.get('limit'))[0].text}: "))
             rows.append(Row("transparent" if i else colour, "" if i else name, cells))
     return rows
@@ -150,7 +150,7 @@ def noise_rows(c: Result) -> list[Row]:
     """Return the gradient noise scale of each run beside its batch."""
     rows = []
     for colour, name, record in runs(c):
-        if noise := as_dict(record.status.get("noise")):
+        if noise := record.status.get("noise"):
             known = map(noise.get, ("noise_scale", "low", "high", "measurements"))
             cells = number_cells(record.facts.get("real_batch_size"), *known)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))

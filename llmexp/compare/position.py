@@ -13,7 +13,6 @@ import numpy as np
 from llmexp.compare.records import Record
 from llmexp.compare.rows import elapsed
 from llmexp.run.stages import recorded_stages, stage_at
-from llmexp.system.text import number
 
 ROWS = {"tokens": "tokens_seen", "steps": "step"}  # the key of the rows that an axis goes along
 
@@ -34,20 +33,20 @@ def positions(record: Record, align: str) -> np.ndarray:
     between two take equally long.
     """
     parent, steps = record.parent, np.arange(1.0, record.step + 1)
-    begin = number(parent.get("step")) or 0.0
+    begin = parent.get("step", 0)
     if align == "time":
         own = np.append(0.0, elapsed(record.columns, begin)) + (time_before(record) or 0.0)
         known = np.append(begin, record.columns["step"])
         return np.interp(steps, known, own) if len(own) == len(known) else np.zeros(0)
     facts, length = record.facts, record.facts.get("sequence_length")
-    most = facts.get("max_tokens") if "stages" in facts or facts.get("real_batch_size") else None
+    most = facts.get("max_tokens") if facts.get("stages") or facts.get("real_batch_size") else None
     if align == "tokens" and length and most and record.config.get("batch.document_mask"):
         stages = recorded_stages(facts)
         knots = [stage.first_step for stage in stages]  # linear in between
         knots.append(max(knots[-1], record.step))
         at = [stage_at(stages, step).sequences_at(step) for step in knots]
         own = (np.interp(steps, knots, at) - at[0]) * length
-        return np.minimum((number(parent.get("tokens")) or 0.0) + own, most)
+        return np.minimum(parent.get("tokens", 0) + own, most)
     return steps if align == "steps" else record.steps.get("tokens", steps)
 
 
@@ -98,7 +97,7 @@ def evaluations(record: Record, align: str) -> np.ndarray:
 
 def begins_after(record: Record, align: str, at: float) -> bool:
     """Tell whether a fork has no step of its own up to the position."""
-    begin = number(record.parent.get("step")) or 0.0
+    begin = record.parent.get("step", 0)
     return bool(record.parent) and until(positions(record, align), at) <= begin
 
 
@@ -128,9 +127,9 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
 
 def tokens_of_step(record: Record) -> float:
     """Return the tokens of the longest steps of a run; 0 where they are not known."""
-    per_step = number(record.facts.get("tokens_per_step")) or 0.0
+    per_step = record.facts.get("tokens_per_step", 0.0)
     sizes = [stage["real_batch_size"] for stage in record.facts.get("stages") or ()]
-    length = number(record.facts.get("sequence_length")) or 0.0
+    length = record.facts.get("sequence_length", 0)
     return max([per_step, *(size * length for size in sizes)])
 
 

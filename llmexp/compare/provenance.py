@@ -12,7 +12,7 @@ from typing import Any
 from llmexp.compare.records import Record
 from llmexp.runs import provenance
 from llmexp.system.redact import clean
-from llmexp.system.text import as_dict, first_of
+from llmexp.system.text import first_of
 
 _MACHINE = {
     "driver": "NVIDIA driver",
@@ -53,11 +53,10 @@ def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
     commits: dict[str, dict[str, str]] = defaultdict(dict)  # of each run, by repository
     changes: dict[str, dict[str, str]] = defaultdict(dict)  # the first run of each
     for run, about in known.items():
-        repositories = about.get("repositories")
-        for one in map(as_dict, repositories if isinstance(repositories, list) else ()):
-            name = str(one.get("name"))
-            commits[name][run] = str(one.get("commit") or "")[:10]
-            changed = one.get("diff_sha256") or sorted(map(str, one.get("changed") or []))
+        for one in about.get("repositories", ()):
+            name = one.get("name", "")
+            commits[name][run] = one.get("commit", "")[:10]
+            changed = one.get("diff_sha256") or sorted(one.get("changed", []))
             changes[name].setdefault(str(changed), run)
     lines = []
     for name, of_runs in commits.items():

@@ -10,7 +10,6 @@ from typing import Any
 
 from llmexp.compare.records import Record
 from llmexp.compare.rows import by_interval, read_columns, read_steps
-from llmexp.run.stages import recorded_stages
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder
 from llmexp.runs.folder import RunFolder, clean_name
@@ -19,13 +18,6 @@ from llmexp.runs.steps import STEPS_BIN
 from llmexp.settings.knobs import defaults
 from llmexp.settings.labels import plural
 from llmexp.system.redact import clean
-from llmexp.system.text import as_dict, number
-
-_NUMBERS = (
-    "sequence_length", "max_tokens", "tokens_per_step", "real_batch_size", "micro_batch_size",
-    "gradient_accumulation_steps", "world_size",
-)  # fmt: skip
-_OF_PARENT = ("step", "sequences", "tokens")
 
 
 def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
@@ -58,30 +50,12 @@ def _fill_in(configs: Sequence[dict[str, Any]]) -> None:
                 config.setdefault(key, defaults()[key])
 
 
-def _is_sound(facts: dict[str, Any]) -> bool:
-    """Tell whether the numbers of run.json that are calculated with are numbers."""
-    parent = as_dict(facts.get("parent"))
-    found = [facts[key] for key in _NUMBERS if facts.get(key) is not None]
-    found += [parent[key] for key in _OF_PARENT if key in parent]
-    try:
-        stages = recorded_stages(facts) if "stages" in facts else []
-        found += [value for stage in stages for value in vars(stage).values()]
-    except (TypeError, AttributeError):
-        return False
-    if ("stages" in facts and not stages) or (facts.get("parent") and not parent):
-        return False
-    return None not in map(number, found)
-
-
 def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
     config, lost, facts = folder.flat_config, folder.lost(), folder.facts
-    if not _is_sound(facts):
-        folder.problems.append(f"{path / rundir.RUN}: a number in it is none; it is passed over")
-        facts = {}
-    most = number(facts.get("max_steps")) or sum(columns["step"][-1:])
+    most = facts.get("max_steps") or sum(columns["step"][-1:])
     steps, gone = read_steps(path, int(most))
     if lost := lost or (f"has lost {plural(gone, 'record')} of {STEPS_BIN}" if gone else ""):
         folder.problems.append(f"{path}: the run {lost}; it is not compared")
@@ -107,5 +81,5 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         trial=bool(ledger and point and not ledger.grid and not ledger.is_fresh(point)),
         left=sweep.left,
         lost=lost,
-        before=read_columns(path / LINEAGE)[0] if as_dict(facts.get("parent")) else {},
+        before=read_columns(path / LINEAGE)[0] if facts.get("parent") else {},
     )

@@ -19,7 +19,7 @@ from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import short_keys
-from llmexp.system.text import as_dict, listed, shown
+from llmexp.system.text import listed, shown
 
 TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
@@ -74,12 +74,12 @@ class Record:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return as_dict(self.status.get("summary"))
+        return self.status.get("summary") or {}
 
     @property
     def parent(self) -> dict[str, Any]:
         """Return what a fork goes on from; empty for a run that is none."""
-        return as_dict(self.facts.get("parent"))
+        return self.facts.get("parent") or {}
 
     def batch(self, key: str) -> Any:
         """Return a number of the batch as the run solved it, else as its config has it."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.runs.folder import is_row, parse_row
+from llmexp.runs.door import scan_rows
 from llmexp.runs.steps import FIELDS, STEPS_BIN, steps_in
+from llmexp.system.redact import clean
 
 _MOST = 2**25  # steps: a file of 1 GiB
 _Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
@@ -22,17 +20,20 @@ _Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in or
 
 def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
     """Return the columns of a metrics file that hold numbers, and what could not be read."""
-    problems, lines = [], list[bytes]()
+    problems, rows, lost = list[str](), list[dict[str, Any]](), list[str]()
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what has no newline was never finished
+        for number, _, row in scan_rows(path):
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                lost.append(f"line {number} {clean(row)[:100]}")
     except FileNotFoundError:
         pass
     except OSError as error:
         problems.append(f"cannot be read: {error.strerror}")
-    rows = _rows(lines)
-    if lost := len(lines) - len(rows):
-        text = "lines are no rows of metrics and were passed over"
-        problems.append(f"{lost:,} of {len(lines):,} {text}")
+    if lost:
+        text = f"{len(lost):,} of {len(lost) + len(rows):,} lines are no rows of metrics"
+        problems.append(f"{text} and were passed over: {lost[0]}")
     if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
         problems.append("steps are repeated or out of order; the last row of each step counts")
         by_step = {row["step"]: row for row in rows}
@@ -75,17 +76,6 @@ def finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None = None)
     return values[np.isfinite(values)]
 
 
-def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the rows that the lines hold: all in one go, or those that can be parsed alone."""
-    try:
-        rows = json.loads(b"[%s]" % b",".join(lines))
-        if len(rows) == len(lines) and all(map(is_row, rows)):
-            return list(rows)
-    except (ValueError, RecursionError):
-        pass
-    return list(filter(None, map(parse_row, lines)))
-
-
 def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:
     """Return the seconds of training from the step `first` until each row; empty if not measured.
 
@@ -99,15 +89,8 @@ def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        column = np.array(values, dtype=float)  # None is NaN
-        if column.ndim == 1:
-            return np.where(np.abs(column) < 1e308, column, np.nan)
-    return np.array(list(map(_value, values)))  # not all are numbers
-
-
-def _value(value: Any) -> float:
-    if isinstance(value, str):  # a digest of tokens: hexadecimal, kept as far as float64 is exact
-        return float(int(value[-13:], 16)) if re.fullmatch(r"[0-9a-f]{16}", value) else math.nan
-    known = isinstance(value, (int, float)) and abs(value) < 1e308  # nan is not
-    return float(value) if known else math.nan
+    if any(isinstance(value, str) for value in values):
+        # a digest of tokens, kept as far as float64 is exact
+        values = [v and float(int(v[-13:], 16)) for v in values]
+    column = np.array(values, dtype=float)  # None is NaN
+    return np.where(np.abs(column) < 1e308, column, np.nan)  # sums of what is beyond overflow

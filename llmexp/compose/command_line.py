@@ -17,10 +17,9 @@ from hydra.errors import HydraException
 from llmexp.compose.forking import parents_in
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import as_text, key_of, parsed
-from llmexp.runs.rundir import read_config
+from llmexp.runs.rundir import built_config
 from llmexp.settings.rules import LIBRARY_TARGET
 from llmexp.settings.values import ConfigError, Parser, pasteable, typed
-from llmexp.system.text import as_dict
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -150,7 +149,7 @@ def opened(override: str, beside: Sequence[str]) -> str:
     """
     starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
     if override.startswith("optimizer.") and "optimizer=library" not in beside:
-        there = [as_dict(read_config(run).get("optimizer")) for run in parents_in(beside)]
+        there = [built_config(run).optimizer for run in parents_in(beside)]
         named = any(part.get("_target_") == LIBRARY_TARGET for part in there)
     else:
         named = override.startswith("optimizer.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +23,13 @@ from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import batch_is_open
 from llmexp.runs import rundir
+from llmexp.runs.door import read_yaml
 from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 
+_BRINGS = re.compile(r"(\\*)\$\{(oc\.env:[^{},]+\})?")
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
 ROOT = "config"  # the config that Hydra begins with
@@ -99,13 +102,13 @@ def options(runs: Sequence[Path], fork: bool) -> Iterator[Path]:
 
 def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
     """Write the config of one run as options, and the config that chooses them."""
-    tree = plain(rundir.built_config(run))
+    tree = _as_text(plain(rundir.built_config(run)))
     tree["train"]["stop_step"] = None  # it has been there
     if fork:
         tree["train"] |= {"profile_start": None, "twin": 0}
         tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
         del tree["fork"]
-    whole = yaml.load((conf_dir() / "config.yaml").read_bytes(), rundir.LOADER)
+    whole = read_yaml(conf_dir() / "config.yaml")
     option = _numbered(OPTION, number)
     for entry in whole["defaults"]:
         group = next(iter(entry)) if isinstance(entry, dict) else ""
@@ -113,6 +116,20 @@ def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
             entry[group] = option
             _write(folder / group / f"{option}.yaml", tree.pop(group))
     _write(folder / f"{_numbered(ROOT, number)}.yaml", whole | tree)
+
+
+def _as_text(node: Any) -> Any:
+    """Return plain values with texts that bring nothing from elsewhere but variables.
+
+    A composed config holds no other interpolation, and those of a foreign one could be endless.
+    """
+    if isinstance(node, dict):
+        return {key: _as_text(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return list(map(_as_text, node))
+    if not isinstance(node, str):
+        return node
+    return _BRINGS.sub(lambda m: f"{m[1] * 2}{'' if m[2] else chr(92)}${{{m[2] or ''}", node)
 
 
 def _numbered(name: str, number: int) -> str:

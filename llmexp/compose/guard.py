@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.overrides import key_of, parsed
+from llmexp.runs.door import config_text
 from llmexp.settings.targets import RESERVED, inside_allowed, refuse_calls
 from llmexp.settings.values import ConfigError, refuse
 
@@ -36,8 +37,18 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def guard(loader: Any) -> None:
-    """Have `refuse_code` check each config that Hydra composes, before Hydra uses it."""
-    load = loader.load_configuration
+    """Have `refuse_code` check each config that Hydra composes, before Hydra uses it.
+
+    A file of the user's is no larger than a config is: its aliases could make it endless.
+    """
+    load, repository = loader.load_configuration, loader.repository
+    read = repository.load_config
+
+    def of_size(config_path: str) -> Any:
+        source = next((one for one in repository.sources if one.is_config(config_path)), None)
+        if source is not None and source.scheme() == "file" and source.provider != "main":
+            config_text(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
+        return read(config_path)
 
     def looked_at(
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -58,7 +69,7 @@ def guard(loader: Any) -> None:
             cfg.hydra.overrides.task = given["task"][len(first) :]
         return cfg
 
-    loader.load_configuration = looked_at
+    loader.load_configuration, repository.load_config = looked_at, of_size
 
 
 def _plain(node: Any) -> Any:

@@ -97,11 +97,11 @@ def _unfit(r: Record) -> str:
 def _point(r: Record) -> LawPoint | None:
     losses = figures(r, "tokens", None)
     loss = losses.get("val/loss")
-    tokens = number(r.facts.get("max_tokens")) or losses.get("tokens_seen")
-    sizes = {c: n for c, key in COUNTS.items() if (n := number(r.facts.get(key)))}
+    tokens = r.facts.get("max_tokens") or losses.get("tokens_seen")
+    sizes = {c: n for c, key in COUNTS.items() if (n := r.facts.get(key))}
     if not loss or loss <= 0 or not tokens or not sizes:
         return None
-    per_token = number(r.facts.get("flops_per_token")) or 6 * sizes.get("head", max(sizes.values()))
+    per_token = r.facts.get("flops_per_token") or 6 * sizes.get("head", max(sizes.values()))
     values = {**{k: v for k, v in r.facts.items() if number(v) is not None}, **r.config}
     return LawPoint(r.name, sizes, tokens, per_token * tokens, loss, values, r)
 

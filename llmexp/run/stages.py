@@ -77,8 +77,8 @@ def recorded_stages(recorded: Mapping[str, Any]) -> list[BatchStage]:
 
     Raises KeyError and TypeError where the file does not have them.
     """
-    if "stages" in recorded:
-        return [BatchStage(**stage) for stage in recorded["stages"]]
+    if stages := recorded.get("stages"):
+        return [BatchStage(**stage) for stage in stages]
     size, accumulation = recorded["real_batch_size"], recorded.get("gradient_accumulation_steps", 1)
     parent = recorded.get("parent") or {}
     return [BatchStage(0, parent.get("step", 0), parent.get("sequences", 0), size, accumulation)]

@@ -4,6 +4,7 @@ In reading order:
 
 rundir      claim and lock a folder; its config and status; whether its process is alive
 steps       steps.bin, what each step came to
+door        check what a folder holds, once, where it is read
 rows        read metrics.jsonl, and write both while a run trains
 layers      read layers.jsonl, the figures layer by layer
 folder      read what a run has left, strict or not: its files, state and lost rows

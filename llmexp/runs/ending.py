@@ -22,7 +22,6 @@ from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
-from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
@@ -143,9 +142,9 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
     It is that of its status, "" where it has none, and "cut" for a running one that no process is
     at work in.
     """
-    state = status.get("state")
+    state = str(status.get("state", ""))
     if state != "running":  # the others do not depend on who is there
-        return state if isinstance(state, str) else ""
+        return state
     held = rundir.is_alive(path, dict(status))
     return rule_for(state, Left.UNKNOWN, stopped=False, held=held).state or state
 
@@ -159,8 +158,7 @@ def bus_error(path: Path, code: int) -> str:
         return ""
     states: dict[str, int] = {}
     with contextlib.suppress(ConfigError):
-        recorded = read_json(path / rundir.RUN).get("data_files") or {}
-        sizes = {name: size for name, size in recorded.items() if isinstance(size, int)}
+        sizes = rundir.read_run(path).get("data_files", {})
         states = {str(fill(name, "data_files")): size for name, size in sizes.items()}
     cause = cut_files(states) or "a data file may have been cut, or its disk has failed"
     return redacted(f"; {cause}")

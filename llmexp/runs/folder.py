@@ -11,22 +11,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from llmexp.runs import ending, rundir
+from llmexp.runs import door, ending, rundir
+from llmexp.runs.door import as_row
 from llmexp.runs.rows import read_rows
 from llmexp.runs.steps import STEPS_BIN, steps_in
 from llmexp.settings.values import ConfigError
-from llmexp.system import fileio
+from llmexp.system.fileio import open_plain
 from llmexp.system.redact import clean, cleaned
-from llmexp.system.text import as_dict
 
 # States of a run from good to bad, with their colours in tables.
 STATES = {
     "finished": "green", "running": "cyan", "queued": "", "preempted": "yellow", "cut": "red",
     "failed": "red",
 }  # fmt: skip
-_KEYS = 5000  # of a config at most
 _BLOCK = 1 << 16  # bytes that are read at a time from the end
 
 
@@ -44,40 +41,36 @@ class RunFolder:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Return run.json: every derived number."""
-        return self._read(rundir.RUN, rundir.read_run)
+        return self._read(rundir.RUN, rundir.read_run, door.facts_in)
 
     @cached_property
     def status(self) -> dict[str, Any]:
         """Return status.json: state, times, exit code, error and summary."""
-        return self._read(rundir.STATUS, rundir.read_status)
+        return self._read(rundir.STATUS, rundir.read_status, door.status_in)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values."""
-        return self._read(rundir.CONFIG, rundir.read_config)
+        return self._read(rundir.CONFIG, rundir.read_config, door.read_yaml)
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
         """Return config.yaml with dotted keys, its texts cleaned and its long values shortened."""
         flat: dict[str, Any] = {}
         waiting: list[tuple[str, Any]] = [("", self.config)]
-        for _ in range(_KEYS):  # at most: aliases can make a short YAML file endless
-            if not waiting:
-                return flat
+        while waiting:
             name, value = waiting.pop()
             if isinstance(value, dict) and (value or not name):
                 inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
                 waiting += reversed(inner)
             else:
                 flat[name] = _leaf(value)
-        text = "is deeper or longer than a config is; what could be read is shown"
-        self.problems.append(f"{self.path / rundir.CONFIG}: {text}")
         return flat
 
     @property
     def summary(self) -> dict[str, Any]:
         """Return the figures that the run ended with; empty before."""
-        return as_dict(self.status.get("summary"))
+        return self.status.get("summary") or {}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -89,7 +82,7 @@ class RunFolder:
         wanted = json.dumps(key).encode()
         with contextlib.suppress(OSError):
             for line in _backwards(self.path / rundir.METRICS):
-                if wanted in line and (row := parse_row(line)).get(key) is not None:
+                if wanted in line and key in (row := as_row(line)):
                     return row
         return {}
 
@@ -126,7 +119,7 @@ class RunFolder:
             return f"has rows up to step {last:,}, but {steps:,} records in {STEPS_BIN}"
         if ended is None and state == "finished":
             ended = self.facts.get("max_steps")
-        if state not in ("finished", "preempted") or type(ended) is not int:
+        if state not in ("finished", "preempted") or ended is None:
             return ""
         there = last if state == "finished" else steps
         if not there < ended < 2**53:
@@ -134,35 +127,24 @@ class RunFolder:
         rows = f"its rows end at {last:,}, {STEPS_BIN} at {steps:,}"
         return f"says {state} at step {ended:,}, but {rows}"
 
-    def _read(self, name: str, strictly: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Return the object in a file: as it is read `strictly`, or what can be read, cleaned."""
+    def _read(
+        self, name: str, strictly: Callable[[Path], Any], plainly: Callable[[Path], Any]
+    ) -> dict[str, Any]:
+        """Return what is in a file of the folder: as it is read `strictly`, or cleaned."""
         if self.strict:
-            return strictly(self.path)
-        path, problem = self.path / name, "is missing"
-        if path.exists():
-            try:
-                tree = _yaml(path) if name == rundir.CONFIG else cleaned(fileio.read_json(path))
-                if isinstance(tree, dict):
-                    return tree
-                problem = "holds no object"
-            except ConfigError as error:
-                problem = clean(error).removeprefix(f"{clean(path)}: ")[:150]
-        self.problems.append(f"{path}: {problem}")
-        return {}
+            return dict(strictly(self.path))
+        path = self.path / name
+        try:
+            return dict(cleaned(plainly(path)))
+        except ConfigError as error:
+            there = os.path.lexists(path)
+            self.problems.append(clean(error)[:300] if there else f"{path}: is missing")
+            return {}
 
 
 def clean_name(path: Path) -> str:
     """Return the name of a run's folder, without control characters."""
     return clean(path.name) or clean(path.resolve().name) or "run"
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.load(
-            path.read_bytes().decode(), Loader=rundir.LOADER
-        )  # a safe one: plain values only
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot be read: {error}") from None
 
 
 def _leaf(value: Any) -> Any:
@@ -176,35 +158,20 @@ def _leaf(value: Any) -> Any:
     return clean(reprlib.repr(value))
 
 
-def parse_row(line: bytes) -> dict[str, Any]:
-    """Return the row that a line holds; empty where it is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return dict(row) if is_row(row) else {}
-
-
-def is_row(row: object) -> bool:
-    """Tell whether what a line holds is a row: an object with a step."""
-    step = row.get("step") if isinstance(row, dict) else None
-    return type(step) in (int, float) and abs(step) < 2**53  # type: ignore[arg-type]
-
-
 def _backwards(path: Path) -> Iterator[bytes]:
     """Yield the finished lines of a file, the last one first."""
-    with open(path, "rb") as f:
-        end, rest = f.seek(0, os.SEEK_END), b""
-        torn = True
+    with open_plain(path) as f:
+        end, rest, torn = f.seek(0, os.SEEK_END), list[bytes](), True
         while end:
             begin = max(0, end - _BLOCK)
             f.seek(begin)
-            first, *lines = (f.read(end - begin) + rest).split(b"\n")
-            if torn and lines:  # what follows the last newline
-                lines.pop()
-                torn = False
-            elif torn:
-                first = b""
-            yield from reversed(lines)
-            end, rest = begin, first
-        yield rest
+            *lines, last = f.read(end - begin).split(b"\n")
+            rest.append(last)  # a piece of a line, which may be much longer
+            if lines:
+                if not torn:  # what follows the last newline
+                    yield b"".join(reversed(rest))
+                yield from reversed(lines[1:])
+                rest, torn = lines[:1], False
+            end = begin
+        if not torn:
+            yield b"".join(reversed(rest))

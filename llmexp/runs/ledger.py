@@ -29,7 +29,7 @@ from llmexp.settings.knobs import deciding_result, is_seed
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
-from llmexp.system.text import number, one_line
+from llmexp.system.text import one_line
 
 _T = TypeVar("_T")
 FORMAT = 1
@@ -214,9 +214,9 @@ class Ledger:
         entry.state = "preempted" if state == "cut" else state if state in STATES else "queued"
         over = entry.state in ("finished", "failed", "preempted")
         error, code = status.get("error"), status.get("exit_code")
-        entry.started = number(status.get("started")) or entry.started
-        entry.ended = number(status.get("ended")) if over else None
-        entry.exit_code = code if type(code) is int else None
+        entry.started = status.get("started") or entry.started
+        entry.ended = status.get("ended") if over else None
+        entry.exit_code = code
         entry.error = one_line(error) if error else None
         return entry.state
 
@@ -280,14 +280,15 @@ def _add_changes(tree: dict[str, Any], sweep: Path) -> None:
     A line counts if it is whole and of this very ledger (`since`: when that was written).
     """
     try:
-        lines = (sweep / _CHANGES).read_bytes().split(b"\n")[:-1]
+        with fileio.open_plain(sweep / _CHANGES) as file:
+            lines = file.read(fileio.MOST_BYTES).split(b"\n")[:-1]
     except OSError:
         return
     points = [p for p in tree["points"] if isinstance(p, dict)]
     known = {p["number"]: p for p in points if type(p.get("number")) is int}
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):
-            change = json.loads(line)
+        with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
+            change = fileio.from_json(line.decode())
             if change.pop("since") == tree.get("updated"):
                 known[change["number"]].update(change)
 
@@ -298,14 +299,11 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
         facts = rundir.read_run(run)
-        overrides, swept = (
-            list(map(str, facts[key])) if isinstance(facts.get(key), list) else []
-            for key in ("overrides", "swept")
-        )
-        label = str(facts.get("label") or name_of)
+        overrides, swept = (facts.get(key) or [] for key in ("overrides", "swept"))
+        label = facts.get("label") or name_of
         found.points.append(LedgerEntry(int(number), label, run.name, None, overrides))
         found.add_swept(swept)
-        found.group = str(facts.get("group") or found.group)
+        found.group = facts.get("group") or found.group
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
         text = f"two runs there have the number {twice[0]}; give one of them another"
         raise ConfigError(f"{path}: {text}")
@@ -318,8 +316,7 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
 def steps_of(path: Path) -> int:
     """Return the planned steps of a run; 0 where its file is damaged."""
     with contextlib.suppress(ConfigError):
-        steps = rundir.read_run(path).get("max_steps")
-        return steps if type(steps) is int else 0
+        return int(rundir.read_run(path).get("max_steps", 0))
     return 0
 
 

@@ -12,6 +12,7 @@ left out, and provenance.json says why. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import __version__
-from llmexp.runs import rundir
+from llmexp.runs import door, rundir
 from llmexp.system import fileio
 from llmexp.system.redact import as_recorded, redacted, warn
 
@@ -146,11 +147,9 @@ def folders(run_dir: Path) -> list[Path]:
 
 def read_provenance(path: Path) -> dict[str, Any]:
     """Return provenance.json of one of `folders`; an empty dict where none can be read."""
-    try:
-        about = fileio.read_json(path / FILE)
-    except rundir.ConfigError:
-        return {}
-    return about if isinstance(about, dict) else {}
+    with contextlib.suppress(rundir.ConfigError):
+        return door.origins_in(path / FILE)
+    return {}
 
 
 def read_packages(path: Path) -> dict[str, str]:

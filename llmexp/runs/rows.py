@@ -13,7 +13,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs.rundir import METRICS
+from llmexp.runs.door import scan_rows
+from llmexp.runs.rundir import LAYERS, METRICS
 from llmexp.runs.steps import STEP_RECORD, STEPS_BIN
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
@@ -35,32 +36,29 @@ def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
     One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
     """
-    if not path.exists():
+    before = -1
+    if not os.path.lexists(path):
         return
-    end = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # it was never finished
-                return
-            end += len(line)
-            try:
-                row = json.loads(line)
-                if isinstance(row["step"], bool) or not isinstance(row["step"], int):
-                    raise ValueError("no step")
-            except (ValueError, KeyError, TypeError, RecursionError):
+    try:
+        for number, end, row in scan_rows(path, path.name == LAYERS):
+            if isinstance(row, dict) and row["step"] <= before:
+                row = ValueError(f"step {row['step']} does not follow the one before")
+            if isinstance(row, ValueError):
                 raise ConfigError(
-                    f"{path}: line {number} is not a row of metrics: {line[:-1][:60]!r}; the "
-                    "checkpoints are intact: take the line out, or give the file another name, and "
-                    "resume"
-                ) from None
+                    f"{path}: line {number} is not a row of metrics: {row}; the checkpoints are "
+                    "intact: take the line out, or give the file another name, and resume"
+                )
+            before = row["step"]
             yield row, end
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows of a run and of its own parents up to a step, those that can be read."""
     found: list[dict[str, Any]] = []
     for name in (LINEAGE, METRICS):
-        with contextlib.suppress(ConfigError, OSError):
+        with contextlib.suppress(ConfigError):
             found += read_rows(path / name)
     return [row for row in found if row["step"] <= step]
 
@@ -79,7 +77,7 @@ class Figures:
         self.last = row
         for key, value in row.items():
             self.newest[key] = row["step"], value
-        if isinstance(mean := row.get("step_time"), float):
+        if (mean := row.get("step_time")) is not None:
             self.train_time += (row["step"] - self.step) * mean
         self.step = row["step"]
 

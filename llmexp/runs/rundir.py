@@ -16,15 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
+from llmexp.runs import door
 from llmexp.settings.commands import command, own_parts
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
-from llmexp.system.fileio import Unwritable, read_json, write_json
-from llmexp.system.text import as_dict, first_of
+from llmexp.system.fileio import Unwritable, write_json
+from llmexp.system.text import first_of
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -36,7 +35,6 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 )
 RECORDED = ("overrides", "label", "group", "swept", "place")  # of a request, in run.json
 LAYERS, SPIKES = "layers.jsonl", "spikes"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 # what a replay has found; the variable that asks its worker for it
 REPLAY, REPLAY_ASKED = "replay.json", "LLMEXP_REPLAY"
 
@@ -73,14 +71,11 @@ def read_run(path: Path) -> dict[str, Any]:
     """Return run.json, empty where there is none. Raises ConfigError when it is damaged."""
     if not (path / RUN).exists():
         return {}
-    with contextlib.suppress(ConfigError):
-        run = read_json(path / RUN)
-        if isinstance(run, dict):
-            return run
-    raise ConfigError(
-        f"{path / RUN}: is damaged; give it another name, and it is written anew: "
-        f"{how_to_resume(path)}"
-    )
+    try:
+        return door.facts_in(path / RUN)
+    except ConfigError as error:
+        way = f"give the file another name, and it is written anew: {how_to_resume(path)}"
+        raise ConfigError(f"{error}; {way}") from None
 
 
 def is_run(path: Path) -> bool:
@@ -107,15 +102,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return config.yaml as plain values. Raises ConfigError when there is none."""
     if not is_run(path):
         raise ConfigError(f"{path}: {why_no_run(path)}")
-    try:
-        config = yaml.load((path / CONFIG).read_bytes().decode(), LOADER)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}"
-        ) from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path / CONFIG}: holds no config")
-    return config
+    return door.read_yaml(path / CONFIG)
 
 
 def built_config(path: Path) -> Config:
@@ -240,7 +227,7 @@ def last_written(path: Path) -> float:
 def read_status(path: Path) -> dict[str, Any]:
     """Return status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
-        return as_dict(read_json(path / STATUS))
+        return door.status_in(path / STATUS)
     return {}
 
 

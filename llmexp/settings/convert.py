@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from llmexp.settings import parts
 from llmexp.settings.config import Config
 from llmexp.settings.values import (
     AUTO,
+    MAX_DEPTH,
+    MAX_VALUES,
     NO_DEFAULT,
     NUMBER_OR_WORD,
     ConfigError,
@@ -33,7 +36,6 @@ from llmexp.settings.values import (
 from llmexp.settings.variables import VARIABLE, fill
 
 _T = TypeVar("_T")
-MAX_VALUES, MAX_DEPTH = 10_000, 50  # of an open section; aliases make a short YAML file endless
 
 
 def build(mapping: Mapping[str, Any]) -> Config:
@@ -223,10 +225,11 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
         raise refuse(key, value, text, example)
     elif kind in (int, float):
         a_number = isinstance(value, (int, float)) and not a_switch
-        whole = a_number and math.isfinite(value) and value == int(value)  # 1e6 is meant as an int
+        finite = a_number and abs(value) <= sys.float_info.max
+        whole = finite and value == int(value)  # 1e6 is meant as an int
         if kind is int and not whole:
             needed = "a whole number"
-        elif not a_number or not math.isfinite(value):
+        elif not finite:
             needed = "a finite number" if a_number else "a number"
     if needed and isinstance(value, str) and NUMBER_OR_WORD.fullmatch(value):
         text = f"is a text, as it has quotes or leading zeros; {needed} is needed"

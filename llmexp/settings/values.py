@@ -150,7 +150,9 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
         tail = f"; for example {text if ' ' in text else pasteable(text)}"
     elif example is not None:
         tail = f"; for example {typed(key, example)}"
-    return ConfigError(f"{key}={as_yaml(value)}: {why}{tail}", key)
+    shown = str(as_yaml(value))
+    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+    return ConfigError(f"{key}={shown}: {why}{tail}", key)
 
 
 def is_ours(target: object) -> bool:
@@ -158,6 +160,8 @@ def is_ours(target: object) -> bool:
     return str(target).startswith("llmexp.")
 
 
+MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config
+MAX_SHOWN = 1000  # characters of a value in a refusal
 AUTO = "auto"  # of a knob that takes the word
 TINY = 1e-37  # what keeps a division from 0 / 0: fp32 takes less as 0, on some devices at least
 NO_DEFAULT = object()  # of a knob that every config has to list

@@ -37,7 +37,6 @@ from llmexp.sweep.running import run_points
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import values_of
 from llmexp.system.child import say
-from llmexp.system.text import number
 
 OUT = (Verdict.WORSE, Verdict.NEGLIGIBLE)  # such a setting was shown to be worse
 OPEN = (Verdict.UNDECIDED, Verdict.FEW_SEEDS, Verdict.BUDGET, Verdict.TASK)
@@ -229,7 +228,7 @@ class Deciding:
         if tokens is not None and runs * max(p.facts.run["own_tokens"] for p in there) > tokens:
             return f"sweep.max_tokens={tokens}"
         if (hours := knobs.max_hours) is not None:
-            times = [number(RunFolder(p.path).summary.get("train_time")) for p in there]
+            times = [RunFolder(p.path).summary.get("train_time") for p in there]
             known = [time for time in times if time is not None]
             if known and runs * fmean(known) > 3600 * hours:
                 return f"sweep.max_hours={hours:g}"

@@ -168,7 +168,7 @@ def score(path: Path, step: int) -> float:
     keys, losses = ("val/bits_per_byte", "val/loss"), steps_up_to(path, step)
     with contextlib.suppress(ConfigError):
         rows = [row for row in read_rows(path / rundir.METRICS) if any(key in row for key in keys)]
-        known = [number(row.get(key)) for row in rows for key in keys if row["step"] == step]
+        known = [row.get(key) for row in rows for key in keys if row["step"] == step]
         if not rows and len(losses) == step * STEP_RECORD.size:
             known = [number(STEP_RECORD.unpack(losses[-STEP_RECORD.size :])[0])]
         return next((loss for loss in known if loss is not None), math.inf)

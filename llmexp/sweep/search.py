@@ -28,7 +28,6 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point, asked_of, grid_of, load_points
 from llmexp.sweep.running import score, stop_of
 from llmexp.system.child import say
-from llmexp.system.text import number
 
 _TRIES = 20  # asks for a trial that has not been there before
 
@@ -277,7 +276,7 @@ def value_of(ledger: Ledger, entry: LedgerEntry) -> float | None:
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
     if any(key.split(".")[0] == "tokenizer" for key in ledger.swept):
         losses.insert(0, "final val/bits_per_byte")
-    known = (number(summary.get(key)) for key in losses)
+    known = map(summary.get, losses)
     return next((loss for loss in known if loss is not None), None)
 
 

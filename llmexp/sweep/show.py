@@ -24,7 +24,7 @@ from llmexp.sweep.local import by_plan
 from llmexp.sweep.section import Sweep
 from llmexp.system.child import say
 from llmexp.system.redact import redacted
-from llmexp.system.text import aligned, duration, in_lines, number, one_line
+from llmexp.system.text import aligned, duration, in_lines, one_line
 
 REFRESH_S = 0.5
 _UNFINISHED = ("failed", "infeasible", "preempted")
@@ -96,7 +96,7 @@ class Display:
         for entry in sorted(first, key=lambda e: e.number):
             path = self._ledger.path / entry.folder
             row = RunFolder(path).last_row() if entry.state != "queued" else {}
-            eta = number(row.get("eta"))
+            eta = row.get("eta")
             if entry.state == "running" and eta is not None:
                 left[entry.folder] = eta
             cells = (
@@ -177,7 +177,7 @@ def unfinished(ledger: Ledger) -> list[str]:
 
 def shown_as(value: Any, form: str) -> str:
     """Return a figure in this form; the empty string where there is none."""
-    return "" if number(value) is None else format(value, form)
+    return "" if value is None else format(value, form)
 
 
 def counts(points: Sequence[LedgerEntry], waiting: Collection[str] = ()) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import MAX_DEPTH, ConfigError
+
+MOST_BYTES = 2**26  # of a file that is read whole
 
 
 class Unwritable(OSError):
@@ -137,12 +142,62 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def read_json(path: Path) -> Any:
-    """Return the value in a JSON file.
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file to be read. Raises OSError, also for a pipe or a device: it has no end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return os.fdopen(handle, "rb")
 
-    Raises ConfigError naming the file when it is missing or not JSON.
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Return the text of a plain file. Raises OSError; ValueError where it is too large or none."""
+    with open_plain(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"is larger than {most / 2**20:g} MiB")
+    return data.decode("utf-8-sig")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
+
+
+def from_json(text: str) -> Any:
+    """Return the value of JSON as strict as we write it.
+
+    Raises ValueError for all else, also where it is too deep for a function that calls itself.
     """
     try:
-        return json.loads(path.read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
+        found, inner = JSON.decode(text), list[Any]()
+        inner.append([found])
+        for _ in range(MAX_DEPTH):
+            values = (v.values() if isinstance(v, dict) else v for v in inner)
+            inner = [v for v in itertools.chain(*values) if isinstance(v, (dict, list))]
+    except RecursionError:
+        inner = [None]
+    if inner:
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file, which is as strict as we write it.
+
+    Raises ConfigError naming the file where it is missing or not that.
+    """
+    try:
+        return from_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None

@@ -10,15 +10,10 @@ from typing import Any
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number; None for all else, as files of a run may be damaged."""
+    """Return a number of which sums are finite; None for all else, such as texts in a config."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
     return float(value)
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    """Return an object; an empty one for all else."""
-    return value if isinstance(value, dict) else {}
 
 
 def shown(value: float, digits: int) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmexp.runs.door import fits
 from llmexp.settings.tracking import PROJECT, RUN_ID, SAFE_ID, SWEEP_ID, VARIABLES
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json, write_json
@@ -41,18 +42,10 @@ def read_position(run_dir: Path) -> MirrorPosition | None:
 
     A row twice in an offline mirror is the worst that follows.
     """
-    with contextlib.suppress(ConfigError, OverflowError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(ConfigError):
         saved = read_json(run_dir / POSITION_FILE)
-        if SAFE_ID.fullmatch(saved["run_id"]):
-            texts = {key: saved.get(key) for key in ("entity", "sweep", "project", "workspace")}
-            uploaded = saved.get("uploaded")
-            return MirrorPosition(
-                saved["run_id"],
-                int(saved["tokens_seen"]),
-                int(saved["step"]),
-                uploaded if isinstance(uploaded, dict) else None,
-                **{key: text for key, text in texts.items() if isinstance(text, str)},
-            )
+        if fits(MirrorPosition, saved) and SAFE_ID.fullmatch(saved["run_id"]):
+            return MirrorPosition(**saved)
     return None
 
 

@@ -21,7 +21,6 @@ from llmexp.runs.layers import by_layer
 from llmexp.runs.rows import LINEAGE
 from llmexp.settings import config
 from llmexp.settings.commands import command
-from llmexp.system.fileio import read_json
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields, given_run_id, run_fields
 from llmexp.tracker.stores import STORES, End, Store
@@ -208,7 +207,7 @@ def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], Non
         kinds = [kind for kind in kinds if kind != "wandb"]
     if not kinds:
         return Trackers()
-    recorded = read_json(run_dir / rundir.RUN)
+    recorded = rundir.read_run(run_dir)
     fields = run_fields(run_dir, config.plain(chosen), recorded)
     found: list[Mirror] = []
     for kind in kinds:

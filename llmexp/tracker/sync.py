@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -251,12 +250,9 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
         raise LeftOut(f"it has no rows yet ({state})")
     steps = [row["step"] for row in rows]
     parents = [row["step"] for row in read_rows(run / LINEAGE)]
-    before_all = parents[-1] if parents else -1
-    for number, (step, before) in enumerate(zip(steps, [before_all, *steps], strict=False), 1):
-        if step <= before:
-            raise ConfigError(
-                f"{run / rundir.METRICS}: line {number}: step {step} does not follow the one before"
-            )
+    if parents and steps[0] <= parents[-1]:
+        text = f"step {steps[0]} does not follow the last one of {LINEAGE}"
+        raise ConfigError(f"{run / rundir.METRICS}: line 1: {text}")
     try:
         fields = run_fields(run, folder.config, folder.facts)
     except (KeyError, TypeError, AttributeError) as error:
@@ -266,7 +262,7 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
     if anew:
         fields = replace(fields, run_id=next_id(fields.run_id))
     code = status.get("exit_code")
-    if type(code) is not int:
+    if code is None:
         code = COMPLETE if state == "finished" else 1
     lost = folder.lost()
     # Nobody holds its lock; and a run that lost rows is never shown as one that came to its end.
@@ -288,9 +284,7 @@ def summary_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if key in last:
             found[key] = last[key]
     for key in figures_in(rows):
-        given = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
-        values = [value for value in given if math.isfinite(value)]
-        if values:
+        if values := [row[key] for row in rows if key in row]:
             found[f"latest {key}"] = values[-1]
             if key == "val/loss":
                 found["best val/loss"] = min(values)

@@ -92,7 +92,7 @@ def usual_of(
 def last_step(run: Path) -> int:
     """Return the last step that the run took, that which ended it with it, as far as is known."""
     rows, error = read_rows(run / rundir.METRICS), rundir.read_status(run).get("error")
-    ended_at = re.search(r"\bstep ([\d,]+)", str(error))
+    ended_at = re.search(r"\bstep ([\d,]{1,20})\b", str(error))
     steps = [row["step"] for row in rows[-1:]] + [rundir.newest_step(run) or 0]
     return max(*steps, int(ended_at[1].replace(",", "")) if ended_at else 0)
 

@@ -111,7 +111,7 @@ def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
         f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)
     )
     (make_run(tmp_path / "bad") / "config.yaml").write_text(text)
-    assert any("deeper or longer" in p for p in compare([tmp_path]).problems)
+    assert any("bad/config.yaml: cannot be read: line" in p for p in compare([tmp_path]).problems)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,6 @@ def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kep
         ("finished", 600, 600, 10, 600, False),
         ("finished", 600, 600, 10, 599, True),
         ("finished", None, 600, 10, 590, True),
-        ("finished", None, None, 10, 590, False),
         ("preempted", 605, 900, 10, 600, False),  # stopped between two rows
         ("preempted", None, 900, 10, 600, False),
         ("failed", 700, 900, 10, 600, False),  # the figures of an earlier part, before it went back
@@ -278,7 +277,6 @@ STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_siz
         {"stages": [STAGE | {"of_tomorrow": 1}]},
         {"stages": [STAGE | {"real_batch_size": "x"}]},
         {"stages": "x"},
-        {"stages": []},
         {"sequence_length": "x"},
         {"parent": 0.5},
         {"parent": {"step": [], "setting": ["x"]}},
@@ -289,11 +287,8 @@ def test_a_run_json_whose_numbers_are_none_does_not_hide_the_other_runs(tmp_path
         make_run(tmp_path / name, facts=more, batch__document_mask=True)
     found = compare([tmp_path])
     assert {r.name for r in found.runs} == {"good", "bad"}
-    assert [
-        p
-        for p in found.problems
-        if p.endswith("run.json: a number in it is none; it is passed over")
-    ]
+    (key,) = facts
+    assert any(f"bad/run.json: {key}=" in p for p in found.problems)
     compare([tmp_path], align="steps")
 
 

@@ -28,7 +28,7 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
     facts = {
         "parameters": n + 2 * head, "parameters_with_head": n + head, "parameters_in_blocks": n,
         "flops_per_token": 6 * (n + head), "max_tokens": tokens, "max_steps": 100,
-        "tokens_per_step": tokens / 100, "sequence_length": 128, "tokenizer": "bytes",
+        "tokens_per_step": tokens // 100, "sequence_length": 128, "tokenizer": "bytes",
         "data_fingerprint": {"tokenizer_sha256": "a", "val_files": ["v"]},
     } | changes.pop("facts", {})  # fmt: skip
     state, rates = changes.pop("state", "finished"), changes.pop("rates", (1e-3, 1e-4))
