@@ -252,7 +252,7 @@ def _trained(config: Config) -> tuple[str, list[float]]:
     s.model.train()
     digest, figures, updates = hashlib.sha256(), [], 0
     for number, window in enumerate(read_ahead(parts, s.mesh, 0)):
-        seed_step(config.train.seed, number, 0, s.mesh.device)
+        seed_step(config.train.seed, number, 0)
         step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
         seen = step.read()
         updates += not seen.skipped

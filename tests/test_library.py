@@ -55,7 +55,7 @@ def steps(parts, s, first: int, last: int) -> list[float]:
     """Losses of the steps, from the state that is there."""
     windows, found = read_ahead(parts, s.mesh, first), []
     for number in range(first, last):
-        seed_step(0, number, 0, s.mesh.device)
+        seed_step(0, number, 0)
         seen = train_step(s, next(windows), lambda n=number: n).read()
         assert not seen.skipped
         found.append(seen.loss)

@@ -3,7 +3,7 @@
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
               ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
-              state.pt               plain containers (torch.load(weights_only=True))
+              state.pt               plain containers (torch.load(weights_only=True)), all other buffers
               manifest.json          format version, step, geometry (for people), size and sha256 of
                                      each file, the index of all pieces; written last
 
@@ -217,6 +217,14 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
     own = named_tensors(model)
     refuse_other_model(loaded, own)
     fill_all(loaded, own, loaded.model)
+    device = next(model.parameters()).device
+    try:
+        for name, value in loaded.state.get("buffers", {}).items():
+            module, _, last = name.rpartition(".")
+            owner = model.get_submodule(module)
+            owner.register_buffer(last, value.to(device), persistent=False)
+    except (AttributeError, KeyError) as error:
+        raise CheckpointError(f"{loaded.path / STATE}: other buffers: {error}") from None
 
 
 def fill_all(

@@ -12,6 +12,14 @@ from torch.optim import Optimizer
 
 from llmexp.mesh.split import is_split
 
+# The format's names of types, in the order in which its library writes tensors.
+TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
+    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
 Shape = tuple[int, ...]
 Box = list[tuple[int, int]]  # the first and the end of each dimension
 
@@ -43,13 +51,13 @@ class StoredPiece:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the distinct tensors of the state dict by clean name.
+    """Return the distinct tensors of the state dict by clean name, in types that files can hold.
 
     A tied parameter appears once, under its first name. Not by named_parameters: after an
     evaluation FSDP's root shows it gathered parameters, the state dict never.
     """
     distinct: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if t.dtype in TYPES}
     return {name: t for name, t in state.items() if distinct.setdefault(id(t), name) == name}
 
 

@@ -42,8 +42,9 @@ class Pieces:
     rank: int
     world: int
     files: dict[str, dict[str, Piece]]
-    # parameter groups and states that are no tensors, for state.pt
+    # for state.pt: parameter groups and states that are no tensors; buffers beside the model's file
     optimizers: list[dict[str, Any]]
+    buffers: dict[str, Tensor]
     # tensors of this rank with values that a resumed run could not go on from
     bad: list[str] = field(default_factory=list)
 
@@ -100,9 +101,10 @@ def snapshot(
             own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
-    if copy and torch.cuda.is_initialized():
+    buffers = {name: _to_host(b.detach()) for name, b in other_buffers(model).items()}
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(rank, world, files, described, look.bad())
+    return Pieces(rank, world, files, described, buffers, look.bad())
 
 
 class _Look:
@@ -132,6 +134,12 @@ class _Look:
                 if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t)):
                     found.append(name)
         return found
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that `named_tensors` leaves out: the state dict does, or their type is."""
+    named = named_tensors(model)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in named}
 
 
 def _to_host(local: Tensor) -> Tensor:
@@ -182,7 +190,7 @@ def commit_checkpoint(
     """Make what all ranks have written checkpoint `step`, then remove older checkpoints.
 
     For rank 0, with its pieces, after `write_pieces` has returned on every rank. `state` (plain
-    containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
+    containers) becomes state.pt, with the pieces' `optimizers` and `buffers`; `meta` (JSON) goes
     into the manifest. The newest `keep` of `step` and `saved`, those that the processes of this run
     have loaded or committed, stay, and multiples of `keep_every`; all others that are older go.
     What else is there does not count towards `keep`: it may be damaged. Raises OSError; the files
@@ -192,7 +200,8 @@ def commit_checkpoint(
     kept = sorted({*saved, step})[-(keep or 0) :]
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
         files, index = _collect(temporary, pieces.world)
-        torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
+        beside = {"optimizers": pieces.optimizers, "buffers": pieces.buffers}
+        torch.save(state | beside, temporary / STATE)
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)

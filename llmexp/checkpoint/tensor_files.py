@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmexp.checkpoint.pieces import TYPES
+
 HASH_BYTES = 2**20  # that are hashed while a processor's cache holds them
-# The format's names of types, in the order in which its library writes tensors.
-TYPES = {
-    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
-    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _ORDER = list(TYPES)
 
 

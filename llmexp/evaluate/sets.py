@@ -20,7 +20,7 @@ from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import SummedLoss
+from llmexp.models.loss import SummedLoss, looking
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -212,7 +212,8 @@ def score_set(
     end = tokenizer.eot_token if corpus.is_text else None
     ends = document_ends(stream, end)
     sums = Sums(ends if len(ends) > 1 else ends[:0])
-    add_all(model, config, corpus, stream, sequences, sums)
+    with looking(model.loss):
+        add_all(model, config, corpus, stream, sequences, sums)
     units, figures = sums.take()
     if not len(units):
         raise ConfigError(f"{name}: has no target that counts")

@@ -48,12 +48,12 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
     with new_folder(folder) as draft:
         write_whole(draft / rundir.CONFIG, (runs[-1] / rundir.CONFIG).read_bytes())
         write_json(draft / RECORD, record | {"run": rundir.read_run(runs[-1])})
-        held = saving.Pieces(0, len(parts), {}, [])
         for number, names in enumerate(parts):  # as ranks write theirs: one part is in memory
             suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
             pieces = {name: whole(mean(checkpoints, name)) for name in names}
             files = {f"model{suffix}.safetensors": pieces}
-            held = saving.Pieces(number, len(parts), files, [])
+            buffers = checkpoints[-1].state.get("buffers", {})
+            held = saving.Pieces(number, len(parts), files, [], buffers)
             saving.write_pieces(draft / root, last.step, held)
         saving.commit_checkpoint(draft / root, last.step, held, {}, {"average": record}, keep=None)
 
@@ -75,18 +75,19 @@ def in_parts(loaded: Loaded) -> list[list[str]]:
 def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
     """Return the mean of a tensor, summed in float64 and rounded once.
 
-    A tensor of whole numbers is that of the last checkpoint.
+    A tensor of whole numbers is that of the last checkpoint, as all buffers are that state.pt has.
     """
     found = read_tensor(checkpoints[-1], name)
-    if not found.is_floating_point():
+    exact = torch.promote_types(found.dtype, torch.float64)
+    if not (exact.is_complex or found.is_floating_point()):
         return found
     rows, first = max(1, ELEMENTS // max(1, math.prod(found.shape[1:]))), 0
     for part in found.split(rows) if found.ndim else [found]:
         box = [(0, size) for size in part.shape]
         box[:1] = [(first, first + size) for _, size in box[:1]]
-        total = torch.zeros(part.shape, dtype=torch.float64)
+        total = torch.zeros(part.shape, dtype=exact)
         for one in checkpoints:
-            total += read_tensor(one, name, box).double()
+            total += read_tensor(one, name, box).to(exact)
         part.copy_(total / len(checkpoints))
         first += rows
     return found

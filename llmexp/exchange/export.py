@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmexp.checkpoint import tensor_files
 from llmexp.checkpoint.loading import Loaded, fill_all, read_tensor
+from llmexp.checkpoint.pieces import TYPES
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
@@ -122,7 +123,7 @@ def _write_file(
             if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
                 tensor = tensor[: shapes[rule.theirs][0]]
             if not all_finite(tensor):
-                kind = tensor_files.TYPES[kinds[rule.theirs]]
+                kind = TYPES[kinds[rule.theirs]]
                 raise ConfigError(f"{rule.theirs} has values that are not finite in {kind}")
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()

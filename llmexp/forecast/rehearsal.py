@@ -109,7 +109,6 @@ def rehearse(
         for method in ("features", "forward"):
             _watch(counting, setup.model, method, "activations")
         _watch(counting, setup.loss, "forward", "loss")
-        setup.model.train()
         for optimizer in setup.optimizers:
             _rehearse_states(optimizer)
         _step(made, setup, cut, 1)

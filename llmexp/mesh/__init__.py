@@ -35,6 +35,7 @@ from llmexp.mesh.split import (
     largest_entry,
     local_part,
     norms,
+    share_buffers,
     share_here,
     share_work,
     summed_over_all,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmexp.mesh.groups import Mesh, maximum
+from llmexp.models.loss import is_shipped
 
 
 def local_part(value: Any) -> Tensor:
@@ -113,6 +114,17 @@ def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     nothing = torch.zeros((), dtype=values[0].dtype, device=mesh.device)
     largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else nothing
     return maximum(mesh, largest) if mesh.sharded else largest
+
+
+def share_buffers(mesh: Mesh, model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0, of any type; all call together.
+
+    So ranks begin each step and each evaluation with the same ones. Models of ours have none.
+    """
+    for buffer in model.buffers() if mesh.distributed and not is_shipped(model) else ():
+        flat = local_part(buffer).detach().contiguous().view(-1)
+        dist.broadcast(flat.view(torch.uint8), 0)
+        local_part(buffer).detach().copy_(flat.view(buffer.shape))
 
 
 def share_here() -> tuple[int, int]:

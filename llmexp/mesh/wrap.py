@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llmexp.mesh.groups import Mesh, gather_last
-from llmexp.models.loss import SummedLoss
+from llmexp.mesh.groups import Mesh, gather_last, maximum
+from llmexp.models.loss import SummedLoss, is_shipped
 from llmexp.models.operands import VocabShard
 from llmexp.models.recompute import blocks_of, recompute_blocks
+from llmexp.settings.values import ConfigError
 
 if TYPE_CHECKING:  # these take a second to import: a run on one rank, or under DDP, does without
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -95,13 +97,44 @@ def wrap(
             fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep, mp_policy=policy)
         # The root holds embedding, norm and head: everything is called through it.
         fully_shard(loss, mesh=mesh.sharding, reshard_after_forward=False)
+        if not is_shipped(loss.model):
+            _keep_order(mesh, loss, compiled)
+            with contextlib.suppress(AttributeError):  # from torch 2.13 on
+                root: Any = loss
+                root.set_reduce_scatter_unused_params(True)  # as `_reduce_unused` under DDP
         return loss
     if mesh.kind == "ddp" and mesh.distributed:
         ids = [mesh.device.index] if mesh.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(
-            loss, device_ids=ids, gradient_as_bucket_view=True
-        )
+        replicated = nn.parallel.DistributedDataParallel
+        # left to `share_buffers`, which knows all types
+        names = [name for name, _ in loss.named_buffers()]
+        replicated._set_params_and_buffers_to_ignore_for_model(loss, names)
+        return replicated(loss, device_ids=ids, gradient_as_bucket_view=True)
     return loss
+
+
+def _keep_order(mesh: Mesh, loss: SummedLoss, compiled: bool) -> None:
+    """Raise ConfigError, on all ranks, where they are about to run different blocks.
+
+    Else they would take parts of one block for parts of another, or wait for ever.
+    """
+
+    def meet(number: int, *_: Any) -> None:
+        # on the CPU: no device has to wait
+        if maximum(mesh, torch.tensor([number, -number])).sum():
+            where = "the end" if number < 0 else f"block {number}"
+            raise ConfigError(
+                f"model: rank {mesh.rank} came to {where} of a pass, and others to another one; "
+                f"parallelism={mesh.kind} needs the same blocks in the same order on all ranks: "
+                "run a block that is to be dropped and take its output times 0, or train with "
+                "parallelism=ddp"
+            )
+
+    # such a call cuts a compiled graph, which holds what comes after it
+    meets = torch.compiler.disable(meet) if compiled else meet
+    for number, block in enumerate(blocks_of(loss.model)):
+        block.register_forward_pre_hook(functools.partial(meets, number), prepend=True)
+    loss.register_forward_hook(functools.partial(meets, -1))
 
 
 def _split_layers(mesh: Mesh, loss: SummedLoss, spread: Spreading | None) -> None:
@@ -185,12 +218,29 @@ def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
     gradient, unless it communicates once a step. (Around the backward pass alone DDP's no_sync
     does nothing, silently: it decides in the forward pass.)
     """
-    if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
-        with module.no_sync():
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if last else module.no_sync():
             yield
+        if last:
+            _reduce_unused(module)
         return
     if mesh.sharding is not None and mesh.reduces_once:
         sharded: Any = module  # fully_shard has made it an FSDPModule
         sharded.set_requires_gradient_sync(last)
         sharded.set_reshard_after_backward(last)
     yield
+
+
+def _reduce_unused(module: nn.parallel.DistributedDataParallel) -> None:
+    """Reduce the parameters that a backward pass on this rank has left out: with gradient 0 here.
+
+    DDP has not begun the reduction of their buckets, for which other ranks may wait.
+    """
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError as error:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not (left_out := re.search(r"did not receive grad[^:]*: ([\d ]+)", str(error))):
+            raise
+        unused = [parameters[int(number)] for number in left_out[1].split()]
+        torch.autograd.backward(unused, [torch.zeros_like(p) for p in unused])

@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
 
     def same_in_training(self) -> bool:
         """Return whether training computes what evaluation does: without dropout."""
-        return bool(self.dropout.p == 0)
+        return self.is_ours() and bool(self.dropout.p == 0)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one token's forward and backward pass at `sequence_length` tokens.

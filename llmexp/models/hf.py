@@ -56,6 +56,7 @@ class HuggingFace(nn.Module):
                 for name, p in self.model.named_parameters():
                     if not all_finite(p):
                         raise ConfigError(f"{name} has values that are not finite")
+                self.model.train()  # the library has put it into evaluation
             else:
                 self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:

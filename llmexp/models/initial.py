@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,30 @@ Draw = Callable[[Tensor, torch.Generator], Any]  # fills a block
 def seed_of(text: str) -> int:
     """Return the seed of a generator, below 2^64, that a text stands for."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
+    # torch.manual_seed keeps a trace of its call where CUDA is not started
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+@contextlib.contextmanager
+def numbers_of(seed: int) -> Iterator[None]:
+    """Draw the random numbers of a seed inside; those of outside go on as if nothing was drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(cuda):
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 class Blocks:

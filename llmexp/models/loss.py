@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cross_entropy_sum
+from llmexp.models.initial import numbers_of
 from llmexp.models.operands import IGNORE_INDEX, VocabShard
 from llmexp.models.planned import kind_of, memory_of
 from llmexp.models.rows import ALIGNED
@@ -56,6 +57,40 @@ def compiled_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, vocabulary: i
     log_z_bt = (logits_btv - top_bt1).exp().sum(-1).log() + top_bt1.squeeze(-1)
     own_btv = torch.where(ids_v == targets_bt[..., None], logits_btv, 0.0)
     return torch.where(targets_bt != IGNORE_INDEX, log_z_bt - own_btv.sum(-1), 0.0).sum()
+
+
+@contextlib.contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode inside. Who looks at a model, opens this.
+
+    Afterwards the mode of each module, the value of each buffer and all random numbers are as
+    before; those inside are the same at each look. A buffer that has another shape by then is a
+    cache, and stays.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    kept = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module, _ in modes
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        with numbers_of(0):
+            model.eval()
+            yield
+    finally:
+        model.train(modes[0][1])  # it may undo what `eval()` has done besides
+        for module, training in modes:
+            module.training = training
+        for buffers, name, buffer, value in kept:
+            if getattr(buffers.get(name), "shape", None) == value.shape:
+                buffers[name] = buffer
+                buffer.detach().copy_(value)
+
+
+def is_shipped(model: Any) -> bool:
+    """Return whether all code of a model is ours: no buffers, each parameter in each pass."""
+    return bool(getattr(model, "is_ours", lambda: False)())
 
 
 class SummedLoss(nn.Module):
@@ -184,17 +219,15 @@ class SummedLoss(nn.Module):
         """Around evaluation: no gradients, no dropout, and nothing is compiled in mid-run.
 
         A model without dropout or the like keeps its compiled graph; any other is evaluated
-        uncompiled. The mode of training or evaluation comes back.
+        uncompiled. All is as before afterwards: see `looking`.
         """
-        was_training = self.training
         same = getattr(self.model, "same_in_training", lambda: False)
-        reuses_graph = self.run_fused is not None and same()
-        self.train(reuses_graph)
-        try:
-            with torch.no_grad(), contextlib.nullcontext() if reuses_graph else self._eager():
+        with torch.no_grad():
+            if self.run_fused is not None and same():
                 yield
-        finally:
-            self.train(was_training)
+            else:
+                with looking(self), self._eager():
+                    yield
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which nothing runs compiled.

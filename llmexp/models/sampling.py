@@ -30,9 +30,8 @@ def generate(
     remember computes each of them once, until the context is full. `temperature` 0
     takes the most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not
     true in `allowed_v` (bool; None: all are), such as rows that only pad the vocabulary, never come
-    out. The generator is the only source of randomness. For each token the model is put into eval
-    mode and back into the mode it was in. Raises ConfigError, at the call, for an empty prompt or a
-    setting out of range.
+    out. The generator is the only source of randomness. The mode of the model is left alone. Raises
+    ConfigError, at the call, for an empty prompt or a setting out of range.
     """
     if not prompt_tokens:
         raise ConfigError("empty prompt: at least one token is needed to continue from")
@@ -70,20 +69,11 @@ def generate(
 def _last_logits(
     model: Any, tokens: list[int], device: torch.device, past: KVCache | None = None
 ) -> Tensor:
-    """Return the logits (v,) of the token that follows `tokens` and those in the cache.
-
-    The model is in eval mode for that, which is then undone module by module.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        tokens_bt = torch.tensor([tokens], device=device)
-        if past is None:
-            return model(tokens_bt)[0, -1].float()
-        return F.linear(model.features(tokens_bt, past)[0, -1], model.head_weight).float()
-    finally:
-        for module, training in modes:
-            module.training = training
+    """Return the logits (v,) of the token that follows `tokens` and those in the cache."""
+    tokens_bt = torch.tensor([tokens], device=device)
+    if past is None:
+        return model(tokens_bt)[0, -1].float()
+    return F.linear(model.features(tokens_bt, past)[0, -1], model.head_weight).float()
 
 
 def _draw(

@@ -20,7 +20,7 @@ from torch import Tensor
 from llmexp import mesh
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import SummedLoss, plain_cross_entropy
+from llmexp.models.loss import SummedLoss, looking, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.values import ConfigError
 from llmexp.tasks.items import Item
@@ -165,7 +165,8 @@ def score_task(
     Raises ConfigError where the model gives a likelihood that is not finite.
     """
     completed = task.items[0].completed
-    lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
+    with looking(loss):
+        lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
         raise ConfigError(f"the task {task.name}: a likelihood is not finite")
     samples, first = [], 0

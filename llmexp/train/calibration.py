@@ -65,7 +65,6 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     Return when each began, what writes a row of the last one, and whether a signal to any rank
     ended them.
     """
-    loop.setup.model.train()
     first = loop.progress.step  # not 0 in a fork
     end = min(loop.run.max_steps, first + MOST)
     windows, at = loop.windows(first), [time.perf_counter()]

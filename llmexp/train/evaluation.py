@@ -22,13 +22,13 @@ from llmexp.update import faces, precision
 def validate(parts: Parts, setup: Setup) -> dict[str, float]:
     """Return the validation losses over all ranks, weighted by tokens and summed in float64.
 
-    They are of the main set, of each named one, and of the average of the weights. The training RNG
-    is not touched.
+    They are of the main set, of each named one, and of the average of the weights.
     """
     main, run = parts.corpus.val, parts.run
     if main is None or not run.eval_sequences:
         return {}
     losses = functools.partial(evaluate_stream, parts, setup)
+    mesh.share_buffers(setup.mesh, setup.model)
     with faces.evaluating(setup.optimizers, setup.module):
         found = losses(main, run.eval_sequences, "val")
         most, sets = parts.config.train.eval_tokens, dict[str, float]()
@@ -48,12 +48,11 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
 def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
     """Return the scores of the run's tasks by the keys of a row, such as task/NAME/acc.
 
-    All ranks share the items. The training RNG is not touched.
+    All ranks share the items.
     """
     row = dict[str, float]()
     tokens = parts.run.micro_batch_size * parts.run.sequence_length
-    was_training = setup.model.training
-    setup.model.eval()
+    mesh.share_buffers(setup.mesh, setup.model)
     with faces.evaluating(setup.optimizers, setup.module):
         for task in parts.tasks:
             try:
@@ -61,7 +60,6 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
             except ValueError as error:
                 raise TrainingFailed(str(error)) from None
             row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
-    setup.model.train(was_training)
     return row
 
 

@@ -30,7 +30,6 @@ from llmexp.train.step import TrainingFailed
 REFUSALS = (ConfigError, CheckpointError)
 # These say all in their text, and would come again: they need no trace and no restart.
 EXPLAINED = (*REFUSALS, TrainingFailed, Unwritable, DataChanged)
-UNUSED = r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)"  # of torch's DDP
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,7 @@ def failure_of(
         )
         where = own_line(error, or_any=False)
         return Failure(code, f"{text} ({where})" if where else text, final=False)
-    if unused := re.search(UNUSED, text):
-        numbers = ", ".join(unused[1].split())
-        text = (
-            "the model has parameters without a part in the loss of a step, which torch's DDP "
-            f"refuses; parallelism=fsdp takes them, or leave them out (number {numbers} in the "
-            "model's order, from 0)"
-        )
-        return Failure(code, text, final=False)
-    elif path is not None and parts is not None and joined is not None and not local:
+    if path is not None and parts is not None and joined is not None and not local:
         timeout_s = parts.config.parallelism.timeout_s
         absent = group.why_absent(path, joined.rank, joined.world_size, text, timeout_s)
         if absent:

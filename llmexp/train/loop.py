@@ -86,7 +86,6 @@ def train(loop: Loop) -> str:
     stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
     if progress.step == 0 and config.checkpoint.save_initial:
         save(loop)
-    loop.setup.model.train()
     first = progress.step
     windows = loop.windows(first)
     profiler = start_profiler(loop)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmexp import mesh
 from llmexp.data.window import Window
+from llmexp.models.loss import looking
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
@@ -57,7 +58,6 @@ def replay(loop: Loop) -> str:
     found: dict[str, Any] = {"from": loop.progress.step, "equal": [], "differs": None}
     found |= {"norms": {}, "losses": {}, "start": around(loop, asked["step"])}
     if not asked["only_look"]:
-        loop.setup.model.train()
         windows = loop.windows(loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
             step, ended = _take(loop, windows)
@@ -183,14 +183,13 @@ def around(loop: Loop, step: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def measuring(loop: Loop) -> Iterator[None]:
     """Compute without dropout and compiled graphs; leave no gradient and the loss scale behind."""
-    model, scaler = loop.setup.model, loop.setup.scaler
-    was_training, scale = model.training, scaler.value
-    model.eval()
+    scaler = loop.setup.scaler
+    scale = scaler.value
+    mesh.share_buffers(loop.mesh, loop.setup.model)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with looking(loop.setup.model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        model.train(was_training)
         loop.setup.zero_gradients()
         scaler.value = scale
 

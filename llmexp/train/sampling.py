@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from llmexp import mesh
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer
+from llmexp.models.loss import looking
 from llmexp.models.sampling import generate
 from llmexp.settings.values import ConfigError
 from llmexp.train.state import Loop
@@ -45,7 +47,7 @@ def sample(
         )
     device = next(model.parameters()).device
     new: list[int] = []
-    with precision.autocast(precision_kind, device):
+    with looking(model), precision.autocast(precision_kind, device):
         for token in generate(
             model,
             ids,
@@ -90,8 +92,10 @@ def sample_text(loop: Loop) -> str:
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
     with one_thread(small=loop.run.parameters < _SMALL):
-        # a split model is whole within the loss alone
-        model = loop.setup.loss if loop.mesh.sharded else loop.setup.model
+        model: nn.Module = loop.setup.model
+        if loop.mesh.sharded:  # a split model is whole within the loss alone
+            mesh.share_buffers(loop.mesh, model)
+            model = loop.setup.loss
         with faces.evaluating(loop.setup.optimizers, loop.setup.module):
             text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)
     return " ".join(text.split())

@@ -136,8 +136,7 @@ class Loop:
 
     def seed(self, step: int) -> None:
         """Seed the random numbers of the window that follows `step` steps."""
-        stream, foreign = self.mesh.random_stream, self.parts.foreign_code
-        seed_step(self.config.train.seed, step, stream, self.mesh.device, foreign)
+        seed_step(self.config.train.seed, step, self.mesh.random_stream)
 
     @property
     def is_writing(self) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +15,7 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
-from llmexp.models.initial import seed_of
+from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
 from llmexp.train.ema import Ema
 from llmexp.train.layers import Layers, Taken
@@ -170,12 +168,14 @@ def train_step(
 ) -> StepResult:
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
-    The gradient is that of the summed loss of all valid targets of all ranks over their number.
+    The gradient is that of the summed loss of all valid targets of all ranks over their number. All
+    ranks begin with the buffers of rank 0, and each moves its own on, micro-batch by micro-batch.
     `finish_previous` returns the number of applied updates. It waits for the verdict on the step
     before; asked this late, the device has finished that step and the wait is short.
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
+    mesh.share_buffers(setup.mesh, setup.model)
     layers = setup.layers if setup.layers and setup.layers.due(window.step + 1) else None
     if layers is not None:
         layers.look(window.micro_batches[0][0])
@@ -289,21 +289,10 @@ def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits:
     return mesh.maximum(joined, (skip | above).int()) > 0
 
 
-def seed_step(
-    seed: int, step: int, random_stream: int, device: torch.device, everywhere: bool = True
-) -> None:
+def seed_step(seed: int, step: int, random_stream: int) -> None:
     """Seed the RNG of a window from (seed, step, `Mesh.random_stream`) alone.
 
     Tensor-parallel ranks draw the same, unless each has tokens of its own. Nothing that happens
-    between two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere`
-    only torch's is seeded: nobody draws from the others.
+    between two windows can disturb it, and a resumed run needs no RNG state.
     """
-    number = seed_of(f"{seed}/{step}/{random_stream}")
-    # torch.manual_seed queues a call a step where CUDA is not started
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
-    if not everywhere:
-        return
-    random.seed(number)
-    np.random.seed(number % 2**32)
+    seed_all(seed_of(f"{seed}/{step}/{random_stream}"))

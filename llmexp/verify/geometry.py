@@ -223,7 +223,7 @@ def without_dropout(config: Config) -> Config:
 
 def refuse_random(parts: Parts, tokens: Tensor) -> None:
     """Raise ConfigError for a model that draws random numbers all the same."""
-    model = parts.new_model().train()
+    model = parts.new_model()
     if not draws_random_numbers(model, tokens):
         return
     dropouts = [(n, m) for n, m in model.named_modules() if "Dropout" in type(m).__name__]
@@ -285,7 +285,7 @@ def model_at(parts: Parts, start: nn.Module) -> nn.Module:
     """Return another such model with the same tensors, to be trained on the run's device."""
     model = parts.new_model()
     model.load_state_dict(start.state_dict())
-    return model.to(parts.device).train()
+    return model.to(parts.device)
 
 
 def run_beside(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors, names_by_id
+from llmexp.checkpoint.saving import other_buffers
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.system import fileio
@@ -107,7 +108,11 @@ def _tensors(context: Any) -> dict[str, dict[str, str]]:
     """Digest of parameters and buffers, and of the optimizers' state, by name."""
     names = names_by_id(context.model, context.optimizers)
     return {
-        "parameters": {name: digest(t) for name, t in named_tensors(context.model).items()},
+        "parameters": {
+            name: digest(t)
+            for find in (named_tensors, other_buffers)
+            for name, t in find(context.model).items()
+        },
         "optimizer": {
             f"{number}/{names[id(p)]}/{key}": digest(value)
             for number, optimizer in enumerate(context.optimizers)

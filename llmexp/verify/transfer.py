@@ -123,7 +123,7 @@ def moved(config: Config, steps: int) -> dict[str, tuple[float, float]]:
     windows = windows_in_order(parts, [SEQUENCES] * steps)
     tokens = windows[0][:, :-1].to(parts.device)
     before = activations(model, tokens)
-    train_plainly(parts, model.train(), windows, config.data.get("ignore_id"))
+    train_plainly(parts, model, windows, config.data.get("ignore_id"))
     after = activations(model.eval(), tokens).items()
     return {k: (float(x.abs().mean()), float((x - before[k]).abs().mean())) for k, x in after}
 

@@ -269,6 +269,24 @@ def test_a_model_of_transformers_trains_as_ours_does(
 MARK = "import pathlib\npathlib.Path({!r}).write_text('ran')\n"
 
 
+def test_the_dropout_of_a_folder_applies_and_is_named(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with its weights, which transformers reads into a model in evaluation."""
+    folder = tmp_path / "dropped"
+    shutil.copytree(trained.folder.parent / "hf", folder)
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"resid_pdrop": 0.3, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    (folder / "config.json").write_text(json.dumps(described))
+    rest = [option for option in TINY if not option.startswith("model")]
+    capsys.readouterr()
+    assert command(["plan", "model=hf", f"model.path={folder}", *rest, "data.max_tokens=9999"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dropout 0.3 in training" in out
+    assert "stays in evaluation" not in out
+    assert all(module.training for module in HuggingFace(str(folder)).modules())
+
+
 def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     folder, mark = tmp_path / "own", tmp_path / "ran"
     folder.mkdir()

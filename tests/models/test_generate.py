@@ -11,17 +11,15 @@ from llmexp.models.sampling import generate
 
 
 class Fixed(nn.Module):
-    """Always the same logits; notes the lengths and modes it was called with."""
+    """Always the same logits; notes the lengths it was called with."""
 
     def __init__(self, logits: list[float]) -> None:
         super().__init__()
         self.logits_v = torch.tensor(logits)
         self.lengths: list[int] = []
-        self.modes: list[bool] = []
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         self.lengths.append(tokens_bt.shape[1])
-        self.modes.append(self.training)
         return self.logits_v.expand(*tokens_bt.shape, -1)
 
 
@@ -126,17 +124,6 @@ def test_the_generator_is_the_only_randomness() -> None:
     torch.manual_seed(6)
     assert list(generate(model, [0], 30, 1.0, None, seeded(2), 4)) == first
     assert list(generate(model, [0], 30, 1.0, None, seeded(3), 4)) != first
-
-
-def test_modes_are_as_before_between_and_after_tokens() -> None:
-    inner = Fixed([0.0, 1.0])
-    model = nn.Sequential(inner, nn.Identity())
-    model.train()
-    model[1].eval()
-    for _ in generate(model, [0], 3, 1.0, None, seeded(), 4):
-        assert (model.training, inner.training, model[1].training) == (True, True, False)
-    assert inner.modes == [False] * 3
-    assert (model.training, inner.training, model[1].training) == (True, True, False)
 
 
 @pytest.mark.parametrize(

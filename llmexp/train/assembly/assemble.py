@@ -21,7 +21,6 @@ from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.families import TRANSFORMERS
 from llmexp.models.loss import SummedLoss
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
@@ -50,6 +49,7 @@ from llmexp.train.assembly.parts import (
     built_whole,
     group_shares,
     initial_warnings,
+    left_in_evaluation,
     named_optimizer,
     prepare_tasks,
     shaped,
@@ -94,18 +94,6 @@ class Parts:
     def document_end(self) -> int | None:
         """Return the id that attention and targets do not reach across; None: there is none."""
         return document_end(self.tokenizer, self.config.batch.document_mask)
-
-    @functools.cached_property
-    def foreign_code(self) -> bool:
-        """Return whether code that is not ours runs in a step.
-
-        Such are hooks, own parts, models of transformers, and optimizers of libraries."""
-        config = self.config
-        parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
-        foreign = config.model.get("_target_") == TRANSFORMERS or not all(
-            is_ours(part.get("_target_")) for part in parts
-        )
-        return bool(self.hooks) or foreign or "name" in config.optimizer
 
     @functools.cached_property
     def text_bytes(self) -> TextBytes:
@@ -173,7 +161,7 @@ def assemble(
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
-    warnings += built_whole(solved.model, model, place.layout)
+    warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
     warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids

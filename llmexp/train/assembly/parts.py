@@ -18,6 +18,7 @@ from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import WeightSource, begin_with, check_weights, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_beside
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
+from llmexp.models.initial import numbers_of
 from llmexp.run.layout import Layout
 from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
@@ -27,7 +28,7 @@ from llmexp.settings.rules import LIBRARY_TARGET, Group
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
-from llmexp.system.text import gib
+from llmexp.system.text import first_of, gib
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
@@ -111,10 +112,11 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
     """Build the model of a section, in the parameters' type for the precision `kind`.
 
     `end`: the id that ends a document, where attention stays inside. A model of ours has no memory
-    yet, and no model its first weights: `begin_model` follows. Others draw values by `seed`. Raises
-    ConfigError for a model that cannot be trained."""
-    torch.manual_seed(seed)
-    with torch.device("meta") if draws_by_blocks(section) else contextlib.nullcontext():
+    yet, and no model its first weights: `begin_model` follows. Others draw values by `seed`. It
+    is in training, but for modules that its code has put into evaluation. Raises ConfigError for a
+    model that cannot be trained."""
+    place = torch.device("meta") if draws_by_blocks(section) else contextlib.nullcontext()
+    with numbers_of(seed), place:
         model = bind("model", section, {})()
     dotted = section["_target_"]
     if not isinstance(model, nn.Module):
@@ -129,7 +131,18 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
             text = f"{dotted} knows nothing of documents; give it an attribute `document_end`"
             raise refuse("batch.document_mask", True, f"{text}, {way}", False)
         setattr(model, "document_end", end)  # noqa: B010
-    return model.to(precision.parameter_dtype(kind))
+    _begin_training(model)
+    dtype = precision.parameter_dtype(kind)
+    # not `to`, which makes complex numbers real
+    return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _begin_training(model: nn.Module) -> None:
+    """Put a model into training, but for the modules that its code has put into evaluation."""
+    evaluated = [module for module in model.modules() if not module.training]
+    model.train()  # it may do more than set the modes
+    for module in evaluated:
+        module.training = False
 
 
 def begin_model(
@@ -150,8 +163,8 @@ def begin_model(
     if not fresh:
         return
     if without_values:
-        torch.manual_seed(seed)
-        cast(LanguageModel, model).init_weights(piece_of)
+        with numbers_of(seed):
+            cast(LanguageModel, model).init_weights(piece_of)
     initial_weights(section, model, True)
     perturb(model, seed, twin, piece_of)
 
@@ -275,6 +288,27 @@ def group_shares(
         if own:
             taken.append(GroupShare(**vars(group), tensors=len(own), parameters=sum(own)))
     return tuple(taken)
+
+
+def left_in_evaluation(model: nn.Module) -> list[str]:
+    """Return a warning of the modules that the model's code has put into evaluation."""
+    names = [name or "all of it" for name, m in model.named_modules() if not m.training]
+    text = "as its code has put it there: no dropout, and running statistics stand still"
+    return [f"model: {first_of(names, 4)} stays in evaluation, {text}"] if names else []
+
+
+def dropout_words(model: nn.Module) -> str:
+    """Return the dropout of a model's modules in words, "" for none: a folder's is in no knob."""
+    found = {
+        str(value)
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, float)
+        and 0 < value < 1
+        and ("drop" in key or key == "p")
+        and module.training
+    }
+    return f", dropout {' and '.join(sorted(found))} in training" if found else ""
 
 
 SHOWN_SIZES = (

@@ -14,8 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.models.common import LanguageModel
-from llmexp.models.loss import SummedLoss
+from llmexp.models.loss import SummedLoss, is_shipped
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 from llmexp.settings.config import Config
@@ -144,7 +143,7 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
     check_split(config.model, tp)
     if p.sequence_parallel:
         check_tokens(config.batch.sequence_length, tp)
-        if not (isinstance(loss.model, LanguageModel) and loss.model.is_ours()):
+        if not is_shipped(loss.model):
             text = f"{config.model['_target_']} is none of the models that know how to share tokens"
             raise refuse("parallelism.sequence_parallel", True, text, False)
     if config.model.get("qk_norm", "none") not in ("none", "head"):

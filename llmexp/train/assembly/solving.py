@@ -30,7 +30,7 @@ from llmexp.system import hardware
 from llmexp.system.devices import threads_per_rank
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import place_of
-from llmexp.train.assembly.parts import label_of, sizes_in
+from llmexp.train.assembly.parts import dropout_words, label_of, sizes_in
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.assembly.remembered import known_memory
 from llmexp.update import schedule
@@ -59,7 +59,7 @@ def run_facts(
         train_sequences=corpus.train_sequences(config.batch.sequence_length),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=redacted(corpus.description),
-        model=redacted(label_of(section)),
+        model=redacted(label_of(section)) + dropout_words(model),
         parameters=sum(p.numel() for p in model.parameters()),
         parameters_with_head=with_head,
         parameters_in_blocks=in_blocks,

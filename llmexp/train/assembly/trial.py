@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp.models.common import all_finite
+from llmexp.models.initial import numbers_of
 from llmexp.settings.targets import described, locate
 from llmexp.settings.targets import place as line_of
 from llmexp.settings.values import ConfigError, refuse
@@ -48,7 +49,7 @@ def try_model(
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
         with (
-            torch.random.fork_rng(devices=[]),
+            numbers_of(0),
             precision.settings_kept(),
             precision.autocast(arguments[1], device),
         ):
@@ -72,8 +73,7 @@ def try_model(
     if not unused:
         return []
     text = f"{len(unused)} of its parameters had no part in the logits of a trial"
-    way = "such are not trained, and parallelism=ddp ends at them"
-    return [f"model: {dotted}: {text}: {first_of(unused)}; {way}"]
+    return [f"model: {dotted}: {text}: {first_of(unused)}; the loss does not train such"]
 
 
 def try_optimizers(
@@ -87,7 +87,7 @@ def try_optimizers(
     """
     dotted = str(section["_target_"])
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with numbers_of(0), torch.enable_grad():
             whole, other = (_small_trial(section, model) for _ in range(2))
             before = whole.plain_groups()
             wrong, draws = held.try_going_on(whole, other)
