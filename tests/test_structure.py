@@ -114,7 +114,7 @@ def test_a_name_means_one_thing():
 
 
 def test_a_step_is_read_in_an_evening():
-    """What llmexp.train.step imports, itself included: at most 30 files with code, 5,100 lines."""
+    """What llmexp.train.step imports, itself included: at most 30 files with code, 5,200 lines."""
     known, open_ = set[str](), {"llmexp.train.step"}
     while open_:
         name = open_.pop()
@@ -125,7 +125,7 @@ def test_a_step_is_read_in_an_evening():
     texts = {name: MODULES[name].read_text(encoding="utf-8") for name in known}
     code = {name for name, text in texts.items() if len(ast.parse(text).body) > 1}
     assert len(code) <= 30, sorted(code)
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 5_100
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 5_200
 
 
 def test_settings_and_run_import_the_standard_library_and_themselves_only():
