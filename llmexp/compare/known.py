@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from llmexp.compare.records import TWIN, Record, Result, Setting
+from llmexp.forecast.duration import START_S
 from llmexp.run.budget import BUDGETS
 from llmexp.runs import ledger
 from llmexp.settings.commands import command_words, own_parts
@@ -31,7 +32,8 @@ class Step:
     words: tuple[str, ...] = ()  # of the command, after `llmexp`; none where there is none
     runs: int = 0
     tokens: int = 0  # to be trained on, of all runs
-    hours: float | None = None  # of training, one run after another; None: not known
+    hours: float | None = None  # one run after another; None: not known
+    beside_s: float = 0.0  # seconds of each run beside its steps, which `hours` has
 
     @property
     def command(self) -> str:
@@ -44,6 +46,7 @@ class Step:
     def data(self) -> dict[str, Any]:
         """Return what `llmexp next --json` prints."""
         cost = {"runs": self.runs, "tokens": self.tokens, "hours": self.hours}
+        cost["beside_s"] = self.beside_s
         how = {"command": self.command or None, "words": list(self.words)}
         return {"rule": self.rule, "why": self.why, **how, "cost": cost}
 
@@ -51,6 +54,8 @@ class Step:
         if not self.words:
             return f"{self.rule}: {self.why}"
         time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
+        if time and self.beside_s:
+            time += f" with {duration(self.beside_s)} for the start and end of each"
         cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
         return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
 
@@ -150,7 +155,24 @@ class Known:
         name, *given = words
         parts = dict.fromkeys(part for r in self.runs for part in own_parts(r.config))
         whole = command_words(name, *given, parts=parts)
-        return Step(rule, why, whole, runs, tokens, self.hours(tokens))
+        if (hours := self.hours(tokens)) is not None:
+            hours += runs * self.beside_s / 3600
+        return Step(rule, why, whole, runs, tokens, hours, self.beside_s)
+
+    @cached_property
+    def beside_s(self) -> float:
+        """Return the seconds of a run beside its steps: its start, evaluations, saves and end.
+
+        It is START_S until the run began, and what its status.json has beyond its training (the
+        median; of a run that went on, status.json has the last part alone).
+        """
+        beyond = []
+        for r in self.runs:
+            begin, end = (number(r.status.get(key)) for key in ("started", "ended"))
+            steps = r.figures.get("train_time")
+            if begin is not None and end is not None and steps is not None:
+                beyond.append(end - begin - steps)
+        return START_S + median([s for s in beyond if s >= 0] or [0.0])
 
     def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the overrides that all runs share, less those that are changed."""

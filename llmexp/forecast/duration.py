@@ -15,6 +15,8 @@ from llmexp.settings.labels import plural
 from llmexp.system.devices import Device
 from llmexp.system.text import duration
 
+START_S = 10.0  # of a process until it trains, where that was not measured: imports, data, model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
@@ -53,6 +55,7 @@ def estimated(
         step_s=run.tokens_per_step * flops * (1 + again) / rate
         + run.gradient_accumulation_steps * moved / (device.bus * 1e9),
         evaluation_s=validated * flops / 3 / rate,
+        start_s=START_S,
     )
 
 
@@ -144,8 +147,10 @@ def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
         each = getattr(times, f"{kind}_s")
         if often[kind] and each:
             parts.append(f"{plural(often[kind], name)} of {seconds(each)}")
+    if times.start_s:
+        parts.append(f"start {seconds(times.start_s + times.first_s)}")
     if times.timed_steps:
-        parts.append(f"start {seconds(times.start_s + times.first_s)}, end {seconds(times.end_s)}")
+        parts.append(f"end {seconds(times.end_s)}")
     brief = cost.duration_s < 0.05  # which would be 0.0s
     length = "less than 0.1s" if brief else duration(cost.duration_s)
     rows = [

@@ -201,7 +201,8 @@ class Planner:
         peak = device.tflops[precision]
         return times, (
             f"an estimate: {share:.0%} (plan.peak_share) of the peak of {peak:,g} TFLOP/s of "
-            f"{device.name} in {precision}; nothing is measured, start and saves are left out"
+            f"{device.name} in {precision}; nothing is measured, a usual start is added, and saves "
+            "are left out"
         )
 
     def _measured(self, parts: Parts, folder: str) -> tuple[Times, str]:

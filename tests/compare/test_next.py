@@ -75,7 +75,20 @@ def test_settings_that_are_not_told_apart_get_seeds_and_others_do_not(tmp_path):
     assert given[:3] == ["1", "2", "3"]
     assert step.runs == 2 * (len(given) - 3) > 0
     assert step.tokens == step.runs * 400 * 8 * 128
-    assert step.hours == pytest.approx(step.runs * 400 * 0.5 / 3600)
+    # 10 s until a process trains, where nothing was measured
+    assert step.hours == pytest.approx(step.runs * (400 * 0.5 + 10) / 3600)
+
+
+def test_what_runs_take_beside_their_steps_counts_and_is_said(tmp_path):
+    """By their status.json; of a run that went on it has the last part alone."""
+    losses, more = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.02}, {"wobble": 0.03}
+    began = {"started": 1.8e9, "ended": 1.8e9 + 400 * 0.5 + 25}
+    step = step_of(planted(tmp_path / "s", losses, status=began, **more))
+    assert step.beside_s == pytest.approx(35)
+    assert step.hours == pytest.approx(step.runs * (400 * 0.5 + 35) / 3600)
+    assert "35s for the start" in str(step)
+    again = {"started": 1.8e9, "ended": 1.8e9 + 60}
+    assert step_of(planted(tmp_path / "t", losses, status=again, **more)).beside_s == 10
 
 
 def test_single_runs_get_three_seeds_of_the_nearest_settings_and_a_grid_decides(tmp_path):
