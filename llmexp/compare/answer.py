@@ -13,7 +13,7 @@ import numpy as np
 
 from llmexp.compare import budgets
 from llmexp.compare.evidence import same_steps
-from llmexp.compare.figures import half_width
+from llmexp.compare.figures import alone, figure_text, half_width
 from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labels
@@ -22,7 +22,7 @@ from llmexp.compare.spending import level_of
 from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import UNITS_IN_WORDS, cap_of, nobody
 from llmexp.settings.labels import plural
-from llmexp.system.text import rounded, with_interval
+from llmexp.system.text import amount
 
 
 def headline(f: Result) -> str:
@@ -71,12 +71,12 @@ def _to_target(f: Result) -> str:
 
     def when(r: Setting) -> str:
         if key in r.figures:
-            return f"after {rounded(r.figures[key])} {unit}"
+            return f"after {alone(r, f.metric)} {unit}"
         return f"in {round(r.figures[REACHED] * len(r.seeds))} of {len(r.seeds)} runs"
 
     if tied:
         return (
-            f"Undecided: {labels((best, *tied))} reach {f.target} behind {rounded(cap)} {unit}, "
+            f"Undecided: {labels((best, *tied))} reach {f.target} behind {f.digits(cap)} {unit}, "
             "where the first run that never does ends: "
             f"{best.label} {when(best)}, {tied[0].label} {when(tied[0])}."
         )
@@ -102,11 +102,9 @@ def _beside(best: Setting, near: Setting, when: str, level: bool) -> str:
     """Say how far behind the first setting another one reaches a target, where that is known."""
     if near.size is None:
         return f"; {near.label} {when}"
-    size, side = ("0", "from") if level else (rounded(abs(near.size)), "before")
-    if not (d := near.difference):
-        return f", {size} {side} {near.label}"
-    half = rounded(d.half if d.half > RESOLUTION * best.mean else 0.0)
-    return f", {size} ± {half} {side} {near.label} ({d.basis})"
+    size, side = (0.0, "from") if level else (near.size, "before")
+    basis = f" ({near.basis})" if near.basis else ""
+    return f", {amount(size, near.half)} {side} {near.label}{basis}"
 
 
 def _of_others(count: int, others: int, what: str) -> str:
@@ -119,7 +117,7 @@ def _of_others(count: int, others: int, what: str) -> str:
 def _leads(f: Result, of: str = "") -> str:
     """Return `accum=1 has the lowest val loss, 2.6`."""
     best = f.ranked[0]
-    return f"{best.label} has the {f.extreme} {f.metric.title}{of}, {f.figure(best)}"
+    return f"{best.label} has the {f.extreme} {f.metric.title}{of}, {alone(best, f.metric)}"
 
 
 def _by_items(f: Result) -> str:
@@ -134,7 +132,7 @@ def _by_items(f: Result) -> str:
         return ""
     apart = abs(first.figures[f.key] - second.figures[f.key])
     verb = "tell" if apart > math.hypot(*halves) else "do not tell"
-    size = with_interval(apart, math.hypot(*halves), f.metric.digits)
+    size = amount(apart, math.hypot(*halves))
     return f"; the items {verb} these models apart, {size} between them"
 
 
@@ -143,11 +141,11 @@ def _by_figure(f: Result) -> str:
     best, key = f.ranked[0], f.key
     equal = [r for r in f.ranked if r.figures[key] == best.figures[key]]
     rest = f.ranked[len(equal) :]
-    following = f"; next is {rest[0].label}, {f.figure(rest[0])}" if rest else ""
+    following = f"; next is {rest[0].label}, {alone(rest[0], f.metric)}" if rest else ""
     if len(equal) == 1:
         return f"{_leads(f)}{following}{_by_items(f)}."
     what = f.extreme if rest else "same"
-    return f"{labels(equal)} have the {what} {f.metric.title}, {f.figure(best)}{following}."
+    return f"{labels(equal)} have the {what} {f.metric.title}, {alone(best, f.metric)}{following}."
 
 
 def _won(f: Result) -> str:
@@ -162,9 +160,9 @@ def _won(f: Result) -> str:
     when = " and ".join(f"{s:.3g}" for s in shares)
     were = "was" if len(out) == 1 else "were"
     size = f.floor.size if f.floor else 0.0
-    rounding = f" Rounding alone makes {size:.2g}." if size else ""
+    rounding = f" Rounding alone makes {amount(size)}." if size else ""
     return (
-        f"{only.label} {verb} the successive halving: {f.metric.title} {f.figure(only)}; "
+        f"{only.label} {verb} the successive halving: {f.metric.title} {alone(only, f.metric)}; "
         f"{plural(len(out), 'other')} {were} left out after {when} % of the steps.{rounding}"
     )
 
@@ -180,13 +178,11 @@ def _over_seeds(r: Setting, f: Result) -> str:
     values = list(r.seeds.values())
     low, high = f.digits(min(values)), f.digits(max(values))
     if len(values) == 1:
-        return f"{f.metric.title} {f.figure(r)}"
+        return f"{f.metric.title} {alone(r, f.metric)}"
     if len(values) == 2:
         return f"{f.metric.title} {low} and {high}. Two seeds are too few for an interval"
-    low_end, high_end = r.intervals[f.key]
-    mean = with_interval(r.figures[f.key], (high_end - low_end) / 2, f.metric.digits)
     return (
-        f"{f.metric.title} {mean} over {len(values)} seeds "
+        f"{f.metric.title} {figure_text(r, f.metric)} over {len(values)} seeds "
         f"(standard deviation {np.std(values, ddof=1):.2g}, range {low} to {high})"
     )
 
@@ -195,7 +191,7 @@ def _one_computation(f: Result) -> str:
     """Describe cuts of one batch, twins and repeats, which nothing but rounding sets apart."""
     start = f"One computation, run {len(f.ranked)} ways: "
     if any(len(r.seeds) > 1 for r in f.ranked):
-        rounding = f"; rounding makes {f.floor.size:.2g} of it" if f.floor else ""
+        rounding = f"; rounding makes {amount(f.floor.size)} of it" if f.floor else ""
         return f"{start}{_over_seeds(f.ranked[0], f)}{rounding}."
     figures = [r.figures[f.key] for r in f.ranked]
     low, high = f.digits(min(figures)), f.digits(max(figures))
@@ -207,7 +203,7 @@ def _one_computation(f: Result) -> str:
         if same_steps([r for rival in f.ranked for r in rival.taking_part]):
             return f"{start}, the same to the last bit."
         return f"{start} in each, but other losses differ, so rounding does move these runs."
-    return f"{start} to {high}. The spread of {f.floor.size:.2g} is what rounding makes."
+    return f"{start} to {high}. The spread of {amount(f.floor.size)} is what rounding makes."
 
 
 def _unequal(f: Result) -> str:
@@ -226,7 +222,7 @@ def _unequal(f: Result) -> str:
     if equal:
         start = f"No ranking: the runs were never all evaluated at equal {f.align}. Lowest"
     if f.key != "val/loss":
-        return f"{start} {f.metric.title}: {first.label}, {f.figure(first)}."
+        return f"{start} {f.metric.title}: {first.label}, {alone(first, f.metric)}."
     start += " val loss:"
     ends = {r: r.figures.get("final val/loss", math.inf) for r in rivals}
     last = min(ends, key=ends.__getitem__)
@@ -235,22 +231,22 @@ def _unequal(f: Result) -> str:
         return f"{start} {end}. At equal {f.align} not all have an evaluation."
     if last is first and ends[last] == first.figures["val/loss"]:
         return f"{start} {end}."
-    return f"{start} {first.label} at equal {f.align} ({f.figure(first)}), {end}."
+    return f"{start} {first.label} at equal {f.align} ({alone(first, f.metric)}), {end}."
 
 
 def _one_seed(f: Result) -> str:
     rival, equal = f.those(Verdict.FEW_SEEDS)[0], f.those(Verdict.SAME)
     lead, wanted = abs(rival.size or 0.0), needed(rival, f)
-    apart = f"{lead:.2g} {_side(f)}" if lead else "the same as"
+    apart = f"{amount(lead)} {_side(f)}" if lead else "the same as"
     seeds, rounding = f"{wanted} seeds each would begin to tell", ""
     if floor := f.floor:
-        rounding = f" (rounding alone makes {floor.size:.2g})" if floor.size else ""
+        rounding = f" (rounding alone makes {amount(floor.size)})" if floor.size else ""
         seeds = f"{wanted} seeds each are the least that would tell"
         seeds = seeds if wanted else "no affordable number of seeds would tell"
     leads = _leads(f)
     if equal:
         names = labels((f.ranked[0], *equal))
-        leads = f"{names} computed the same, {f.metric.title} {f.figure(f.ranked[0])}"
+        leads = f"{names} computed the same, {f.metric.title} {alone(f.ranked[0], f.metric)}"
     return f"Undecided, one seed each: {leads}, {apart} {rival.label}{rounding}; {seeds}."
 
 
@@ -271,13 +267,14 @@ def _by_seeds(f: Result) -> str:
         if len(best.seeds) == 1:
             lead = "computed the same,"
         names = labels((best, *alike))
-        return f"{names} {lead} {_within(alike)}: {f.metric.title} {f.figure(best)}.{rest}"
+        return f"{names} {lead} {_within(alike)}: {f.metric.title} {alone(best, f.metric)}.{rest}"
     if worse:
         nearest = min(worse, key=lambda r: abs(r.size or 0.0))
         assert nearest.difference is not None
         lead = "leads those with seeds" if few else "is best"
+        figure = alone(best, f.metric)
         return (
-            f"{best.label} {lead}: {f.metric.title} {f.figure(best)}, {nearest.difference.text} "
+            f"{best.label} {lead}: {f.metric.title} {figure}, {nearest.difference.text} "
             f"{_side(f)} {nearest.label} ({nearest.difference.basis}).{rest if few else ''}"
         )
     counts = ", ".join(f"{r.label} {len(r.seeds)}" for r in f.ranked[:4])
@@ -297,7 +294,7 @@ def _between(best: Setting, other: Setting, f: Result) -> str:
     ours, theirs = (f.metric.sign * r.figures[f.key] for r in (best, other))
     lead = _leads(f)
     if theirs < ours:
-        lead = f"{best.label} leads over common seeds, {f.metric.title} {f.figure(best)}"
+        lead = f"{best.label} leads over common seeds, {f.metric.title} {alone(best, f.metric)}"
     side = _side(f, other=(other.size or 0.0) * f.metric.sign < 0)
     beside = f"{other.difference.text} {side} {other.label} ({other.difference.basis})"
     return f"Undecided: {lead}, {beside}; {_seeds_to_go(other, f)}"

@@ -43,17 +43,17 @@ def clip_columns(settings: Sequence[Setting]) -> dict[str, tuple[str, list[str],
     if any(_kind(r) not in ("norm", "none") for r in runs):
         units = [_UNITS.get(_kind(e.runs[0]), "steps") for e in settings]
         shares = [_share(*pair) for pair in zip(settings, units, strict=True)]
-        texts = [_percent(*pair) for pair in zip(shares, units, strict=True)]
+        texts = [percent(*pair) for pair in zip(shares, units, strict=True)]
         limits = [_limit(e.runs[0]) for e in settings]
         found[CLIP_COLUMNS[0]] = ("clipped", texts, shares)
         found[CLIP_COLUMNS[1]] = ("limit", limits, limits)
     if any(r.config.get("clip.qk_limit") for r in runs):
         shares = [_share(e, "heads") for e in settings]
-        found[CLIP_COLUMNS[2]] = ("heads clipped", [_percent(s) for s in shares], shares)
+        found[CLIP_COLUMNS[2]] = ("heads clipped", [percent(s) for s in shares], shares)
     return found
 
 
-def _percent(share: float | None, units: str = "") -> str:
+def percent(share: float | None, units: str = "") -> str:
     if share is None:
         return ""
     text = f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"

@@ -26,7 +26,6 @@ from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.commands import command
 from llmexp.settings.values import ConfigError, nearest
-from llmexp.system.text import rounded
 
 _UNFINISHED = ("preempted", "cut", "running")
 
@@ -199,7 +198,7 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
             known.discard("val/loss" if final else "final val/loss")
             titles["final val/loss"] = "val loss"
     elif f.align_at is not None:
-        titles["val/loss"] = f"val loss at {rounded(f.align_at)} {UNITS[f.align]}"
+        titles["val/loss"] = f"val loss at {f.position} {UNITS[f.align]}"
     if "own_tokens" in known:
         titles |= {"tokens_seen": "tokens with parent", "train_time": "own time (s)"}
     for key in [key for key in known if is_of_named_set(key) and key != first]:
@@ -210,7 +209,13 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
         if again or what != ("bits_per_byte" if f.mixed else "loss"):
             known.remove(key)
     shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != first)
-    return tuple(replace(c, title=titles.get(c.key, c.title)) for c in shown)
+
+    def counts(key: str) -> bool:
+        found = (of[key] for e in f.settings for of in (e.figures, *(r.figures for r in e.runs))
+                 if key in of)  # fmt: skip
+        return all(float(value).is_integer() for value in found)
+
+    return tuple(replace(c, title=titles.get(c.key, c.title), counts=counts(c.key)) for c in shown)
 
 
 def _batch(records: Sequence[Record]) -> str:

@@ -17,7 +17,7 @@ from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record, Setting,
 from llmexp.compare.rows import elapsed, finite
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
-from llmexp.system.text import number, shown, with_interval
+from llmexp.system.text import amount, number, with_interval
 
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -76,17 +76,19 @@ def figure_text(setting: Setting, column: Column) -> str:
     Empty where it is not known.
     """
     half = half_width(setting, column)
-    return with_interval(setting.figures.get(column.key), half, column.digits)
+    return with_interval(setting.figures.get(column.key), half, column.digits, column.counts)
+
+
+def alone(setting: Setting, column: Column) -> str:
+    """Return a figure as its cell has it, without the interval."""
+    return figure_text(setting, column).partition(" ± ")[0]
 
 
 def difference(setting: Setting) -> str:
     """Return the difference to the leading setting, with its interval where seeds give one."""
     if (apart := setting.size) is None:
         return ""
-    if setting.half:
-        return "-+"[apart >= 0] + with_interval(abs(apart), setting.half, 6)
-    size = f"{apart:+.2g}" if abs(apart) < 100 else "-+"[apart >= 0] + shown(abs(apart), 3)
-    return size + (" ± 0" if setting.half is not None else "")
+    return "-+"[apart >= 0] + amount(apart, setting.half)
 
 
 def half_width(setting: Setting, column: Column) -> float | None:

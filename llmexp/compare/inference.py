@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from llmexp.compare.statistics import at_least, quantile, seeds_needed
-from llmexp.system.text import decimals_of, with_interval
+from llmexp.system.text import amount, decimals_of
 
 FEW = 3  # seeds from which on its own spread tells something of a setting
 STRICT = 0.9  # of the level, where settings share no seeds or have few
@@ -75,10 +75,7 @@ class Difference:
     @property
     def text(self) -> str:
         """Return the size with its interval: 0.0034 ± 0.0018."""
-        mean = abs(self.mean) if abs(self.mean) > 1e-12 else 0.0
-        # A smaller interval is the rounding of the sum.
-        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0
-        return with_interval(mean, half, 6) if half else f"{mean:.2g} ± 0"
+        return amount(self.mean, self.half)
 
     def seeds_needed(self, size: float) -> int | None:
         """Return the seeds a setting that would find a difference of `size`; None for too many."""

@@ -18,7 +18,7 @@ from llmexp.settings.commands import command_words, own_parts
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
-from llmexp.system.text import duration
+from llmexp.system.text import duration, number
 
 _PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.figures import has_a_say, rose_first_most
+from llmexp.compare.figures import alone, has_a_say, rose_first_most
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
@@ -19,7 +19,7 @@ from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
-from llmexp.system.text import duration, first_of, listed
+from llmexp.system.text import amount, duration, first_of, listed
 
 SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
@@ -136,7 +136,7 @@ def _names(f: Result) -> list[str]:
 
 def _rounding(f: Result) -> Iterator[str]:
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
-        size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
+        size = f"differences of up to {amount(f.floor.size)}" if f.floor.size else "no difference"
         yield f"Rounding alone makes {size} here ({f.floor.source})."
 
 
@@ -164,12 +164,12 @@ def _spiked(f: Result) -> Iterator[str]:
     """Tell the spikes of each setting that has any, those of the most spikes first."""
     spiky = [e for e in f.settings if e.figures.get("spikes")]
     spiky.sort(key=lambda e: -e.figures["spikes"])
-    parts = []
+    parts, columns = [], {k.key: k for k in f.columns}
     for e in spiky:
         several = len(e.runs) > 1
-        part = f"{e.label} {e.figures['spikes']:.3g}{' a run' * several}"
-        if tokens := e.figures.get("spike_tokens"):
-            part += f", {tokens:,.0f} tokens until the loss was back"
+        part = f"{e.label} {alone(e, columns['spikes'])}{' a run' * several}"
+        if e.figures.get("spike_tokens"):
+            part += f", {alone(e, columns['spike_tokens'])} tokens until the loss was back"
         if first := rose_first_most(e):
             part += f", {first[0]} rose first most often"
             part += f" in {first[1]} of {plural(len(e.runs), 'run')}" * several
@@ -262,7 +262,7 @@ def _where(f: Result) -> Iterator[str]:
     which = "where all runs end" if len(ends) == 1 else "where the first run ends"
     if f.key.startswith("val/") and f.align_at < min(ends):
         which = "the last position at which every run was evaluated"
-    text = f"Losses are read at {f.align_at:,.0f} {UNITS[f.align]}, {which}."
+    text = f"Losses are read at {f.position} {UNITS[f.align]}, {which}."
     late = f.align_at * (1 + 1e-9)
     without = [f.label_of(r) for r in runs if not (evaluations(r, f.align) <= late).any()]
     if without and any("val/loss" in r.columns for r in runs):
@@ -325,16 +325,16 @@ def _method(f: Result) -> Iterator[str]:
         looks = ", over all looks together" if f.looks else ""
         yield f"Intervals are at 95 %{looks}, with the noise{of} over their seeds{small}."
     if few:
+        which = "Runs of one seed" if all(len(r.seeds) < 2 for r in f.ranked) else "Few seeds"
         yield (
-            "Runs of one seed show what these runs did, not what the settings do: rounding and the "
+            f"{which} show what these runs did, not what the settings do: rounding and the "
             "order of the data move a loss as well. Only more seeds (train.seed=1,2,3) tell."
         )
     if f.floor is not None:
-        size = f.floor.size
-        spread = f.digits(size) if size >= 1 else f"{size:.2g}"
         yield (
-            f"The floor of rounding, {spread}, is the largest difference in {f.metric.title} among "
-            f"{f.floor.runs} runs that differ in rounding alone ({f.floor.source})."
+            f"The floor of rounding, {amount(f.floor.size)}, is the largest difference in "
+            f"{f.metric.title} among {f.floor.runs} runs that differ in rounding alone "
+            f"({f.floor.source})."
         )
     elif few:
         yield (

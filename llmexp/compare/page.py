@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from llmexp.compare.clipping import looked_at
+from llmexp.compare.clipping import looked_at, percent
 from llmexp.compare.document import PLOTLY_FILE, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
 from llmexp.compare.plot_search import screen_plots, search_plots
 from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, other_quantities
 from llmexp.compare.plot_verdict import verdict_plot
-from llmexp.compare.plotting import looks
+from llmexp.compare.plotting import Plot, looks
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, shown_columns
 from llmexp.compare.target import UNITS_IN_WORDS
@@ -37,12 +38,9 @@ def write_beside(comparison: Result, where: Path) -> Path:
 def mirrored(c: Result) -> SweepAnswer:
     """Return the answer of a sweep as a tracker gets it, with a verdict for each run."""
     full, settings = columns_in_full(c), c.settings
-    table = {
-        "name": full.pop("name"), "mark": [s.mark for s in settings],
-        "difference": [s.size for s in settings], "half": [s.half for s in settings],
-        "basis": [s.basis for s in settings], "seeds": [len(s.runs) for s in settings],
-        "state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"},
-    }  # fmt: skip
+    standing = ("name", "mark", "difference", "half", "basis")
+    table = {k: full.pop(k) for k in standing} | {"seeds": [len(s.runs) for s in settings]}
+    table |= {"state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"}}
     marks = {}
     for s in settings:
         for run in s.runs:
@@ -55,17 +53,23 @@ def mirrored(c: Result) -> SweepAnswer:
 
 def page(comparison: Result, inline: bool = True) -> str:
     """Return the page with everything inside, or, without `inline`, with the library beside it."""
-    c = comparison
-    curves, rest, stand = losses(c), other_quantities(c), verdict_plot(c)
-    settings = screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)]
-    layers = layer_plots(c)
-    plots = [plot for plot in (stand, curves, *settings, rest, *layers) if plot]
+    c, parts = comparison, sections(comparison)
     return document(
-        "llmexp.compare", plots, inline,
+        "llmexp.compare", list(itertools.chain(*parts.values())), inline,
         title=_title(c), about=_about(c), headline=c.headline, notes=c.notes, why=c.why,
-        problems=c.problems, verdict=stand, looks=look_rows(c), losses=curves, settings=settings,
-        others=rest, layers=layers, clip=clip_rows(c), noise=noise_rows(c), **run_rows(c),
+        problems=c.problems, looks=look_rows(c), clip=clip_rows(c), noise=noise_rows(c),
+        **parts, **run_rows(c),
     )  # fmt: skip
+
+
+def sections(c: Result) -> dict[str, list[Plot]]:
+    """Return all figures of the page, which are those of an answer in Python too, by section."""
+    found: dict[str, Sequence[Plot | None]] = {
+        "verdict": [verdict_plot(c)], "losses": [losses(c)],
+        "settings": screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)],
+        "others": [other_quantities(c)], "layers": layer_plots(c),
+    }  # fmt: skip
+    return {name: [plot for plot in plots if plot] for name, plots in found.items()}
 
 
 def _title(c: Result) -> str:
@@ -77,21 +81,21 @@ def _title(c: Result) -> str:
 def _about(c: Result) -> str:
     where = "each run at its own end"
     if c.align_at is not None:
-        where = f"compared at {c.align_at:,.10g} {UNITS_IN_WORDS[c.align]}"
+        where = f"compared at {c.position} {UNITS_IN_WORDS[c.align]}"
     folded = len(c.settings) != len(c.runs)
     settings = f"{plural(len(c.settings), 'setting')}, seeds folded · " if folded else ""
     ordered = f"{settings}ordered by {c.key} · {where}"
     return ordered[0].upper() + ordered[1:]
 
 
-def number_cells(*values: Any) -> list[Cell]:
+def number_cells(*values: Any, digits: int = 3) -> list[Cell]:
     """Return a cell for each number, empty where one is not known."""
-    return [Cell("" if number(v) is None else shown(v, 3), v) for v in values]
+    return [Cell("" if number(v) is None else shown(v, digits), v) for v in values]
 
 
 def share(value: Any, before: str = "") -> Cell:
     """Return the cell of a share in percent, empty where it is not known."""
-    return Cell("" if number(value) is None else f"{before}{value:.1%}", value)
+    return Cell("" if number(value) is None else f"{before}{percent(value)}", value)
 
 
 def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
@@ -125,8 +129,9 @@ def look_rows(c: Result) -> list[Row]:
         count = len(one.seeds)
         trained = sum(r.seed in one.seeds and not r.config.get(TWIN) for r in c.runs)
         cells = [
-            Cell(str(count), count), Cell(str(trained), trained), share(one.level),
-            Cell(", ".join(one.worse)), Cell(", ".join(one.going)), Cell(one.why),
+            Cell(str(count), count), Cell(str(trained), trained),
+            Cell(f"{one.level:.2%}", one.level), Cell(", ".join(one.worse)),
+            Cell(", ".join(one.going)), Cell(one.why),
         ]  # fmt: skip
         rows.append(Row("transparent", str(i), cells))
     return rows
@@ -152,6 +157,6 @@ def noise_rows(c: Result) -> list[Row]:
     for colour, name, record in runs(c):
         if noise := record.status.get("noise"):
             known = map(noise.get, ("noise_scale", "low", "high", "measurements"))
-            cells = number_cells(record.facts.get("real_batch_size"), *known)
+            cells = number_cells(record.facts.get("real_batch_size"), *known, digits=4)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
     return rows

@@ -39,7 +39,7 @@ def search_plots(c: Result) -> list[Plot]:
         return []
     look, values = looks(c), [v for _, _, v in known]
     colours = {r: look[e].colour for e in look if len(e.runs) > 1 for r in e.runs}
-    words = [f"trial {at}: {text(c.label_of(r))}<br>{v:.4f}" for at, r, v in known]
+    words = [f"trial {at}: {text(c.label_of(r))}<br>{c.digits(v)}" for at, r, v in known]
     x = [at for at, _, _ in known]
     marker = {"color": [colours.get(r, GREY) for _, r, _ in known], "size": 7,
               "symbol": "circle-open", "line_width": 1.6}  # fmt: skip
@@ -69,8 +69,8 @@ def _fresh(c: Result, e: Setting, look: SettingStyle, fresh: Sequence[Record], p
     values = [r.figures[c.key] for r in fresh]
     mean, count = sum(values) / len(values), len(values)
     half = half_width(e, c.metric) if len(e.taking_part) == count else None
-    words = [f"{look.title}, mean of {count}<br>{mean:.4f}"]
-    words += [f"{look.title}, seed {text(r.seed)}<br>{r.figures[c.key]:.4f}" for r in fresh]
+    words = [f"{look.title}, mean of {count}<br>{c.digits(mean)}"]
+    words += [f"{look.title}, seed {text(r.seed)}<br>{c.digits(r.figures[c.key])}" for r in fresh]
     first = look.point(15, 11)
     marker = {"color": look.colour, "symbol": [first["symbol"], *["line-ew-open"] * count],
               "size": [first["size"], *[9] * count], "line_width": 1.5}  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, scale
-from llmexp.compare.figures import figure_text, half_width, is_score
+from llmexp.compare.figures import alone, figure_text, half_width, is_score
 from llmexp.compare.plotting import (
     ABOVE,
     GREY,
@@ -25,7 +25,6 @@ from llmexp.compare.plotting import (
 )
 from llmexp.compare.records import APART, Column, Result, Setting, Verdict
 from llmexp.settings.labels import plural, short_label
-from llmexp.system.text import shown
 
 _NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most
@@ -80,7 +79,11 @@ def _over_key(c: Result, key: str, along: Scale, settings: list[Setting], absent
     }  # fmt: skip
     if len(along.levels) <= 12:
         layout |= {f"xaxis.{name}": at for name, at in _ticks(along, along.levels).items()}
-    caption = "One seed each, so there are no intervals."
+    most = max(len(e.taking_part) for e in settings)
+    caption = "There are intervals of losses and scores alone."
+    if most < 3:
+        caption = ("Two seeds are too few for", "One seed each, so there are no")[most < 2]
+        caption += " intervals."
     if any(half_width(e, column) for e in settings):
         what = "items of the task" if is_score(column.key) else "seeds"
         caption = f"The bars are 95 % intervals over the {what}."
@@ -143,6 +146,6 @@ def _map(c: Result, scales: Mapping[str, Scale], known: Mapping[tuple[int, int],
 
 def _words(c: Result, e: Setting, column: Column) -> str:
     """Return what a cell shows of a setting: its figure, and its state unless it has finished."""
-    lines = [shown(e.figures[column.key], column.digits)] if column.key in e.figures else []
+    lines = [alone(e, column)] if column.key in e.figures else []
     lines += [text(e.state)] * (e.state != "finished")
     return "★ " * (e.leads and column.key == c.key) + "<br>".join(lines)

@@ -70,7 +70,7 @@ def _seeds(c: Result, lead: Setting, rows: Sequence[Setting], names: Sequence[st
             if (value := r.figures.get(c.key)) is not None:
                 x.append(value - (mean if e is lead else ours.get(r.seed, mean)))
                 y.append(name)
-                words.append(f"seed {text(r.seed)}: {value:.4f}")
+                words.append(f"seed {text(r.seed)}: {c.digits(value)}")
                 opacity.append(0.8 * SYMBOLS[e.mark][1])
     marker = dict(symbol="line-ns-open", size=9, color=GREY, opacity=opacity, line_width=1.5)
     return points(x, y, words, name="a seed", marker=marker)

@@ -198,6 +198,7 @@ class Column:
     title: str  # with its unit
     better: str = ""  # lower | higher, where one is
     digits: int = 4  # significant ones
+    counts: bool = True  # whether all of its figures are whole numbers
 
     @property
     def sign(self) -> float:
@@ -331,10 +332,12 @@ class Result:
 
     def digits(self, number: float) -> str:
         """Return a number with the digits of the metric."""
-        return shown(number, self.metric.digits)
+        return shown(number, self.metric.digits, self.metric.counts)
 
-    def figure(self, setting: Setting) -> str:
-        return self.digits(setting.figures[self.key])
+    @property
+    def position(self) -> str:
+        """Return the common position as text."""
+        return "" if self.align_at is None else shown(self.align_at, 6)
 
     def label_of(self, run: Record) -> str:
         return next(s.label_of(run) for s in self.settings if run in s.runs)

@@ -9,7 +9,7 @@ from llmexp.compare.records import Result
 from llmexp.compare.screening import Contrast, Screen, screen, spelled
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural, short_value
-from llmexp.system.text import with_interval
+from llmexp.system.text import amount
 
 
 def screen_of(f: Result) -> Screen | None:
@@ -41,7 +41,7 @@ def _effect(f: Result, s: Screen, c: Contrast) -> str:
     worse = next(level for level in s.levels[key] if level is not better)
     side = f"{names[key]}={short_value(better)} instead of {short_value(worse)}"
     does = "lowers" if f.metric.sign > 0 else "raises"
-    return f"{side} {does} {f.metric.title} by {with_interval(abs(c.effect), c.half, 6)}"
+    return f"{side} {does} {f.metric.title} by {amount(c.effect, c.half)}"
 
 
 def mixed(f: Result) -> Iterator[str]:

@@ -246,7 +246,8 @@ def columns_in_full(c: Result) -> dict[str, list[Any]]:
         for key, (low, high) in row["intervals"].items():
             row |= {f"{key} low": low, f"{key} high": high}
         row["note"] = row["note"] or ""
-    heads = ("name", "path", "state", *c.differing, *keys, "note")
+    standing = ("mark", "difference", "half", "basis")
+    heads = ("name", "path", "state", *standing, *c.differing, *keys, "note")
     return {head: [row.get(head) for row in rows] for head in heads}
 
 

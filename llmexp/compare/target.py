@@ -13,7 +13,7 @@ from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
-from llmexp.system.text import listed, rounded
+from llmexp.system.text import listed
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}
@@ -109,10 +109,10 @@ def reached(f: Result) -> Iterator[str]:
     widths = [r.figures["target/by"] - r.figures["target/after"] for r in runs
               if "target/by" in r.figures]  # fmt: skip
     if widths:
-        most = f"up to {rounded(max(widths))} {unit} apart"
+        most = f"up to {f.digits(max(widths))} {unit} apart"
         yield f"Between two evaluations, {most}, the target is placed by a straight line."
     if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
-        cap = rounded(cap_of(f))
+        cap = f.digits(cap_of(f))
         yield (
             f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); to "
             f"judge, all that had not by {cap} {unit}, where the first of them ends, count as if "

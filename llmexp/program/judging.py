@@ -60,17 +60,12 @@ class Answer:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the page by name, as plotly.graph_objects.Figure.
+        """Return the figures of the page by name, as plotly.graph_objects.Figure."""
+        from llmexp.compare.page import sections
 
-        They show losses, other quantities, and one shows each swept key.
-        """
-        from llmexp.compare.plot_settings import maps, over_keys
-        from llmexp.compare.plot_training import losses, other_quantities
-
-        c = self.comparison
-        plots = (losses(c), *over_keys(c), *maps(c), other_quantities(c))
         wide = {"template": None, "margin": None}  # as plotly shows a figure of its own
-        return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots if p}
+        parts = sections(self.comparison).values()
+        return {p.name: p.figure.update_layout(wide, title=p.title) for part in parts for p in part}
 
 
 def compare(*paths: Any, align: str = "tokens",

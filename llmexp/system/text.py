@@ -16,16 +16,21 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def shown(value: float, digits: int) -> str:
-    """Return a number with so many significant digits; large ones whole, with separators."""
+def shown(value: float, digits: int, counts: bool = True) -> str:
+    """Return a number with so many significant digits; large ones whole, with separators.
+
+    Whole numbers have no decimals, unless they are no `counts`: 2.0000 beside 2.5000.
+    """
     if not math.isfinite(value):
         return str(value)
     huge = abs(value) >= 1e15
     # what rounds up to one digit more is whole, too
-    whole = value == int(value) or abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1)
+    whole = abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1)
+    whole = whole or (counts and value == int(value))
     if not huge and whole:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
+    short = huge or 0 < abs(value) < 1e-3
+    return f"{value:.{digits}g}" if short else f"{value:#.{digits}g}"
 
 
 def decimals_of(half: float) -> int:
@@ -33,7 +38,7 @@ def decimals_of(half: float) -> int:
     return 1 - math.floor(math.log10(half)) if half and math.isfinite(half) else 12
 
 
-def with_interval(value: float | None, half: float | None, digits: int) -> str:
+def with_interval(value: float | None, half: float | None, digits: int, counts: bool = True) -> str:
     """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals.
 
     `1,500` alone where the half width is less than can be seen in it; empty without a value.
@@ -41,15 +46,28 @@ def with_interval(value: float | None, half: float | None, digits: int) -> str:
     if value is None:
         return ""
     if half is None or not math.isfinite(half) or not math.isfinite(value):
-        return shown(value, digits)
+        return shown(value, digits, counts)
     # decimals that the value shows
     place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12
     if half < 0.5 * 10.0**-place:
-        return shown(value, digits)
+        return shown(value, digits, counts)
     decimals = min(decimals_of(half), place + 1)
     if decimals <= 0:
         return f"{round(value, decimals):,.0f} ± {round(half, decimals):,.0f}"
     return f"{value:,.{decimals}f} ± {half:.{decimals}f}"
+
+
+def amount(size: float, half: float | None = None) -> str:
+    """Return the size of a difference, without its sign: 0.027, or 0.0034 ± 0.0018.
+
+    Headline, notes, table and page have it from here. An interval that is smaller than the rounding
+    of the difference is none: 0.027 ± 0.
+    """
+    size = abs(size) if abs(size) > 1e-12 else 0.0
+    if half and half > 1e-9 * size:
+        return with_interval(size, half, 6)
+    text = f"{size:.2g}" if size < 100 else shown(size, 3)
+    return text if half is None else f"{text} ± 0"
 
 
 def loss_text(value: float) -> str:

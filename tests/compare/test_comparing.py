@@ -813,7 +813,7 @@ def test_one_name_is_one_figure_in_table_answer_and_json(tmp_path):
     c = compare([tmp_path])
     titles = [column.title for column in c.columns]
     assert len(set(titles)) == len(titles)
-    assert titles[0] == "val loss at 205k tokens"
+    assert titles[0] == "val loss at 204,800 tokens"
     equal = compare([tmp_path / "a", make_run(tmp_path / "c", max_norm=3.0)])
     assert [column.title for column in equal.columns].count("val loss") == 1
     assert not any("final" in column.title for column in equal.columns)

@@ -107,21 +107,21 @@ def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path):
         if width == 120:
             assert "30%" in told["update"].split()
     rows = [[row.name, *(cell.text for cell in row.cells)] for row in clip_rows(made)]
-    beside = ["1.25", "", "", "0.123: 75.0%"]
+    beside = ["1.25", "", "", "0.123: 75%"]
     assert rows == [
-        ["clip=norm", "norm", "0.5", "25.0%", *beside],
-        ["clip=zscore", "norm", "moving", "25.0%", *beside],
+        ["clip=norm", "norm", "0.5", "25%", *beside],
+        ["clip=zscore", "norm", "moving", "25%", *beside],
         ["", "moving limit", "", "", "1.50", "", ""],
         ["clip=value", "norm", "", "", *beside],
-        ["", "largest entry", "0.1", "25.0%", *["", *beside[1:]]],
+        ["", "largest entry", "0.1", "25%", *["", *beside[1:]]],
         ["clip=adaptive", "norm", "", "", *beside],
         ["", "units", "0.01", "5.2%", *["", *beside[1:]]],
-        ["clip=per_group", "norm", "by group", "25.0%", *beside],
-        ["", "norm of *.mlp.*", "", "0.0%", *["", *beside[1:]]],
-        ["", "norm of *", "2.0", "50.0%", *["", *beside[1:]]],
+        ["clip=per_group", "norm", "by group", "25%", *beside],
+        ["", "norm of *.mlp.*", "", "0%", *["", *beside[1:]]],
+        ["", "norm of *", "2.0", "50%", *["", *beside[1:]]],
         ["clip=update", "norm", "", "", *beside],
-        ["", "tensors", "1.0", "40.0%", *["", *beside[1:]]],
-        ["", "heads", "9.0", "30.0%", *["", *beside[1:]]],
+        ["", "tensors", "1.0", "40%", *["", *beside[1:]]],
+        ["", "heads", "9.0", "30%", *["", *beside[1:]]],
     ]
     assert "clip.ratio" not in shown_columns(made)
 

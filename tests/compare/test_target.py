@@ -134,7 +134,7 @@ def test_what_is_reached_behind_the_end_of_a_run_that_never_does_has_no_order(tm
         planted(where, {0.3: 0.8}, seeds, steps=60, train__max_steps=400)
         c = compare([where], target="val/loss=3.2")
         assert c.headline.startswith(
-            "Undecided: lr=0.1 and lr=0.2 reach val/loss=3.2 behind 61.4k tokens, where the first "
+            "Undecided: lr=0.1 and lr=0.2 reach val/loss=3.2 behind 61,440 tokens, where the first "
             "run that never does ends: lr=0.1 after "
         )
         assert {e.mark for e in c.settings} == {"lowest", "undecided"}
@@ -199,7 +199,7 @@ def test_the_command_prints_what_the_schema_says(tmp_path, capsys):
     assert llmexp(["compare", str(tmp_path), "--target", "val/loss=3.2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens to" in out
-    assert "evaluations, up to 20.5k tokens apart" in out
+    assert "evaluations, up to 20,480 tokens apart" in out
     page = tmp_path / "page.html"
     words = ["--target", "val/loss=3.2", "--out", str(page)]
     assert llmexp(["compare", str(tmp_path), *words]) == 0
@@ -259,13 +259,14 @@ def test_false_alarms_with_runs_that_never_reach_it(k, n, share, spread):
 
 @pytest.mark.parametrize(("places", "headline"), [
     ([[20], [20]], "Undecided, one seed each: lr=1.0 and lr=2.0 reach val/loss=1 together, after "
-     "20.5k tokens; 3 seeds each would begin to tell."),
+     "20,480 tokens; 3 seeds each would begin to tell."),
     ([[20], [20], [40]], "Undecided, one seed each: lr=1.0 and lr=2.0 reach val/loss=1 first, "
-     "together, after 20.5k tokens, 20.5k before lr=3.0; 3 seeds each would begin to tell."),
+     "together, after 20,480 tokens, 20,480 before lr=3.0; 3 seeds each would begin to tell."),
     ([[20] * 3, [20] * 3, [40] * 3], "lr=1.0 and lr=2.0 reach val/loss=1 first, together, after "
-     "20.5k tokens, 20.5k ± 0 before lr=3.0 (3 seeds). The other is slower."),
+     "20,480 tokens, 20,480 ± 0 before lr=3.0 (3 seeds). The other is slower."),
     ([[20, 40, 60], [60, 40, 20]],
-     "Undecided: lr=1.0 reaches val/loss=1 after 41k tokens, 0 ± 102k from lr=2.0 (3 seeds); "),
+     "Undecided: lr=1.0 reaches val/loss=1 after 41,000 tokens, 0 ± 100,000 from lr=2.0 (3 "
+     "seeds); "),
 ])  # fmt: skip
 def test_settings_that_get_there_at_the_same_place_are_not_said_to_be_first(
     tmp_path, places, headline

@@ -66,8 +66,8 @@ def test_one_seed_each_has_no_verdict_to_draw():
 def test_the_table_of_looks_shows_where_seeds_went():
     rows = [[cell.text for cell in row.cells] for row in look_rows(decided())]
     assert rows == [
-        ["2", "6", "3.0%", "lr=1.0", "lr=2.0, lr=3.0", "2 get 3 seeds"],
-        ["3", "8", "2.0%", "", "lr=2.0, lr=3.0", "all 3 seeds are trained"],
+        ["2", "6", "3.00%", "lr=1.0", "lr=2.0, lr=3.0", "2 get 3 seeds"],
+        ["3", "8", "2.00%", "", "lr=2.0, lr=3.0", "all 3 seeds are trained"],
     ]
     whole = page(decided())
     assert re.search(r'<section id="looks">.*Where seeds went.*lr=2.0, lr=3.0', whole, re.DOTALL)

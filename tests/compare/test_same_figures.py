@@ -1,0 +1,122 @@
+"""A number that stands in several places is the same number in the same digits: headline, notes,
+table, Markdown, page, JSON, CSV, tracker, Python."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as sampled
+from hypothesis import strategies as st
+
+from llmexp.compare.comparing import findings, with_words
+from llmexp.compare.figures import difference
+from llmexp.compare.page import mirrored, page, run_rows
+from llmexp.compare.records import Result
+from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown
+from llmexp.program.judging import Answer
+from llmexp.system.text import amount
+from tests.compare.made import trained
+
+NUMBER = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-][0-9]+)?"
+
+
+def made(losses: np.ndarray, sort: str | None = None) -> Result:
+    """A comparison of settings over seeds, of runs of ten minutes each."""
+    runs = [trained(i, j + 1, float(y)) for (i, j), y in np.ndenumerate(losses)]
+    for r in runs:
+        r.status["summary"]["peak_memory_gib"] = 2.0 + r.config["optimizer.lr"] / 4
+    return with_words(findings(runs, sort=sort))
+
+
+def cells(c: Result, key: str) -> dict[str, str]:
+    return dict(zip([e.label for e in c.settings], shown_columns(c)[key].cells, strict=True))
+
+
+@st.composite
+def sweeps(draw):
+    """Two to four settings with one to five seeds, of any size and spread; some are round."""
+    count, seeds = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    scale = 10.0 ** draw(st.integers(-3, 4))
+    level = draw(st.sampled_from([0.0, 2.0, 2.5, 9.9996]))
+    noise = 10.0 ** draw(st.integers(-6, 1)) if draw(st.booleans()) else 0.0
+    step = draw(st.sampled_from([0.0, 0.5, 0.037, 123.456]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    y = level + step * np.arange(count)[:, None] + noise * rng.normal(size=(count, seeds))
+    return scale * np.abs(y)
+
+
+@given(sweeps(), st.sampled_from([None, "peak_memory_gib"]))
+@sampled(max_examples=30, deadline=None)
+def test_every_number_that_stands_twice_is_the_same_in_the_same_digits(losses, sort):
+    c = made(losses, sort)
+    key, lead = c.key, c.settings[0]
+    text = "\n".join([c.headline, *c.notes])
+    of_metric, apart = cells(c, key), cells(c, "difference")
+    # headline and notes: the leading figure as its cell has it, and each difference as its own
+    known = {text.partition(" ± ")[0] for text in of_metric.values()}
+    for found in re.findall(rf"{re.escape(c.metric.title)},? ({NUMBER})", c.headline):
+        ends = {c.digits(y) for e in c.settings for y in e.seeds.values()}
+        assert found in known | ends, (found, known, c.headline)
+    sizes = {cell.lstrip("+-") for cell in apart.values() if cell}
+    for found in re.findall(rf"({NUMBER}(?: ± {NUMBER})?) (?:below|above) ", text):
+        assert found in sizes, (found, sizes, text)
+    # no whole number stands beside others of the same figure that have decimals
+    decimals = {"." in cell.partition(" ")[0] for cell in of_metric.values() if cell}
+    large = any(abs(e.figures[key]) >= 1000 or e.intervals.get(key) for e in c.settings)
+    assert len(decimals) == 1 or large, of_metric
+    # Markdown and page have the cells of the table, the terminal some of them
+    _, _, *rows = (line.strip("| ").split(" | ") for line in to_markdown(c).splitlines()[2:])
+    rows = rows[: len(c.settings)]
+    for row, e in zip(rows, c.settings, strict=True):
+        assert of_metric[e.label] in row
+    title = next(k.title for k in c.columns if k.key == key)
+    body = run_rows(c)
+    at = body["heads"].index(title) - 1
+    assert [row.cells[at].text for row in body["rows"]] == list(of_metric.values())
+    assert sum(of_metric[lead.label] in line for line in lines(c, 200)) >= 1
+    # JSON, CSV and the tracker have the numbers themselves, which are those of the cells
+    found = json.loads(to_json(c))["runs"]
+    table = list(csv.DictReader(io.StringIO(to_csv(c))))
+    with mock.patch("llmexp.compare.page.page", return_value=""):  # which takes its time
+        kept = mirrored(c).table
+    for i, (e, row, line) in enumerate(zip(c.settings, found, table, strict=True)):
+        for name in (key, "difference", "half", "mark", "basis"):
+            assert row[name] == kept[name][i], name
+            assert line[name] == ("" if row[name] is None else str(row[name])), name
+        if row["difference"] is not None:
+            sign = "-+"[row["difference"] >= 0]
+            assert apart[e.label] == sign + amount(row["difference"], row["half"])
+            assert apart[e.label] == difference(e)
+        shown = float(of_metric[e.label].partition(" ")[0].replace(",", ""))
+        digits = max(abs(row[key]) * 0.6e-3, (e.half or 0.0))
+        low, high = row["intervals"].get(key, (row[key], row[key]))
+        assert abs(shown - row[key]) <= digits + (high - low) / 20 or math.isclose(shown, row[key])
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_python_has_the_figures_of_the_page_and_captions_count_the_seeds(seeds):
+    rng = np.random.default_rng(seeds)
+    c = made(2 + rng.normal(size=(3, seeds)) / 10 + np.arange(3)[:, None])
+    figures = Answer(c).figures
+    html = page(c, inline=False)
+    assert set(figures) == set(re.findall(r'data-plot="([^"]+)"', html))
+    assert ("verdict" in figures) == (seeds > 1)
+    words = ("One seed each", "Two seeds", "95 % intervals over the seeds")
+    assert [word in html for word in words] == [n == seeds for n in (1, 2, 3)]
+
+
+def test_a_column_of_round_figures_has_no_decimals_and_one_of_others_has_them_all():
+    c = made(np.array([[2.0], [2.5]]))
+    assert list(cells(c, c.key).values()) == ["2.0000", "2.5000"]
+    assert c.headline.startswith("Undecided, one seed each: lr=1.0 has the lowest val loss, 2.0000")
+    tokens = replace(c, metric=next(k for k in c.columns if k.key == "tokens_seen"))
+    assert cells(tokens, "tokens_seen") == {"lr=1.0": "64", "lr=2.0": "64"}
