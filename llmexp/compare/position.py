@@ -52,8 +52,10 @@ def positions(record: Record, align: str) -> np.ndarray:
 
 def of_rows(record: Record, align: str) -> np.ndarray:
     """Return the position of each row, empty where it is not known."""
-    where, steps = positions(record, align), record.columns["step"].astype(int)
-    return where[np.clip(steps, 1, len(where)) - 1] if len(where) else where
+    where, steps = positions(record, align), record.columns["step"]
+    if align == "steps" or not len(where):
+        return steps if align == "steps" else where
+    return where[np.clip(steps.astype(int), 1, len(where)) - 1]
 
 
 def time_before(record: Record) -> float | None:

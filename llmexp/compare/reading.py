@@ -55,8 +55,10 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
     config, lost, facts = folder.flat_config, folder.lost(), folder.facts
-    most = facts.get("max_steps") or sum(columns["step"][-1:])
-    steps, gone = read_steps(path, int(most))
+    ended = folder.state in ("finished", "preempted") and folder.summary.get("steps")
+    came = int(max([ended or 0, *columns["step"][-1:]]))
+    steps, gone = read_steps(path, int(facts.get("max_steps") or came))
+    gone += max(0, came - len(steps["tokens"]))
     if lost := lost or (f"has lost {plural(gone, 'record')} of {STEPS_BIN}" if gone else ""):
         folder.problems.append(f"{path}: the run {lost}; it is not compared")
     point, ledger = sweep.point_of(path), sweep.ledger

@@ -14,7 +14,6 @@ from typing import Any
 from llmexp.runs import door, ending, rundir
 from llmexp.runs.door import as_row
 from llmexp.runs.rows import read_rows
-from llmexp.runs.steps import STEPS_BIN, steps_in
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import open_plain
 from llmexp.system.redact import clean, cleaned
@@ -109,22 +108,23 @@ class RunFolder:
         return clean(error or "")
 
     def lost(self) -> str:
-        """Return, in words, what rows or steps are missing at the end of a run; else nothing.
+        """Return, in words, how many rows are missing at the end of a run that ended; else nothing.
 
-        A preempted run may have stopped between two rows.
+        A preempted run may have stopped between two rows, train.log_every steps apart.
         """
         state, ended = self.status.get("state"), self.summary.get("steps")
-        last, steps = int(self.last_row().get("step", 0)), steps_in(self.path)
-        if steps < last:
-            return f"has rows up to step {last:,}, but {steps:,} records in {STEPS_BIN}"
         if ended is None and state == "finished":
             ended = self.facts.get("max_steps")
         if state not in ("finished", "preempted") or ended is None:
             return ""
-        there = last if state == "finished" else steps
-        if not there < ended < 2**53:
+        between = 1
+        if state == "preempted":
+            given = self.flat_config.get("train.log_every")
+            between = given if type(given) is int and given > 0 else ended
+        last = int(self.last_row().get("step", 0))
+        if not 0 < ended < 2**53 or last + between > ended:
             return ""
-        rows = f"its rows end at {last:,}, {STEPS_BIN} at {steps:,}"
+        rows = f"its rows end at {last:,}" if last else "it has no rows"
         return f"says {state} at step {ended:,}, but {rows}"
 
     def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import TAIL
+from llmexp.compare.page import page
 from llmexp.compare.reading import read
 from llmexp.laws.points import decayed, law_points
 from llmexp.runs.find import find
 from llmexp.runs.rows import read_rows
 from llmexp.runs.steps import FIELDS
+from llmexp.sweep.running import score
 from tests.compare.synthetic import make_run, write_steps
 from tests.conftest import TINY, llmexp
 
@@ -143,6 +146,22 @@ def test_runs_that_are_evaluated_unlike_are_read_where_all_were(tmp_path):
     assert between == [(50.0, 100.0), (100.0, 150.0)]
 
 
+@pytest.mark.parametrize("log_every", [1, 10, 50])
+def test_halving_goes_by_what_was_evaluated_else_by_the_step(tmp_path, log_every):
+    """A row that only train.log_every makes is no evaluation, and no run needs one."""
+    run = make_run(tmp_path / "a", steps=100, val_every=50)
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] % log_every == 0]
+    own = {row["step"]: row for row in rows}
+    for keys in ((), ("val/loss", "val/ppl", "val/bits_per_byte")):
+        kept = [{k: v for k, v in row.items() if k not in keys} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        losses = np.fromfile(run / "steps.bin")[:: len(FIELDS)]
+        for step in (14, 50):
+            byte = own[50]["val/bits_per_byte"] if 50 in own and step == 50 else math.inf
+            assert score(run, step) == (losses[step - 1] if keys else byte)
+        assert score(run, 101) == math.inf
+
+
 def damaged(data: bytes) -> dict[str, bytes]:
     record = 8 * len(FIELDS)
     return {
@@ -163,6 +182,7 @@ def test_a_run_whose_steps_are_lost_is_not_compared(tmp_path, kind):
     if kind == "gone":
         file.unlink()
     c = compare([tmp_path])
+    page(c)  # it still has its rows
     assert sum("steps.bin" in p for p in c.problems) == 1
     assert [e.out for e in c.settings] == ["", "", "rows lost"]
     assert "train/loss" not in c.settings[-1].figures
