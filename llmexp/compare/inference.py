@@ -225,7 +225,8 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
     """Return settings with a seed that is far off what all other figures tell of it.
 
     Each figure is held against the model without it, by Student's t at `FAR_OFF` over all figures
-    (Bonferroni): noise that is alike names one in 1 % of sweeps at most. Of two seeds, and of two
+    (Bonferroni): noise that is alike names one in about 1 % of sweeps, in 3.4 % of three settings
+    that share no seeds, whose spreads tell little of each other. Of two seeds, and of two
     settings that share seeds, nothing tells which one is off. Settings that are wild without their
     farthest seed too are left aside. What is found is taken out, and the rest looked at again.
     """

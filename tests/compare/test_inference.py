@@ -206,7 +206,8 @@ def test_few_seeds_are_named_where_none_is_off(sweeps, sizes):
                 y = rng.normal(size=(count, seeds)) * np.exp(unlike * rng.normal(size=(count, 1)))
                 named[at] += bool(inference.far_off(alone(y, shared)))
         print(f"{count} x {seeds}, {shared=}: named in {[n / sweeps for n in named]}")
-        limits = [stats.binom.ppf(0.999, sweeps, limit) for limit in (0.01, 0.05, 0.12)]
+        alike = 0.01 if shared or count > 3 else 0.04  # spreads of three tell little of each other
+        limits = [stats.binom.ppf(0.999, sweeps, limit) for limit in (alike, 0.06, 0.12)]
         assert all(n <= limit for n, limit in zip(named, limits, strict=True))
 
 
