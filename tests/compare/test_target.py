@@ -167,7 +167,10 @@ def test_what_looks_and_a_search_chose_by_another_figure_is_not_told_of_a_target
 
 
 def test_a_fork_has_reached_what_its_parents_have(tmp_path):
-    path = make_run(tmp_path / "fork", val_every=20, facts={"parent": {"step": 200}})
+    tokens = 200 * 8 * 128
+    parent = {"folder": "trunk", "run_id": "trunk", "step": 200, "sequences": 1600,
+              "tokens": tokens, "tokens_seen": tokens, "order": "", "digest": ""}  # fmt: skip
+    path = make_run(tmp_path / "fork", val_every=20, facts={"parent": parent})
     rows = (path / "metrics.jsonl").read_text().splitlines()
     (path / "lineage.jsonl").write_text("\n".join(rows[:200]) + "\n")
     (path / "metrics.jsonl").write_text("\n".join(rows[200:]) + "\n")
