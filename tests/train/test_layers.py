@@ -83,6 +83,9 @@ def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
 def test_shares_are_absent_where_a_norm_is_not_finite(tmp_path):
     """An overflow of fp16 leaves the norm of the module out in which it happens."""
     weights, both, one = {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 4.0}, {"b": 4.0}
-    rows = [{"step": 1, "weight_norm": weights, "grad_norm": norms} for norms in (both, one)]
+    rows = [
+        {"step": step, "weight_norm": weights, "grad_norm": norms}
+        for step, norms in enumerate((both, one), 1)
+    ]
     (tmp_path / "layers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [r.get("grad_share") for r in read_layers(tmp_path)] == [0.36, 0.64, None, None]

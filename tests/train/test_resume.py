@@ -306,7 +306,7 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
     resumed = Result(0, "", "", copy)
     assert exact(resumed) == exact(result)
     anew, before = (json.loads(p.read_text()) for p in (copy / "run.json", tmp_path / "run.json"))
-    assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides"}
+    assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides", "place"}
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
