@@ -13,7 +13,6 @@ from typing import Any
 
 from llmexp.compare.answer import needed
 from llmexp.compare.budgets import common
-from llmexp.compare.folding import FORK
 from llmexp.compare.inference import FEW
 from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
@@ -169,9 +168,7 @@ def _lines(k: Known) -> list[tuple[str, float, dict[float, Setting | None]]]:
     return found
 
 
-def _with(
-    k: Known, key: str, value: float, rule: str, why: str, line: Collection[float]
-) -> Step | None:
+def _with(k: Known, key: str, value: float, why: str, line: Collection[float]) -> Step | None:
     """Return the step that trains the best setting with another value of a key than its `line`."""
     lead = k.f.ranked[0]
     own = k.settings[lead]
@@ -185,7 +182,7 @@ def _with(
             check_range(float(text), key, knob)
         changes = {x: [own[x]] for x in k.keys} | {key: [text]}
         changes[SEED] = sorted(lead.seeds, key=lambda s: (len(s), s))
-        return k.step(rule, why, changes)
+        return k.step("wider", why, changes)
     return None
 
 
@@ -206,7 +203,7 @@ def wider(k: Known) -> Step | None:
                 why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "
                 why += "and the loss still falls towards it."
                 beyond = here * here / inner[0] if inner[0] else 2 * here
-                if step := _with(k, key, beyond, "wider", why, line):
+                if step := _with(k, key, beyond, why, line):
                     return step
     return None
 
@@ -256,33 +253,6 @@ def _affordable(f: Result) -> int:
     return max(MOST_SEEDS, 2 * len(f.looks[-1].seeds) if f.looks else 0)
 
 
-def finer(k: Known) -> Step | None:
-    """Try the lowest point of the parabola through the best value of a number and its neighbours.
-
-    The gain that it promises must matter, and be one that as many seeds can show.
-    """
-    f = k.f
-    for key, here, line in _lines(k):
-        below = max((v for v in line if v < here), default=0.0)
-        above = min((v for v in line if v > here), default=math.inf)
-        sides = [line.get(v) for v in (below, above) if 0 < v < math.inf]
-        shown = [(r.difference, f.metric.sign * (r.size or 0.0)) for r in sides if r]
-        if len(shown) < 2 or None in (d for d, _ in shown):
-            continue
-        x = [math.log(v / here) for v in (below, above)]
-        slopes = [size / at for at, (_, size) in zip(x, shown, strict=True)]
-        bend = (slopes[1] - slopes[0]) / (x[1] - x[0])
-        tilt = slopes[0] - bend * x[0]
-        gain = tilt**2 / (4 * bend) if bend > 0 else 0.0
-        if gain < max(f.negligible, min(d.half for d, _ in shown if d)):
-            continue
-        why = f"between {below:g} and {above:g} the losses bend as if another {k.name(key)} "
-        why += f"gained {gain:.2g}."
-        if step := _with(k, key, here * math.exp(-tilt / (2 * bend)), "finer", why, line):
-            return step
-    return None
-
-
 def _alone(k: Known) -> Step | None:
     """Give a setting that has two seeds, and no rival, two further ones."""
     why, lead = "two seeds are too few for an interval.", k.f.ranked[0]
@@ -302,12 +272,7 @@ def compared(k: Known) -> Step | None:
         return Step("nothing", f.headline)
     if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
         return _alone(k) if alone else None
-    why = "the folders do not say how to make such runs"
-    if any(len({r.config.get(FORK) for r in e.runs}) > 1 for e in f.settings):
-        why = "each seed goes on from a trunk of its own, so more seeds need more trunks"
-    elif any(r.parent for r in k.runs):
-        why = "a fork takes from its parent what it is not given, so no one command makes these"
-    return Step("nothing", f"{why}. {f.headline}")
+    return Step("nothing", f"the folders do not say how to make such runs. {f.headline}")
 
 
-NEXT_RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds, finer)
+NEXT_RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds)

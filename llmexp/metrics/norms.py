@@ -118,44 +118,17 @@ class Norms:
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 
-def clip_lines(
-    summary: dict[str, Any], own: float | None, what: str = "steps", width: int | None = None
-) -> str:
-    """Return a summary as lines for a reader; `own` is the run's own limit, of `what` it clips.
+def clip_line(summary: dict[str, Any], own: float | None, what: str = "steps") -> str:
+    """Return a summary as a line for a reader; `own` is the run's own limit, of `what` it clips.
 
-    Where they are wider than `width`, they are without coefficients, and their names are short,
-    with the quantiles in a column.
+    What other limits would have done is in status.json and on the page of a comparison.
     """
-    lines = _clip_table(summary, own, f"{what} clipped", (9, 14), ("this run", "% quantile"))
-    if width is not None and max(map(len, lines)) > width:
-        table = [{"limit": row["limit"], "share": row["share"]} for row in summary["table"]]
-        title = f" clipped{'  quantile' * bool(summary['quantiles'])}"
-        lines = _clip_table(summary | {"table": table}, own, title, (7, 8), ("own", "%"))
-    steps = f"from {summary['steps']:,} norms, " if "steps" in summary else ""
-    return "\n".join([*lines, f"{steps}to the first order: another limit leads elsewhere"])
-
-
-def _clip_table(
-    summary: dict[str, Any],
-    own: float | None,
-    title: str,
-    widths: tuple[int, int],
-    words: tuple[str, str],
-) -> list[str]:
-    """Return the lines of the table: limit, share under its title, coefficient, names."""
-    (first, second), (this_run, quantile) = widths, words
-    rows = summary["table"]
-    means = all("coefficient" in row for row in rows)
-    if "own" in summary:
-        rows = [*rows, {"limit": None, **summary["own"]}]
-    lines = [f"{'limit':>{first}} {title:>{second}}{' mean coefficient' * means:>18}".rstrip()]
-    for row in rows:
-        limit = row["limit"]
-        percent = ", ".join(q for q, norm in summary["quantiles"].items() if norm == limit)
-        names = [f"{percent} {quantile}"] * bool(percent)
-        names += [this_run] * (limit is None or limit == own)
-        shown = "moving" if limit is None else f"{limit:.4g}"
-        factor = f"{row['coefficient']:>17.3f}" if means else ""
-        share = f"{row['share']:>{second - 1}.1%}"
-        lines.append(f"{shown:>{first}} {share} {factor}  {', '.join(names)}".rstrip())
-    return lines
+    row = next((row for row in summary["table"] if row["limit"] == own), None)
+    row, at = summary.get("own") or row, " at moving limits" if "own" in summary else f" at {own}"
+    parts = []
+    if row:
+        mean = f", mean coefficient {row['coefficient']:.3f}" if "coefficient" in row else ""
+        parts.append(f"{row['share']:.1%} of {what} clipped{at}{mean}")
+    if quantiles := [f"{q} % {value:.4g}" for q, value in summary["quantiles"].items()]:
+        parts.append(f"quantiles: {', '.join(quantiles)}")
+    return "; ".join(parts)

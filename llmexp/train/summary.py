@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
-from llmexp.metrics.norms import clip_lines
+from llmexp.metrics.norms import clip_line
 from llmexp.metrics.plot import plot_losses
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, Figures, walk_rows
@@ -15,7 +15,7 @@ from llmexp.settings.commands import command
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
-from llmexp.system.text import columns, duration
+from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.spikes import spike_totals
 from llmexp.train.state import Loop
@@ -114,11 +114,10 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
         sections.append(("noise scale", measured["noise"]["verdict"]))
     if "clip" in measured:
         measures = measured["clip"].get("measures", {})
-        room = columns() - 2 - max(map(len, ("mean tokens_per_sec", *measures)))
-        sections.append(("clipping", clip_lines(measured["clip"], loop.norms.limit, width=room)))
+        sections.append(("clipping", clip_line(measured["clip"], loop.norms.limit)))
         for key, found in measures.items():
             what = "steps" if "steps" in found else key
-            sections.append((key, clip_lines(found, found["limit"], what, room)))
+            sections.append((key, clip_line(found, found["limit"], what)))
     return sections
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_lines
+from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_line
 
 NORMS = st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60)
 EDGES = st.integers(-19 * PER_OCTAVE, 19 * PER_OCTAVE).map(lambda k: 2.0 ** (k / PER_OCTAVE))
@@ -69,27 +69,10 @@ def test_the_runs_own_limit_is_its_own_count():
         {row["limit"] for row in summary["table"]}
     )
     json.dumps(summary, allow_nan=False)
-    (own,) = [line for line in clip_lines(summary, 0.3).splitlines() if "this run" in line]
-    assert own.split() == ["0.3", "80.0%", f"{found.at(0.3)[1]:.3f}", "this", "run"]
-
-
-def test_the_table_of_limits_fits_a_narrow_terminal():
-    """At 50 columns, beside the labels of the end of a run."""
-    for norms, own in (
-        (counted([0.1, 0.5, 0.9], limit=0.3), 0.3),
-        (counted([0.5, 2.0, 4.0, 8.0], "zscore"), None),
-    ):
-        summary = norms.summary()
-        wide = clip_lines(summary, own).splitlines()
-        assert clip_lines(summary, own, width=max(map(len, wide))).splitlines() == wide
-        *narrow, below = clip_lines(summary, own, width=29).splitlines()
-        assert max(map(len, narrow)) <= 29
-        assert below == wide[-1]
-        assert narrow[0].endswith(" clipped  quantile")
-        assert len(narrow) == len(wide) - 1
-        assert sum(line.endswith("own") for line in narrow) == 1
-        for short, full in zip(narrow[1:], wide[1:], strict=False):
-            assert short.split()[:2] == full.split()[:2]
+    line = clip_line(summary, 0.3)
+    coefficient = f"{found.at(0.3)[1]:.3f}"
+    assert line.startswith(f"80.0% of steps clipped at 0.3, mean coefficient {coefficient}; ")
+    assert line.endswith(f"99 % {summary['quantiles']['99']:.4g}")
 
 
 def test_a_row_has_what_was_done_to_its_own_step():

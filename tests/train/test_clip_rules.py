@@ -180,7 +180,9 @@ def test_the_end_counts_units_as_the_rows_do(halved, rule, units):
     tried = [row["share"] for row in found["table"]]
     assert tried == sorted(tried, reverse=True)
     assert any(0 < share < 1 for share in tried)
-    assert f"limit {units} clipped" in " ".join(halved(rule).out.split())
+    assert f"{100 * found['share']:.1f}% of {units} clipped at" in " ".join(
+        halved(rule).out.split()
+    )
 
 
 def test_the_end_counts_entries_groups_and_norms_as_the_rows_do(halved):
