@@ -140,3 +140,9 @@ def test_a_full_disk_hides_no_end(tmp_path, monkeypatch):
     assert conclude_run(tmp_path, Left.KILLED, code=-11).state == "failed"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert ending.what_is_left(tmp_path, "") == "no checkpoint yet; to go on: the same command"
+
+
+def test_a_knob_that_lets_a_run_go_on_is_quoted_as_the_rest(tmp_path):
+    (tmp_path / "config.yaml").write_text("parallelism: {nnodes: 1}\n")
+    said = ending.what_is_left(tmp_path, "resumed, " + ending.GOES_ON.format("a=$(x)"))
+    assert said.endswith(f"llmexp resume {tmp_path} 'a=$(x)'")

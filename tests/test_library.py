@@ -21,6 +21,7 @@ from llmexp.train.set_up import set_up
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update import faces, library, states
+from llmexp.update.held import TriedTensors, Unfit
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
 from tests.tools import composed, equal
@@ -256,6 +257,16 @@ def test_what_cannot_be_is_refused_before_a_run_begins(name, more, text):
     with pytest.raises(ConfigError) as refused:
         parts_of("optimizer=library", f"++optimizer.name={name}", *more)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(("gradient", "zeros"), [(0.0, True), (1.0, False)])
+def test_that_gradients_are_0_is_said_only_where_they_are(gradient, zeros):
+    p = torch.nn.Parameter(torch.ones(1))
+    broken = torch.optim.SGD([p], lr=math.inf)
+    trial = TriedTensors([p], [broken], lambda step: [torch.tensor([gradient])])
+    with pytest.raises(Unfit, match="not finite") as said:
+        trial.take_steps(range(1))
+    assert ("where gradients are 0" in str(said.value)) == zeros
 
 
 @pytest.mark.parametrize("given", [["schedule_free"], ["library", "AdamWScheduleFree"]])

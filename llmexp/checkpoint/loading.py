@@ -83,8 +83,7 @@ class Loaded:
     @property
     def kept(self) -> list[int]:
         """Return the steps of the checkpoints that its run has kept with it, its own the last."""
-        steps = self.manifest.get("kept") or []  # older ones do not know it
-        return [*(step for step in steps if step < self.step), self.step]
+        return [*(step for step in self.manifest["kept"] if step < self.step), self.step]
 
 
 def newest_whole(

@@ -26,6 +26,13 @@ class Position:
 
 
 def positions(record: Record, align: str) -> np.ndarray:
+    """Return what `_positions` finds, which is computed once for a run."""
+    if align not in record.places:
+        record.places[align] = _positions(record, align)
+    return record.places[align]
+
+
+def _positions(record: Record, align: str) -> np.ndarray:
     """Return the position after each step in target tokens, steps, or seconds of training.
 
     Empty where it is not known; of a fork with what its parents had. Document masks hide other

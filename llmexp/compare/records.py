@@ -57,6 +57,7 @@ class Record:
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    places: dict[str, np.ndarray] = field(default_factory=dict, init=False)  # of its steps, by axis
 
     @property
     def step(self) -> int:

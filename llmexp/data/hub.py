@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.matching import SAVED, walk
+from llmexp.data.matching import SAVED, readable, walk
 from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, need_package, reading
 from llmexp.settings.values import refuse, typed
@@ -55,9 +55,10 @@ def dataset_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str
     """
     folder = Path(name)
     if folder.is_dir():
-        paths = sorted(path for path in map(Path, walk(key, name, [])) if path.is_file())
-        names = [str(path.relative_to(folder)) for path in paths]
-        return json.dumps([names, remote.digests(paths)]), None
+        with readable(key, name):
+            paths = sorted(path for path in map(Path, walk(key, name, [])) if path.is_file())
+            names = [str(path.relative_to(folder)) for path in paths]
+            return json.dumps([names, remote.digests(paths)]), None
 
     def ask() -> str:
         hub = need_package("huggingface_hub", key, f"reading {name}")

@@ -21,15 +21,18 @@ from llmexp.settings.values import refuse, typed
 from llmexp.system.text import first_of
 
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
-# Names of files that are about the data, and words in names that say of which split a file is.
+# Names of files that are about the data.
 ABOUT = re.compile(
     r"(readme|licen[cs]e)([-_.].*)?|(copying|notice|citation|changelog)(\.\w+)?|dataset_infos?\.json"
     r"|_(success|metadata|common_metadata)|.*\.(md5|sha1|sha256|crc)|(md5|sha\d+)sums?(\.txt)?",
     re.IGNORECASE,
 )
+# A folder's name, or a file's without its suffixes, is of the split that it ends in, also with the
+# number of a shard: wiki.test.tokens, test-00000-of-00005.parquet. A file of code is of none.
 SPLIT = re.compile(
     r"(?<![^\W\d_])(?:(?P<train>train(?:ing)?)|(?P<validation>val(?:id(?:ation)?)?|dev)"
-    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![^\W\d_])",
+    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?=(?:[-_.]?(?:\d+|of))*(?:\.(?!(?:py|ipynb|go|rs|c|cc"
+    r"|cpp|h|hpp|java|kt|scala|cs|swift|jsx?|tsx?|rb|php|pl|r|jl|lua|sh)\Z)\w+)*(?:/|\Z))",
     re.IGNORECASE,
 )
 
@@ -42,12 +45,19 @@ def match_files(key: str, patterns: Any, left: list[str]) -> list[Path]:
     """
     found = list[str]()
     for pattern in patterns_of(key, patterns):
-        try:
+        with readable(key, pattern):
             found += _files_of(key, pattern, left)
-        except OSError as error:
-            text = f"{error.filename} cannot be read: {error.strerror}"
-            raise refuse(key, pattern, text) from None
     return [Path(name) for name in named_once(found, left)]
+
+
+@contextlib.contextmanager
+def readable(key: str, name: str) -> Iterator[None]:
+    """Raise ConfigError where the files or folders of a name cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename} cannot be read: {error.strerror}"
+        raise refuse(key, name, text) from None
 
 
 def patterns_of(key: str, given: Any) -> list[str]:
@@ -134,6 +144,9 @@ def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:
     for part in parts:
         places, found = found, set()
         for place in places:
+            if part == "**" and not os.path.isdir(place or "."):
+                found.add(os.path.join(place, ""))  # which is not there, or cannot be read
+                continue
             if part == "**":
                 below = [p for p in walk(key, place, left) if os.path.basename(p)[0] != "."]
                 found |= {place, *below}
@@ -175,11 +188,12 @@ def _documents_below(key: str, folder: str, left: list[str]) -> list[str]:
         raise refuse(key, folder, f"there are no files in this folder{left_out_text(out)}")
     if len(splits) > 1:
         there = ", ".join(f"{split} ({path})" for split, path in splits.items())
-        ways = [splits.get("train", found[0]), os.path.join(folder, "**")]
-        if (hit := SPLIT.search(ways[0], len(folder))) is not None:
-            ways[0] = ways[0][: hit.end()] + ("*/**" if "/" in ways[0][hit.end() :] else "*")
-        one, every = (typed(key, way) for way in ways)
+        one, way = splits.get("train", found[0]), "move the files of the others away"
+        if (hit := SPLIT.search(one, len(folder))) is not None:
+            rest = one[hit.end() :]
+            way = typed(key, one[: hit.end()] + ("*/**" if "/" in rest else "*"))
         text = f"its files are of several splits: {there}; a folder stands for one, so choose: "
-        raise refuse(key, folder, f"{text}{one}, or all of them: {every}")
+        every = typed(key, os.path.join(folder, "**"))
+        raise refuse(key, folder, f"{text}{way}, or all of them: {every}")
     left += sorted(out)
     return sorted(found, key=lambda path: path.split(os.sep))

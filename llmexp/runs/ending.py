@@ -186,6 +186,6 @@ def what_is_left(path: Path, error: str) -> str:
         hosts = rundir.read_config(path)["parallelism"]["nnodes"]
         on_each = f"start it on each of the {hosts} hosts again"
         knob = re.search(GOES_ON.format(r"(\S+)"), error)
-        resume = " ".join([rundir.how_to_resume(path), *(knob.groups() if knob else ())])
+        resume = rundir.how_to_resume(path, *(knob.groups() if knob else ()))
         again = resume if hosts == 1 else on_each
     return f"{intact}; to go on: {again}"

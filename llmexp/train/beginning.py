@@ -123,7 +123,7 @@ def restore(
             setup.ema.begin()
         anew = [*_begun_anew(loaded, config)] if forked else []
         for name, part in saved.items():
-            if name in loaded.state and name not in anew:  # older checkpoints have fewer
+            if name in loaded.state and name not in anew:
                 part.load_state_dict(loaded.state[name])
         progress = Progress(**loaded.state["progress"])
         meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"])

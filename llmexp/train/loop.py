@@ -153,8 +153,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         gradients_ready = functools.partial(hook, "backward_end", window=window)
         try:
             step = train_step(loop.setup, window, lambda: finish_previous(loop), gradients_ready)
-        except ConfigError as error:  # such as a rate that is not finite, before the update
-            save_what_can_be(loop)
+        except ConfigError as error:  # such as a rate that is not finite, maybe of this rank alone
             raise TrainingFailed(f"step {progress.step + 1} is refused: {error}") from error
         progress.step += 1
         loop.pending = step

@@ -80,6 +80,10 @@ def check_limited(optimizers: Sequence[Optimizer]) -> None:
             raise refuse("clip", "update", text, "norm")
 
 
+class Unfit(Exception):
+    """Say what is wrong with the steps of an optimizer, in words."""
+
+
 @dataclass
 class TriedTensors:
     """Hold parameters and their optimizers, which are tried by steps of known gradients."""
@@ -88,20 +92,21 @@ class TriedTensors:
     optimizers: Sequence[Optimizer]
     gradients: Callable[[int], list[Tensor]]  # of a step
 
-    def take_steps(self, steps: range, factor: float = 1) -> str | None:
-        """Take steps by a multiple of the gradients; return what is wrong with one, in words."""
+    def take_steps(self, steps: range, factor: float = 1) -> None:
+        """Take steps by a multiple of the gradients. Raises Unfit."""
         for number in steps:
             gradients = [factor * one for one in self.gradients(number)]
             for p, gradient in zip(self.parameters, gradients, strict=True):
                 p.grad = gradient
             for optimizer in self.optimizers:
                 optimizer.step()
+            pairs = [*zip(self.parameters, gradients, strict=True)]
             if not all(p.isfinite().all() for p in self.parameters):
-                return "makes values that are not finite where gradients are 0; mend its arguments"
-            pairs = zip(self.parameters, gradients, strict=True)
+                zeros = not any(g[~p.isfinite()].any() for p, g in pairs)
+                where = " where gradients are 0" * zeros
+                raise Unfit(f"makes values that are not finite{where}; mend its arguments")
             if any(p.grad is not None and p.grad is not g for p, g in pairs):
-                return "puts other tensors in the place of the gradients"
-        return None
+                raise Unfit("puts other tensors in the place of the gradients")
 
     def plain_groups(self) -> list[list[dict[str, str]]]:
         """Return what each group holds besides its parameters and rate, as text."""
@@ -131,25 +136,22 @@ class TriedTensors:
                     two.state[q] = together(plain, {k: v.clone() for k, v in held.items()})
 
 
-def try_going_on(whole: TriedTensors, other: TriedTensors) -> tuple[str | None, bool]:
+def try_going_on(whole: TriedTensors, other: TriedTensors) -> bool:
     """Let one go on from the middle of the other's steps, as a resumed run does.
 
-    Return (what is wrong, in words, whether steps draw random numbers).
+    Return whether steps draw random numbers. Raises Unfit.
     """
     torch.default_generator.manual_seed(0)
     before = torch.get_rng_state()
-    if wrong := whole.take_steps(range(2)):
-        return wrong, False
+    whole.take_steps(range(2))
     if not all(isinstance(p, Tensor) for o in whole.optimizers for p in o.state):
-        return "keeps a state that is of no parameter, which a checkpoint does not hold", False
+        raise Unfit("keeps a state that is of no parameter, which a checkpoint does not hold")
     draws = not torch.equal(before, torch.get_rng_state())
     whole.hand_over(other)
     for trial in (whole, other):
         torch.default_generator.manual_seed(0)
-        if wrong := trial.take_steps(range(2, 4)):
-            return wrong, draws
-    pairs = zip(whole.parameters, other.parameters, strict=True)
-    if all(torch.equal(p, q) for p, q in pairs):
-        return None, draws
-    text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
-    return f"{text} its state and its groups hold", draws
+        trial.take_steps(range(2, 4))
+    if not all(map(torch.equal, whole.parameters, other.parameters)):
+        text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
+        raise Unfit(f"{text} its state and its groups hold")
+    return draws

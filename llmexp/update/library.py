@@ -6,13 +6,14 @@ does to its groups and to parts of a tensor is known.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -24,7 +25,7 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.parts import OptimizerKnobs, arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
-from llmexp.update.held import TriedTensors, try_going_on
+from llmexp.update.held import TriedTensors, Unfit, try_going_on
 from llmexp.update.optim import decay_groups
 from llmexp.update.states import Traits, is_packed, straighten
 
@@ -239,12 +240,14 @@ def tried(dotted: str, knobs: str) -> Traits:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         whole, other = (_trial(dotted, _tiny(0, 1), given) for _ in range(2))
         (before,), states = whole.plain_groups(), whole.optimizers[0].state
-        draws = _without_fault(dotted, lambda: try_going_on(whole, other))
+        with _faults(dotted):
+            draws = try_going_on(whole, other)
         # the first steps need not change all, such as Prodigy's estimate d
         own, pairs = _arguments(dotted), zip(whole.plain_groups()[0], before, strict=True)
         counters = {k for new, old in pairs for k in new if k not in own or new[k] != old.get(k)}
         halves = _trial(dotted, _tiny(0, 2), given)
-        _without_fault(dotted, lambda: (halves.take_steps(range(4)), False))
+        with _faults(dotted):
+            halves.take_steps(range(4))
         a, b, c, d = halves.parameters
         same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
         undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
@@ -273,7 +276,8 @@ def _tiny(seed: int, parts: int) -> list[Tensor]:
 def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
     """Return by how much four steps move the matrix, by a multiple of known gradients."""
     trial = _trial(dotted, _tiny(0, 1), knobs)
-    _without_fault(dotted, lambda: (trial.take_steps(range(4), factor), False))
+    with _faults(dotted):
+        trial.take_steps(range(4), factor)
     return trial.parameters[0].detach() - _tiny(0, 1)[0]
 
 
@@ -283,13 +287,13 @@ def _trial(dotted: str, tensors: list[Tensor], knobs: Mapping[str, Any]) -> Trie
     return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1, halves))
 
 
-def _without_fault(dotted: str, attempt: Callable[[], tuple[str | None, bool]]) -> bool:
-    """Return what an attempt has found beside a fault. Raises ConfigError for a fault."""
+@contextlib.contextmanager
+def _faults(dotted: str) -> Iterator[None]:
+    """Raise ConfigError for a step that fails or that is unfit."""
     try:
-        wrong, found = attempt()
+        yield
+    except Unfit as error:
+        raise refuse("optimizer.name", dotted, str(error)) from None
     except Exception as error:
         text = f"its step fails with gradients alone ({error})"
         raise refuse("optimizer.name", dotted, text, "AdamW") from None
-    if wrong:
-        raise refuse("optimizer.name", dotted, wrong)
-    return found

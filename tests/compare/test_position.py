@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import figures
-from llmexp.compare.position import common_position
+from llmexp.compare.position import common_position, positions
 from llmexp.compare.records import Record
 from tests.compare.made import steps_of
 from tests.compare.synthetic import make_run
@@ -111,3 +112,11 @@ def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(tmp_pa
     assert c.align_at == 1584.0
     said = "Losses are read at 1,584 tokens, where the first run ends."
     assert said in c.why
+
+
+def test_positions_of_a_run_are_computed_once() -> None:
+    """They are asked for with every key, and a run may have millions of steps."""
+    run = evaluated(2, 50, 10, last=True)
+    assert all(positions(run, axis) is positions(run, axis) for axis in ("tokens", "steps", "time"))
+    later = replace(run, steps=steps_of({k: v[:30] for k, v in run.columns.items()}))
+    assert len(positions(later, "steps")) == 30

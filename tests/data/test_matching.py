@@ -116,7 +116,7 @@ def test_a_glob_is_the_files_that_the_systems_glob_finds(root: Path, tree, patte
     if os.path.isdir(name):
         return
     names = glob.glob(name, recursive=True)
-    wanted = {os.path.realpath(one) for one in names if not os.path.isdir(one)}
+    wanted = {os.path.realpath(one) for one in names if one[-1] != "/" and not os.path.isdir(one)}
     if not wanted or not all(map(os.path.exists, wanted)):
         with pytest.raises(ConfigError, match=r"no file matches|is a folder|cannot be read"):
             match_files("data.train_files", name, [])
@@ -187,7 +187,8 @@ SPLITS = {
     "train-00000-of-00002.parquet": "train", "test.jsonl": "test", "data/validation-1.json": "val",
     "dev/x.txt": "val", "wiki.test.tokens": "test", "c4-train.0001.json.gz": "train",
     "EVAL/q.txt": "test", "en_valid.txt": "val", "latest.txt": "train",
-    "contest/medieval.txt": "train", "a.txt": "train",
+    "contest/medieval.txt": "train", "a.txt": "train", "test_utils.py": "train", "dev.py": "train",
+    "validation_01": "val", "evaluation-of-trees.txt": "train", "testing/x.py": "test",
 }  # fmt: skip
 
 
@@ -202,11 +203,12 @@ def test_a_folder_stands_for_one_split(root: Path, names: set[str]) -> None:
         return
     with pytest.raises(ConfigError, match="several splits") as refused:
         match_files("k", str(root), [])
-    ways = re.findall(r"""k='?([^'": ,]+)""", str(refused.value))[1:]
-    some, every = ({*match_files("k", way, [])} for way in ways)
-    (chosen,) = {SPLITS[str(path.relative_to(root))] for path in some}
-    assert chosen == "train" or "train" not in map(SPLITS.get, names)
-    assert {str(path.relative_to(root)) for path in every} == names
+    *ways, every = re.findall(r"""k='?([^'": ,]+)""", str(refused.value))[1:]
+    assert ways or "move the files of the others away" in str(refused.value)
+    for way in ways:
+        (chosen,) = {SPLITS[str(p.relative_to(root))] for p in match_files("k", way, [])}
+        assert chosen == "train" or "train" not in map(SPLITS.get, names)
+    assert {str(path.relative_to(root)) for path in match_files("k", every, [])} == names
 
 
 def test_a_folder_that_cannot_be_read_is_no_empty_one(
@@ -225,6 +227,8 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
     for pattern in (str(tmp_path), f"{tmp_path}/**", f"{tmp_path}/**/*.txt"):
         with pytest.raises(ConfigError, match="/a cannot be read: Permission denied"):
             match_files("k", pattern, [])
+    with pytest.raises(ConfigError, match="/a cannot be read: Permission denied"):
+        dataset_identity("k", str(tmp_path), RemoteCache(tmp_path / "cache"))
 
 
 def test_a_dataset_of_hugging_face_is_told_by_what_is_behind_its_links(tmp_path: Path) -> None:

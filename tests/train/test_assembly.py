@@ -12,6 +12,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.train.assembly.assemble import Cache, assemble
+from llmexp.train.assembly.parts import dropout_words
 from tests.tools import composed
 
 SMALL = ["data=synthetic", "data.n_tokens=4000", "model.n_layers=1", "train.device=cpu"]
@@ -139,3 +140,10 @@ def test_a_model_that_each_rank_builds_whole_says_what_that_takes(monkeypatch) -
         if said:
             held = 4 * parts.run.parameters / 2**30
             assert f"Broken before it keeps its part: {held:.3g} GiB" in said[0]
+
+
+def test_only_what_is_dropout_is_called_so() -> None:
+    """A number of another module may be called p too."""
+    model = nn.Sequential(nn.Dropout1d(0.2), nn.Module(), nn.Module(), nn.Dropout(0.0))
+    model[1].p, model[1].drop_below, model[2].attention_dropout = 0.9, 0.7, 0.3
+    assert dropout_words(model) == ", dropout 0.2 and 0.3 in training"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmexp import mesh
 from llmexp.data.stream import DataChanged
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
@@ -22,9 +23,11 @@ from llmexp.run import Run
 from llmexp.run.stages import BatchStage, Begin
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import finish_alone
+from llmexp.train.loop import take_step
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import Outcome, TrainingFailed
@@ -209,6 +212,22 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
         verdicts.finish_previous(loop)
     assert (tmp_path / "committed").exists()  # the run ends here
+
+
+def test_no_rank_waits_for_the_others_where_it_alone_may_have_been_refused(tmp_path, monkeypatch):
+    def refused(*arguments: object) -> None:
+        raise ConfigError("optimizer: no rate")
+
+    for name, way in {"train_step": refused, "call_hooks": lambda *_, **__: None}.items():
+        monkeypatch.setattr(f"llmexp.train.loop.{name}", way)
+    monkeypatch.setattr(mesh, "any_rank", lambda *_: pytest.fail("met the others"))
+    loop = made(step=3, world_size=2)
+    loop.seed = lambda step: None
+    on_its_way(loop, tmp_path, committing=True)
+    with pytest.raises(TrainingFailed, match="step 4 is refused: optimizer: no rate"):
+        take_step(loop, iter([SimpleNamespace()]), SimpleNamespace(row=False))
+    finish_alone(loop)  # as the end of the run does
+    assert loop.saved == [2]
 
 
 def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):

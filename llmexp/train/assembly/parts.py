@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from llmexp import mesh
@@ -305,7 +306,7 @@ def dropout_words(model: nn.Module) -> str:
         for key, value in vars(module).items()
         if isinstance(value, float)
         and 0 < value < 1
-        and ("drop" in key or key == "p")
+        and ("dropout" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and module.training
     }
     return f", dropout {' and '.join(sorted(found))} in training" if found else ""

@@ -90,13 +90,15 @@ def try_optimizers(
         with numbers_of(0), torch.enable_grad():
             whole, other = (_small_trial(section, model) for _ in range(2))
             before = whole.plain_groups()
-            wrong, draws = held.try_going_on(whole, other)
+            draws = held.try_going_on(whole, other)
+    except held.Unfit as error:
+        raise refuse(
+            "optimizer._target_", dotted, f"{error}{place_of(section, 'optimizer')}"
+        ) from None
     except Exception as error:
         what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
         what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())
         return [], [f"{what}; whether a resumed run goes on as if it had not stopped is not known"]
-    if wrong:
-        raise refuse("optimizer._target_", dotted, f"{wrong}{place_of(section, 'optimizer')}")
     found = []
     for number, (old, new) in enumerate(zip(before, whole.plain_groups(), strict=True)):
         pairs = zip(old, new, strict=True)
