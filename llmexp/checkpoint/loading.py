@@ -83,7 +83,8 @@ class Loaded:
     @property
     def kept(self) -> list[int]:
         """Return the steps of the checkpoints that its run has kept with it, its own the last."""
-        return [*(step for step in self.manifest["kept"] if step < self.step), self.step]
+        steps = self.manifest.get("kept") or []  # a damaged one may lack them
+        return [*(step for step in steps if step < self.step), self.step]
 
 
 def newest_whole(

@@ -52,7 +52,7 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
             suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
             pieces = {name: whole(mean(checkpoints, name)) for name in names}
             files = {f"model{suffix}.safetensors": pieces}
-            buffers = checkpoints[-1].state.get("buffers", {})
+            buffers = checkpoints[-1].state["buffers"]
             held = saving.Pieces(number, len(parts), files, [], buffers)
             saving.write_pieces(draft / root, last.step, held)
         saving.commit_checkpoint(draft / root, last.step, held, {}, {"average": record}, keep=None)

@@ -90,10 +90,8 @@ class RunFolder:
         """Return one of STATES.
 
         A run is cut where it is running by its status and no process is at work in it, or where it
-        has rows and no status. Earlier versions recorded that as a failure with such an error.
+        has rows and no status.
         """
-        if str(self.status.get("error")).startswith("cut: "):
-            return "cut"
         state = ending.state_now(self.path, self.status)
         if state in STATES:
             return state

@@ -85,7 +85,7 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
         knob = field.metadata.get("knob", Knob("a section"))
         if key in mapping:
             values[field.name] = convert_value(hints[field.name], mapping[key], prefix + key, knob)
-        elif dataclasses.is_dataclass(hints[field.name]):  # a section that older configs lack
+        elif dataclasses.is_dataclass(hints[field.name]):
             values[field.name] = convert_value(hints[field.name], {}, prefix + key, knob)
         elif knob.default is NO_DEFAULT:
             raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")

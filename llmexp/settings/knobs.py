@@ -143,8 +143,8 @@ def _settled(flat: Mapping[str, Any]) -> set[str]:
 def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a flat config can change a bit of the result, beside its other values.
 
-    Configs that are equal in it make equal runs. A knob that the config does not list, such as that
-    of an older run, has its default.
+    Configs that are equal in it make equal runs. A knob that the config does not list has its
+    default.
     """
     flat = {**defaults(), **flat}
     if flat.get(f"clip.max_{flat.get('clip.kind')}", 0) is None:  # a rule without its limit

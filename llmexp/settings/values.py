@@ -213,8 +213,7 @@ class Knob:
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or
     `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`. Where
     `acts` does not hold, the knob does nothing and is refused; where `decides` does not hold, it
-    changes no result. `default` is the value in a config that does not list the knob, because it
-    does nothing there or because the config is older than the knob.
+    changes no result. `default` is the value in a config that does not list the knob.
     """
 
     doc: str

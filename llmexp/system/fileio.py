@@ -134,10 +134,10 @@ def write_json(path: Path, value: Any) -> None:
 def read_object(path: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError that begins with `name`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = from_json(read_text(path))
         if not isinstance(found, dict):
             raise ValueError("holds no object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     return found
 

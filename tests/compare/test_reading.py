@@ -16,7 +16,6 @@ from llmexp.compare.rows import elapsed, read_columns
 from llmexp.compare.table import to_json
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import read_ledger
 from llmexp.system.redact import clean
 from tests.compare.synthetic import make_run, make_sweep
 
@@ -138,16 +137,6 @@ def test_a_run_of_an_earlier_version_is_compared_as_before(tmp_path):
     c = compare([tmp_path])
     assert c.differing == ()
     assert len(c.settings) == 1
-
-
-def test_a_point_that_an_earlier_version_could_not_run_is_known_as_such(tmp_path):
-    sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {}}, ["clip.max_norm"])
-    tree = json.loads((sweep / "sweep.json").read_text())
-    del tree["points"][1]["refused"]
-    tree["points"][1] |= {"state": "infeasible", "error": "is too large"}
-    (sweep / "sweep.json").write_text(json.dumps(tree))
-    refused = read_ledger(sweep).points[1]
-    assert (refused.state, refused.refused) == ("infeasible", "is too large")
 
 
 def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):
