@@ -209,22 +209,44 @@ def _pieces(
     return found
 
 
-def restore_model(loaded: Loaded, model: nn.Module) -> None:
+def restore_model(loaded: Loaded, model: nn.Module, computed: bool = True) -> None:
     """Copy the checkpoint's tensors into the model; dtypes and devices stay.
 
-    Raises CheckpointError listing the names or shapes that differ, before anything is changed.
+    Without `computed` buffers that no state dict holds stay as the model has made them. Raises
+    CheckpointError listing the names or shapes that differ, before anything is changed.
     """
     own = named_tensors(model)
     refuse_other_model(loaded, own)
     fill_all(loaded, own, loaded.model)
-    device = next(model.parameters()).device
+    buffers = loaded.state.get("buffers", {})
+    if not computed:
+        buffers = {name: value for name, value in buffers.items() if name in model.state_dict()}
     try:
-        for name, value in loaded.state.get("buffers", {}).items():
-            module, _, last = name.rpartition(".")
-            owner = model.get_submodule(module)
-            owner.register_buffer(last, value.to(device), persistent=False)
+        _restore_buffers(buffers, model)
     except (AttributeError, KeyError) as error:
         raise CheckpointError(f"{loaded.path / STATE}: other buffers: {error}") from None
+
+
+@torch.no_grad()
+def _restore_buffers(buffers: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Give buffers their values in place, where they fit, as a model may know one by other names.
+
+    Names that had one tensor when they were saved have one again.
+    """
+    device, made = next(model.parameters()).device, dict[int, Tensor]()
+    for name, value in buffers.items():
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        if last not in owner._buffers:
+            owner.register_buffer(last, None, persistent=False)
+        there = owner._buffers[last]
+        if id(value) not in made:
+            fits = there is not None and (there.shape, there.dtype) == (value.shape, value.dtype)
+            if there is None or not fits or any(there is other for other in made.values()):
+                made[id(value)] = value.to(device)
+            else:
+                made[id(value)] = there.copy_(value)
+        owner._buffers[last] = made[id(value)]
 
 
 def fill_all(

@@ -51,14 +51,19 @@ class StoredPiece:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the distinct tensors of the state dict by clean name, in types that files can hold.
+    """Return the distinct tensors of the state dict by clean name.
 
-    A tied parameter appears once, under its first name. Not by named_parameters: after an
-    evaluation FSDP's root shows it gathered parameters, the state dict never.
+    Buffers of a type that files cannot hold are left out; a model has no such parameter. A tied
+    parameter appears once, under its first name. Not by named_parameters: after an evaluation
+    FSDP's root shows it gathered parameters, the state dict never.
     """
     distinct: dict[int, str] = {}
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if t.dtype in TYPES}
-    return {name: t for name, t in state.items() if distinct.setdefault(id(t), name) == name}
+    return {
+        name: t
+        for name, t in model.state_dict(keep_vars=True).items()
+        if (t.dtype in TYPES or isinstance(t, nn.Parameter))
+        and distinct.setdefault(id(t), name) == name
+    }
 
 
 def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:

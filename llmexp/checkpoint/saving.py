@@ -32,7 +32,7 @@ from llmexp.mesh.split import is_split
 from llmexp.models.common import all_finite
 from llmexp.system.fileio import flush_to_disk, write_json
 from llmexp.update.faces import TRAINED
-from llmexp.update.states import apart
+from llmexp.update.states import apart, traits_of
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,38 @@ def snapshot(
         # of an uneven cut some ranks hold nothing
         own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
         for name, p in own.items():
-            with_inf = kind == "model" and not isinstance(named[name], nn.Parameter)
+            with_inf = _may_hold_inf(kind, name, named[name], optimizers)
             look.at(f"{kind} {name}", p.local, with_inf)
         if copy:
             own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
-    buffers = {name: _to_host(b.detach()) for name, b in other_buffers(model).items()}
+    others = other_buffers(model)
+    for name, buffer in others.items() if rank == 0 else ():  # the one that writes them
+        look.at(f"model {name}", buffer.detach(), True)
+    on_host = {id(b): _to_host(b.detach()) for b in others.values()}
+    buffers = {name: on_host[id(b)] for name, b in others.items()}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return Pieces(rank, world, files, described, buffers, look.bad())
 
 
+def _may_hold_inf(kind: str, name: str, tensor: Tensor, optimizers: list[Optimizer]) -> bool:
+    """Return whether infinities are in their place in a tensor.
+
+    They are in a buffer, as in a mask of attention, and in a state of an optimizer that is none of
+    ours, as in a smallest value so far; not in weights, of which such a state may hold a copy.
+    """
+    if kind == "optimizer":
+        traits = traits_of(optimizers[int(name.partition("/")[0])])
+        return traits is not None and not name.endswith(f"/{TRAINED}")
+    return kind == "model" and not isinstance(tensor, nn.Parameter)
+
+
 class _Look:
     """Look for values that are not finite: by norms on the device, for which the host waits once.
 
-    A buffer may hold infinities, as a mask of attention does, but no NaN.
+    Infinities are looked over where they may be (`_may_hold_inf`), NaN never.
     """
 
     def __init__(self) -> None:
@@ -118,6 +134,7 @@ class _Look:
         self._looked: dict[torch.device, list[tuple[str, Tensor, bool]]] = {}
 
     def at(self, name: str, tensor: Tensor, with_inf: bool) -> None:
+        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         # types of one byte are codes, whose scales are tensors of their own
         if tensor.is_floating_point() and tensor.itemsize > 1:
             norm = torch.linalg.vector_norm(tensor).double()
@@ -137,9 +154,12 @@ class _Look:
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that `named_tensors` leaves out: the state dict does, or their type is."""
-    named = named_tensors(model)
-    return {name: buffer for name, buffer in model.named_buffers() if name not in named}
+    """Return the buffers that `named_tensors` leaves out: the state dict does, or their type is.
+
+    A buffer that has several names is there under each.
+    """
+    named, found = named_tensors(model), model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in found if name not in named}
 
 
 def _to_host(local: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmexp.mesh.groups import Mesh, maximum
+from llmexp.mesh.groups import Mesh, any_rank, maximum
 from llmexp.models.loss import is_shipped
 
 
@@ -119,12 +119,22 @@ def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
 def share_buffers(mesh: Mesh, model: nn.Module) -> None:
     """Give all ranks the buffers of rank 0, of any type; all call together.
 
-    So ranks begin each step and each evaluation with the same ones. Models of ours have none.
+    So ranks begin each step and each evaluation with the same ones. Models of ours have none. One
+    that is of another shape on some rank, or not there, is a cache (`looking`), and stays.
     """
-    for buffer in model.buffers() if mesh.distributed and not is_shipped(model) else ():
-        flat = local_part(buffer).detach().contiguous().view(-1)
-        dist.broadcast(flat.view(torch.uint8), 0)
-        local_part(buffer).detach().copy_(flat.view(buffer.shape))
+    if not mesh.distributed or is_shipped(model):
+        return
+    own = {name: local_part(buffer).detach() for name, buffer in model.named_buffers()}
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.items()}
+    listed = [kinds]
+    # on the CPU: no device has to wait
+    dist.broadcast_object_list(listed, 0, device=torch.device("cpu"))
+    differ = any_rank(mesh, *(kinds.get(name) != kind for name, kind in listed[0].items()))
+    for name, differs in zip(listed[0], differ, strict=True):
+        if not differs:
+            flat = own[name].contiguous().view(-1)
+            dist.broadcast(flat.view(torch.uint8), 0)
+            own[name].copy_(flat.view(own[name].shape))
 
 
 def share_here() -> tuple[int, int]:

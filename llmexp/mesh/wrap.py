@@ -98,10 +98,15 @@ def wrap(
         # The root holds embedding, norm and head: everything is called through it.
         fully_shard(loss, mesh=mesh.sharding, reshard_after_forward=False)
         if not is_shipped(loss.model):
+            root: Any = loss
+            if not hasattr(root, "set_reduce_scatter_unused_params"):
+                raise ConfigError(
+                    f"parallelism={mesh.kind}: torch {torch.__version__} mixes the gradients of "
+                    "ranks where one of them does not use a parameter of a model of your own; "
+                    "install torch 2.13 or later, or train with parallelism=ddp"
+                )
             _keep_order(mesh, loss, compiled)
-            with contextlib.suppress(AttributeError):  # from torch 2.13 on
-                root: Any = loss
-                root.set_reduce_scatter_unused_params(True)  # as `_reduce_unused` under DDP
+            root.set_reduce_scatter_unused_params(True)  # as `_reduce_unused` under DDP
         return loss
     if mesh.kind == "ddp" and mesh.distributed:
         ids = [mesh.device.index] if mesh.device.type == "cuda" else None

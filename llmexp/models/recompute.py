@@ -40,7 +40,8 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
     "full" is by Chen et al. 2016. "offload" is `offload.offload_blocks`.
 
     The blocks' forward functions are replaced in place, so that parameters keep their names.
-    Dropout draws the same numbers again, and losses stay bit-equal.
+    Dropout draws the same numbers again, and losses stay bit-equal. A block that runs again finds
+    its buffers as they were, and what it then does to them is dropped.
     """
     if kind in ("none", "offload"):
         return
@@ -48,7 +49,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
     if kind == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_products)
     for block in blocks_of(model):
-        block.forward = _recomputed(block.forward, more)
+        block.forward = _recomputed(block, block.forward, more)
 
 
 def recomputed_share(make: Callable[[], nn.Module], kind: str, length: int) -> float:
@@ -68,13 +69,52 @@ def recomputed_share(make: Callable[[], nn.Module], kind: str, length: int) -> f
     return counted[1] / counted[0] - 1
 
 
-def _recomputed(forward: Callable[..., Any], more: dict[str, Any]) -> Callable[..., Any]:
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], more: dict[str, Any]
+) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+        run = forward
+        # a compiler computes activations again, and no buffers
+        if not torch.compiler.is_compiling() and any(m._buffers for m in block.modules()):
+            run = _with_buffers(block, forward)
+        return checkpoint(run, *args, use_reentrant=False, **more, **kwargs)
 
     return checkpointed
+
+
+def _with_buffers(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward function that leaves buffers alone from its second call on.
+
+    They are then copies of what they were before the first one.
+    """
+    modules, begun = list(block.modules()), list[dict[str, Any]]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        now = [dict(module._buffers) for module in modules]
+        if not begun:
+            begun.extend(_copies(now))
+            return forward(*args, **kwargs)
+        try:
+            for module, buffers in zip(modules, _copies(begun), strict=True):
+                module._buffers.update(buffers)
+            return forward(*args, **kwargs)
+        finally:  # activations refer to the copies, so these are not changed
+            for module, buffers in zip(modules, now, strict=True):
+                module._buffers.update(buffers)
+
+    return run
+
+
+@torch.no_grad()
+def _copies(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    made: dict[int, Any] = {}  # modules may share a buffer
+    for buffers in held:
+        for buffer in buffers.values():
+            if id(buffer) not in made:
+                made[id(buffer)] = None if buffer is None else buffer.clone()
+    return [{name: made[id(buffer)] for name, buffer in buffers.items()} for buffers in held]
 
 
 def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

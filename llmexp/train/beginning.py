@@ -108,11 +108,13 @@ def restore(
 
     That is parameters, optimizer state, counters and what is `saved` by name; the RNG and the data
     position follow from the step number. A run that is `forked` keeps its own settings of the
-    optimizer, may drop the optimizer state, counts its best loss and spikes anew, and takes its
-    perturbation as a twin. Raises CheckpointError."""
+    optimizer, and what its model computes from settings of its own; it may drop the optimizer
+    state, counts its best loss and spikes anew, and takes its perturbation as a twin. Raises
+    CheckpointError."""
     config = parts.config
     try:
-        loading.restore_model(loaded, setup.model)
+        differ = forked and _differs(loaded, config, "model.")
+        loading.restore_model(loaded, setup.model, computed=not differ)
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked:  # also the weights to train with, which may be among the states
@@ -140,6 +142,13 @@ def restore(
     return progress, meter
 
 
+def _differs(loaded: loading.Loaded, config: Config, starts: str | tuple[str, ...]) -> bool:
+    """Return whether a setting whose key begins so is another one than in the checkpoint."""
+    there, here = loaded.manifest.get("config") or {}, fixed_part(plain(config))
+    of_both = [key for key in {**there, **here} if key.startswith(starts)]
+    return any(here.get(key) != there.get(key) for key in of_both)
+
+
 def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
     """Yield the names of the saved parts that a fork begins anew.
 
@@ -153,8 +162,7 @@ def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
     if here[length] != there.get(length):
         yield "noise"  # its sums are by sequences
     starts = "data.", "batch.real_batch_size", length, "batch.ramp"
-    of_both = [key for key in {**there, **here} if key.startswith(starts)]
-    if any(here.get(key) != there.get(key) for key in of_both):
+    if _differs(loaded, config, starts):
         yield "outliers"  # other losses and norms are usual
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from llmexp.__main__ import run
 from llmexp.checkpoint import saving
+from llmexp.update.states import Traits
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import exact
 
@@ -63,6 +64,20 @@ def bursts(model, lr, at, value, where):
     return Bursts([{"params": list(model.parameters()), **given}], lr=lr)
 
 
+class Lowest(AdamW):
+    """AdamW, which also keeps the smallest gradients so far: of those that are negative."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            low = self.state[p].get("low", torch.full_like(p, torch.inf))
+            self.state[p]["low"] = torch.where(p.grad < 0, p.grad.minimum(low), low)
+
+
+def lowest(model, lr):
+    return Lowest(model.parameters(), lr=lr)
+
+
 def spoils(model, lr):
     """An optimizer that spoils the first weights, not those of a trial."""
     p = next(model.parameters())
@@ -84,6 +99,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, text in {
         "schedule/faulty": "_target_: faulty.rate",
         "optimizer/bursts": "_target_: faulty.bursts\nlr: 1e-3\nat: 2\nvalue: nan\nwhere: weights",
+        "optimizer/lowest": "_target_: faulty.lowest\nlr: 1e-3",
         "optimizer/spoils": "_target_: faulty.spoils\nlr: 1e-3",
     }.items():
         (folder / f"conf/{kind}.yaml").parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +227,7 @@ PATHS = {
 def test_what_is_not_finite_is_never_saved(faulty, tmp_path_factory, path, at, value, where):
     """By none of the ways in which a run saves, although loss and norm of the step were fine: the
     newest checkpoint is that of the last good step."""
-    where = "weights" if path == "unsaved" else where
+    where = "weights" if path == "unsaved" or value != "nan" else where
     folder = tmp_path_factory.mktemp("value") / "run"
     more = [word.replace("AT", str(at)) for word in PATHS[path]]
     done = llmexp(
@@ -244,23 +260,40 @@ def test_first_weights_that_are_not_finite_are_not_saved(faulty, tmp_path):
     assert are_finite(tmp_path / "run") == []
 
 
+def test_infinities_in_a_state_of_the_users_are_saved(faulty, tmp_path):
+    folder = tmp_path / "run"
+    done = llmexp(
+        "train", *BASE, "optimizer=lowest", "train.max_steps=2", "checkpoint.every=1",
+        f"hydra.run.dir={folder}", cwd=faulty,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    saved = load_file(folder / "checkpoints/step_00000001/optimizer.safetensors")
+    assert any(t.isinf().any() for name, t in saved.items() if name.endswith("low"))
+
+
 @given(
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     value=st.sampled_from([math.nan, math.inf, -math.inf, "largest"]),
-    kind=st.sampled_from(["parameter", "buffer", "ema", "none"]),
+    kind=st.sampled_from(["parameter", "buffer", "cache", "ema", "state", "own state", "none"]),
     data=st.data(),
 )
 @settings(max_examples=60)
 def test_a_snapshot_names_what_is_not_finite(dtype, sizes, value, kind, data):
     """To the last element, also where the norm of finite values overflows; infinities of a buffer,
-    such as a mask of attention has, are none."""
+    such as a mask of attention has, and of a state of an optimizer of the user's, are none."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.randn(sizes, dtype=torch.float64).to(dtype))
     model.register_buffer("mask", torch.zeros(sizes, dtype=dtype))
+    model.register_buffer("cache", torch.zeros(sizes, dtype=dtype), persistent=False)
     average = {"weight": model.weight.detach().clone()}
     optimizer = torch.optim.AdamW([model.weight])
-    held = {"parameter": model.weight, "buffer": model.mask, "ema": average["weight"]}.get(kind)
+    state = optimizer.state[model.weight]["low"] = torch.zeros(sizes, dtype=dtype)
+    if kind == "own state":
+        optimizer.llmexp_traits = Traits("own", (), False, True, True, 1.0)
+    tensors = {"parameter": model.weight, "buffer": model.mask, "cache": model.cache}
+    tensors |= {"ema": average["weight"], "state": state, "own state": state}
+    held = tensors.get(kind)
     if held is not None:
         number = torch.finfo(dtype).max if value == "largest" else value
         place = data.draw(st.integers(0, held.numel() - 1))
@@ -270,6 +303,9 @@ def test_a_snapshot_names_what_is_not_finite(dtype, sizes, value, kind, data):
                 held.fill_(number)
     pieces = saving.snapshot(model, [optimizer], 0, 1, False, average)
     wrong = held is not None and value != "largest"
-    wrong = wrong and not (kind == "buffer" and math.isinf(value))
+    wrong = wrong and not (kind in ("buffer", "cache", "own state") and math.isinf(value))
     names = {"parameter": "model weight", "buffer": "model mask", "ema": "ema weight"}
+    names |= {"cache": "model cache"} | dict.fromkeys(
+        ("state", "own state"), "optimizer 0/weight/low"
+    )
     assert pieces.bad == ([names[kind]] if wrong else [])

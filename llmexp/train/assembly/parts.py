@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import piece_of
+from llmexp.checkpoint.pieces import TYPES, piece_of
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import WeightSource, begin_with, check_weights, open_source
@@ -126,6 +126,11 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
     if not any(p.requires_grad for p in model.parameters()):
         text = f"has no parameters to train{place_of(section, 'model')}"
         raise refuse("model._target_", dotted, text)
+    for name, p in model.named_parameters():
+        if p.dtype not in TYPES:
+            text = f"no checkpoint can hold its parameter {name}, of type {p.dtype}"
+            way = "use another type, such as torch.float32 or torch.complex64, or make it a buffer"
+            raise refuse("model._target_", dotted, f"{text}; {way}{place_of(section, 'model')}")
     if end is not None:
         if not hasattr(model, "document_end"):
             way = "the last id of each, which it has to keep attention inside of"
