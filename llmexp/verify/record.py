@@ -22,8 +22,8 @@ from torch import Tensor
 from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.checkpoint.saving import other_buffers
-from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.update.states import apart
 
@@ -54,12 +54,27 @@ def record(event: str, context: Any) -> None:
 def read_records(run: Path) -> Records:
     """Return what the ranks of a run recorded."""
     files = {int(p.stem.removeprefix("rank-")): p for p in (run / "verify").glob("rank-*.jsonl")}
-    return {rank: {row["step"]: row for row in read_rows(path)} for rank, path in files.items()}
+    return {rank: {row["step"]: row for row in _lines(path)} for rank, path in files.items()}
 
 
 def starts(run: Path) -> list[int]:
     """Return the step at which each process of rank 0 began."""
-    return [row["step"] for row in read_rows(run / "verify" / _STARTS)]
+    return [row["step"] for row in _lines(run / "verify" / _STARTS)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file of records; that of a killed process may end in a torn one.
+
+    Raises ConfigError for damage.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    except ValueError:
+        raise ConfigError(
+            f"{path}: is damaged; remove {path.parent.parent}, and start again"
+        ) from None
 
 
 def digest(value: Any) -> str:
@@ -91,7 +106,7 @@ def _open(context: Any) -> None:
         with open(path.with_name(_STARTS), "a", encoding="utf-8") as begun:
             begun.write(json.dumps({"step": context.step}) + "\n")
     # step 0 is written anew
-    kept = [row for row in read_rows(path) if row["step"] < context.step > 1]
+    kept = [row for row in _lines(path) if row["step"] < context.step > 1]
     fileio.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
     _files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115 (open for the whole run)
     if context.step == 1:

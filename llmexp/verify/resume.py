@@ -15,6 +15,7 @@ from torch import Tensor
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
+from llmexp.runs.steps import STEPS_BIN
 from llmexp.settings.config import Config
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ
@@ -130,7 +131,12 @@ def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
         none_differ("counters and measurements at the end", *of_states(*others)),
         each_once(*pair.rows),
         pair.figures("metrics rows, but for times and memory"),
+        Check("what each step came to (steps.bin)", len({*map(_steps, (unbroken, broken))}) == 1),
     ]
+
+
+def _steps(run: Path) -> bytes:
+    return file.read_bytes() if (file := run / STEPS_BIN).exists() else b""
 
 
 def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> Check:

@@ -15,7 +15,7 @@ from typing import Any
 from llmexp.run.batch import shared_sequences
 from llmexp.run.budget import NO_BUDGET
 from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
+from llmexp.runs.door import scan_rows
 from llmexp.settings.config import Batch, Config, plain
 from llmexp.settings.convert import ramp_sizes, with_knobs
 from llmexp.settings.values import ConfigError, override_value, refuse
@@ -185,4 +185,9 @@ def last_words(path: Path) -> str:
 
 def read_run_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, oldest first."""
-    return read_rows(path / rundir.METRICS)
+    found = [
+        row for _, _, row in scan_rows(path / rundir.METRICS)
+    ]  # in any order, which is compared
+    if wrong := next((row for row in found if isinstance(row, ValueError)), None):
+        raise ConfigError(f"{path / rundir.METRICS}: {wrong}")
+    return [row for row in found if isinstance(row, dict)]
