@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from llmexp.run import Parent
 from llmexp.runs import steps as records
 from llmexp.runs.ledger import Ledger
 
@@ -138,6 +140,12 @@ def make_run(
     }
     (path / "status.json").write_text(json.dumps(ended | (status or {})))
     return path
+
+
+def parent_in(folder: str, **known: Any) -> dict[str, Any]:
+    """The `parent` in a fork's run.json: a checkpoint in this folder, of step 0 by itself."""
+    begin = Parent(folder, folder, 0, 0, 0, 0, order="", digest="")
+    return asdict(replace(begin, **known))
 
 
 def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) -> Path:

@@ -19,7 +19,7 @@ from llmexp.compare.records import Result
 from llmexp.compare.table import columns_in_full, show, to_json
 from llmexp.settings.values import ConfigError
 from tests.compare.made import trained
-from tests.compare.synthetic import make_run, make_sweep, write_steps
+from tests.compare.synthetic import make_run, make_sweep, parent_in, write_steps
 
 OPTIM = "llmexp.update.optim"
 
@@ -79,7 +79,7 @@ def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
     """A hook's figure in every fourth row: the last value up to the position at which losses are
     read."""
     for name, steps, slope in (("a", 400, 1.0), ("b", 202, 3.0)):
-        facts = {"better": {"mine/norm": "lower", "mine/odd": ["no"]}}
+        facts = {"better": {"mine/norm": "lower", "mine/odd": "no"}}
         make_run(tmp_path / name, steps=steps, max_norm=slope, facts=facts, val_every=50)
         config = tmp_path / name / "config.yaml"
         config.write_text(config.read_text() + "hooks: [mymodel.watch]\n")
@@ -858,7 +858,7 @@ def test_seeds_of_one_trunk_speak_for_that_trunk_only(tmp_path):
     for name, trunks in (("one", ("t", "t", "t")), ("several", ("t1", "t2", "t3"))):
         for limit in (1.0, 2.0):
             for seed, trunk in enumerate(trunks):
-                parent = {"folder": trunk, "step": 0, "tokens_seen": 0}
+                parent = parent_in(trunk)
                 make_run(
                     tmp_path / name / f"{limit}-{seed}", max_norm=limit, seed=seed, own=seed,
                     offset=limit, facts={"parent": parent},

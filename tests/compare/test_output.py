@@ -25,9 +25,9 @@ from llmexp.compare.table import lines, show, shown_columns, to_json, to_markdow
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown
-from tests.compare.synthetic import make_run, make_sweep
+from tests.compare.synthetic import make_run, make_sweep, write_steps
 from tests.conftest import HANG_S
-from tests.tools import amend, printed
+from tests.tools import printed
 
 
 @pytest.fixture
@@ -275,7 +275,8 @@ def test_the_list_of_runs_names_its_loss(tmp_path, capsys):
     for run, kept in ((evaluated, 400), (never, 0)):
         (run / "status.json").write_text('{"state": "preempted"}')
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rows = [r if r["step"] <= kept else {**r, "val/loss": None, "pad": "x" * 200} for r in rows]
+        for row in rows[kept:]:
+            row.pop("val/loss", None)
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         (run / "metrics.jsonl").write_text(f'{text}{{"step": 9999, "val/loss": 7')  # a torn line
     rows = [
@@ -425,8 +426,8 @@ def test_a_program_is_told_which_path_is_not_there(command, tmp_path, capsys):
 
 
 def test_a_run_that_stopped_between_two_rows_is_listed_at_its_last_step(tmp_path, capsys):
-    make_run(tmp_path / "a", steps=40)
-    amend(tmp_path / "a" / "status.json", summary={"steps": 47})
+    run = make_run(tmp_path / "a", steps=40)
+    write_steps(run, [3.0] * 47, [1024] * 47)
     assert llmexp(["runs", "--json", str(tmp_path)]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["runs"]] == [47]
 

@@ -14,7 +14,7 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.inference import fit_model, judged
 from llmexp.compare.plot_settings import over_keys
 from llmexp.settings.values import ConfigError
-from tests.compare.synthetic import make_run, make_sweep
+from tests.compare.synthetic import make_run, make_sweep, parent_in
 from tests.conftest import TINY
 from tests.conftest import llmexp as command
 from tests.tools import amend, printed
@@ -168,8 +168,7 @@ def test_what_looks_and_a_search_chose_by_another_figure_is_not_told_of_a_target
 
 def test_a_fork_has_reached_what_its_parents_have(tmp_path):
     tokens = 200 * 8 * 128
-    parent = {"folder": "trunk", "run_id": "trunk", "step": 200, "sequences": 1600,
-              "tokens": tokens, "tokens_seen": tokens, "order": "", "digest": ""}  # fmt: skip
+    parent = parent_in("trunk", step=200, sequences=1600, tokens=tokens, tokens_seen=tokens)
     path = make_run(tmp_path / "fork", val_every=20, facts={"parent": parent})
     rows = (path / "metrics.jsonl").read_text().splitlines()
     (path / "lineage.jsonl").write_text("\n".join(rows[:200]) + "\n")

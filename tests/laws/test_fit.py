@@ -20,6 +20,7 @@ from llmexp.laws.ladders import ladders
 from llmexp.laws.table import to_json
 from llmexp.runs.ledger import read_ledger
 from llmexp.settings.values import ConfigError
+from tests.compare.synthetic import parent_in
 from tests.conftest import HANG_S, TINY, start
 from tests.conftest import llmexp as llmexp_command
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
@@ -149,7 +150,7 @@ def test_what_is_no_point_is_named(tmp_path):
 
 
 def test_branches_of_a_trunk_are_points_of_the_token_axis(tmp_path):
-    trunk = {"folder": "t", "step": 50, "tokens": 10**6, "sequences": 1, "setting": "x"}
+    trunk = parent_in("t", step=50, tokens=10**6, sequences=1, setting="x")
     schedule = "llmexp.update.schedule.cooldown"
     for i, tokens in enumerate(np.geomspace(1e6, 3e7, 6).astype(int)):
         loss = 2 + 300 * float(tokens) ** -0.4

@@ -12,7 +12,7 @@ import yaml
 from llmexp.runs import ledger
 from llmexp.sweep.batch import leading
 from llmexp.update.twin import perturb
-from tests.compare.synthetic import make_sweep
+from tests.compare.synthetic import make_sweep, parent_in
 from tests.conftest import HANG_S, TINY, llmexp, start, train
 from tests.tools import wait_for, weights
 
@@ -127,7 +127,7 @@ def test_the_setting_leads_that_the_answer_names_also_where_each_seed_has_a_trun
     for i, losses in enumerate(([0.1, 0.1], [0.0, 0.5])):
         for seed, offset in enumerate(losses, 1):
             rate, trunk = 1e-3 * (1 + i), f"trunk{seed}"
-            parent = {"folder": trunk, "setting": "same", "step": 10, "tokens": 10, "run_id": trunk}
+            parent = parent_in(trunk, step=10, tokens=10, setting="same")
             points[f"{i}{seed}"] = dict(
                 offset=offset, seed=seed, optimizer__lr=rate, fork__run=trunk,
                 facts={"parent": parent}, wobble=1e-4,
