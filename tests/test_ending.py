@@ -131,7 +131,9 @@ def test_a_look_at_a_lock_however_slow_refuses_nobody(tmp_path):
 
 @pytest.mark.parametrize("state", [None, 3, "odd", "queued", "finished"])
 def test_a_state_that_is_not_running_is_as_it_was_written(tmp_path, state):
-    assert state_now(tmp_path, {"state": state}) == (state if isinstance(state, str) else "")
+    (tmp_path / "status.json").write_text(json.dumps({"state": state}))
+    found = state_now(tmp_path, rundir.read_status(tmp_path))
+    assert found == (state if isinstance(state, str) else "")
 
 
 def test_a_full_disk_hides_no_end(tmp_path, monkeypatch):

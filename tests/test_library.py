@@ -14,6 +14,7 @@ from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.compose.command_line import opened
 from llmexp.forecast.rehearsal import cut_of, rehearse
+from llmexp.settings.config import plain
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.beginning import restore
@@ -24,7 +25,7 @@ from llmexp.update import faces, library, states
 from llmexp.update.held import TriedTensors, Unfit
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
-from tests.tools import composed, equal
+from tests.tools import amend, composed, equal
 
 for package in ("schedulefree", "torchao", "pytorch_optimizer"):
     pytest.importorskip(package)
@@ -211,11 +212,12 @@ def test_a_fork_may_give_an_argument_that_its_parent_left_out(tmp_path):
     betas, parent = "optimizer.betas=[0.8,0.9]", tmp_path / "parent"
     (parent / "checkpoints" / "step_00000004").mkdir(parents=True)
     (parent / "checkpoints" / "step_00000004" / "manifest.json").write_text("{}")
-    for target, added in (("library.library", "++"), ("optim.adamw", "")):
-        (parent / "config.yaml").write_text(f"optimizer: {{_target_: llmexp.update.{target}}}")
+    for option, added in ((OPTIONS["Lion"], "++"), (["optimizer=adamw"], "")):
+        (parent / "config.yaml").write_text(json.dumps(plain(composed(*RUN, *option))))
         assert opened(betas, [f"fork.run={parent}", betas]) == f"{added}{betas}"
-    (parent / "config.yaml").write_text("optimizer: 3")  # refused later, in words
-    assert opened(betas, [f"fork.run={parent}", betas]) == betas
+    amend(parent / "config.yaml", optimizer=3)
+    with pytest.raises(ConfigError, match=r"parent/config\.yaml: optimizer"):
+        opened(betas, [f"fork.run={parent}", betas])
     assert opened(betas, [betas]) == betas
 
 

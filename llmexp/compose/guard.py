@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_repository import ConfigRepository
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,19 +37,22 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def guard(loader: Any) -> None:
-    """Have `refuse_code` check each config that Hydra composes, before Hydra uses it.
+class _Sized(ConfigRepository):
+    """Take no file of the user's that is larger than a config: its aliases could make it endless.
 
-    A file of the user's is no larger than a config is: its aliases could make it endless.
+    Hydra copies its repository to add the folders of hydra.searchpath, and the copy is one too.
     """
-    load, repository = loader.load_configuration, loader.repository
-    read = repository.load_config
 
-    def of_size(config_path: str) -> Any:
-        source = next((one for one in repository.sources if one.is_config(config_path)), None)
+    def load_config(self, config_path: str) -> Any:
+        source = next((one for one in self.sources if one.is_config(config_path)), None)
         if source is not None and source.scheme() == "file" and source.provider != "main":
             config_text(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
-        return read(config_path)
+        return super().load_config(config_path)
+
+
+def guard(loader: Any) -> None:
+    """Have `refuse_code` check each config that Hydra composes, before Hydra uses it."""
+    load, loader.repository.__class__ = loader.load_configuration, _Sized
 
     def looked_at(
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -69,7 +73,7 @@ def guard(loader: Any) -> None:
             cfg.hydra.overrides.task = given["task"][len(first) :]
         return cfg
 
-    loader.load_configuration, repository.load_config = looked_at, of_size
+    loader.load_configuration = looked_at
 
 
 def _plain(node: Any) -> Any:

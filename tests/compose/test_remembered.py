@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmexp.compose import app
+from llmexp.settings.values import ConfigError
 
 GIVEN = ["model=gpt_tiny", "data=synthetic", "tracker=none", "experiment=mine"]
 
@@ -26,3 +27,16 @@ def test_a_config_that_was_rewritten_is_read_anew(tmp_path, monkeypatch, way):
         with app.hydra_app(None if more else str(folder.parent)) as hydra:
             cfg, _ = app.compose(hydra, [*GIVEN, *more])
         assert (cfg.train.max_steps, cfg.clip.kind) == (steps, clip)
+
+
+@pytest.mark.parametrize("way", ["--config-dir", "file"])
+def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(tmp_path, way):
+    (tmp_path / "experiment").mkdir()
+    lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(["a0: &a0 1", *lines]))
+    more = [f"hydra.searchpath=[file://{tmp_path}]"] if way == "file" else []
+    with (
+        app.hydra_app(None if more else str(tmp_path)) as hydra,
+        pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
+    ):
+        app.compose(hydra, [*GIVEN, *more])

@@ -33,7 +33,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}',
+        "", "{", "[]", "null", "{}", '{"run_id": "r", "tokens_seen": "x", "step": 1}',
         '{"run_id": "r", "tokens_seen": 1, "step": Infinity}',
         '{"run_id": 3, "tokens_seen": 1, "step": 1}',
         '{"run_id": "a/b", "tokens_seen": 1, "step": 1}', "\udcff", "[" * 200_000,
