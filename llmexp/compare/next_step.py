@@ -272,7 +272,7 @@ def compared(k: Known) -> Step | None:
         return Step("nothing", f.headline)
     if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
         return _alone(k) if alone else None
-    return Step("nothing", f"the folders do not say how to make such runs. {f.headline}")
+    return Step("nothing", f"no single command makes runs like these. {f.headline}")
 
 
 NEXT_RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds)

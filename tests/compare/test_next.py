@@ -281,7 +281,7 @@ def test_a_setting_alone_whose_runs_do_not_say_how_they_were_made_gets_no_comman
         make_run(tmp_path / f"{seed}", seed=seed)
     step = step_of(tmp_path)
     assert (step.rule, step.words) == ("nothing", ())
-    assert step.why.startswith("the folders do not say how to make such runs. seeds 1 and 2: ")
+    assert step.why.startswith("no single command makes runs like these. seeds 1 and 2: ")
 
 
 def test_unequal_budgets_are_made_equal(tmp_path):
