@@ -96,7 +96,7 @@ def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: b
     setup = SimpleNamespace(loss=model, model=model, module=model, optimizers=[])
     return SimpleNamespace(
         setup=setup, parts=parts, run=parts.run, config=parts.config,
-        mesh=SimpleNamespace(sharded=sharded, distributed=sharded),
+        mesh=SimpleNamespace(sharded=sharded, distributed=False),
         out=SimpleNamespace(console=SimpleNamespace(line=said.append)),
     )  # fmt: skip
 
