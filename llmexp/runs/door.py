@@ -202,7 +202,7 @@ class _Status(TypedDict, total=False):
 
 
 class _Facts(TypedDict, total=False):
-    """What of run.json is not in `Run`."""
+    """Hold the keys of run.json that `Run` does not have."""
 
     dp_size: int
     world_size: int

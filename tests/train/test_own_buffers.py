@@ -13,6 +13,7 @@ from llmexp.checkpoint import loading, saving
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp
 from tests.tools import cut_after, exact
+from tests.train.test_own_state import SMALL, TWO, written
 
 CODE = '''
 import os
@@ -104,22 +105,13 @@ FILES = {
     "conf/model/grown.yaml": "_target_: buffered.Grown\nvocab_size: null\nwidth: 8\nold: false\n",
     "conf/model/complex.yaml": "_target_: buffered.Complex\nvocab_size: null\nwidth: 8\n",
 }
-BASE = [
-    "--config-dir=conf", "--allow=buffered", "batch.sequence_length=12", "tracker=none",
-    "train.sample_tokens=0", "metrics.picture=false", "data=synthetic", "data.n_tokens=3000",
-    "train.log_every=1",
-]  # fmt: skip
-TWO = "parallelism.nproc_per_node=2"
+BASE = ["--allow=buffered", *SMALL]
 KEPT = ["model=kept", "train.max_steps=4", "precision=fp32", "checkpoint.every=2"]
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return written(tmp_path_factory.mktemp("own"), FILES)
 
 
 def trained(own: Path, name: str, *overrides: str):

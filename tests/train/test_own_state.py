@@ -143,21 +143,25 @@ FILES = {
     "conf/model/mixture.yaml": "_target_: mine.Mixture\nvocab_size: null\nwidth: 200\n",
     "conf/model/dropped.yaml": "_target_: mine.Dropped\nvocab_size: null\nwidth: 8\nsince: 0\n",
 }
-BASE = [
-    "--config-dir=conf", "--allow=mine", "batch.sequence_length=12", "tracker=none",
-    "train.sample_tokens=0", "metrics.picture=false", "data=synthetic", "data.n_tokens=3000",
-    "train.log_every=1",
+SMALL = [
+    "--config-dir=conf", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+    "metrics.picture=false", "data=synthetic", "data.n_tokens=3000", "train.log_every=1",
 ]  # fmt: skip
+BASE = ["--allow=mine", *SMALL]
 TWO = "parallelism.nproc_per_node=2"
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    """A package of own parts, with the options that choose them."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return written(tmp_path_factory.mktemp("own"), FILES)
 
 
 def trained(own: Path, name: str, *overrides: str):
