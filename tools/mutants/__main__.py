@@ -234,6 +234,8 @@ def main() -> int:
     if chosen.what == "draw":
         draw()
         return 0
+    if not RECORD.exists():
+        parser.error(f"{RECORD.name} is not there yet; draw the mutants first: make mutants-drawn")
     mutants = [m for m in recorded() if chosen.group in (None, m["group"])]
     mutants = [m for m in mutants if chosen.fate in (None, m.get("fate", "none"))]
     random.shuffle(mutants)
