@@ -67,7 +67,7 @@ docs: .venv/bin/mkdocs
 
 # Lines and tokens of each room of the package.
 size:
-	@$(PYTHON) tests/size.py
+	@$(PYTHON) -m tools.size
 
 # The environment from archives of known hashes, on the platform that requirements-ci.txt was made for.
 locked:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from llmexp.metrics.keys import ROW_KEYS
-from tests import rooms
-from tests.codes import codes
 from tests.conftest import ROOT
-from tests.test_structure import MODULES, ROOMS
+from tests.test_structure import MODULES
+from tools import rooms
+from tools.codes import codes
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:llmexp|tests|docs|launchers)/[\w./-]+\.\w+)", text):
+    for name in re.findall(r"`((?:llmexp|tests|tools|docs|launchers)/[\w./-]+\.\w+)", text):
         assert (ROOT / name).exists(), name
 
 
@@ -81,8 +81,8 @@ def test_the_keys_of_a_row_are_those_of_the_table():
 
 
 def test_the_rooms_are_those_of_the_house():
-    assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tests.rooms"
-    for name in (*ROOMS[:-1], "train/assembly"):
+    assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tools.rooms"
+    for name in (*rooms.ROOMS[:-1], "train/assembly"):
         files = {file.stem for file in (ROOT / "llmexp" / name).glob("[!_]*.py")}
         listed = re.findall(r"\w+", rooms.shown(name).partition("```")[2])
         assert files <= set(listed), name
@@ -126,4 +126,4 @@ def test_the_codes_of_refusals_are_those_of_the_list():
     found = codes()
     assert not [places for places in found.values() if len(places) > 1]
     listed = (ROOT / "docs/codes.txt").read_text(encoding="utf-8").split()
-    assert sorted(found) == listed, "python -m tests.codes > docs/codes.txt"
+    assert sorted(found) == listed, "python -m tools.codes > docs/codes.txt"

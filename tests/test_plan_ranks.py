@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 def test_a_rank_of_1024_does_what_the_formulas_say():
     # slow to import: not where other tests are collected
-    from tests.plan_ranks import EVEN, Case, differences, processes
+    from tools.plan_ranks import EVEN, Case, differences, processes
 
     fsdp = Case("fsdp", 128, 8, (1, 4), length=16, sizes=EVEN)
     cases = {

@@ -28,9 +28,9 @@ from llmexp.settings.config import Config
 from llmexp.settings.knobs import dead, fields
 from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
-from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
 from tests.tools import HAS_CUDA, PACKAGE_OF, option
+from tools import comments
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -89,7 +89,7 @@ def test_an_experiment_says_what_it_is_for(path):
 
 @pytest.mark.parametrize("path", [*comments.files()], ids=lambda p: str(p.relative_to(CONF)))
 def test_comments_are_what_the_declarations_say_of_the_knobs(path):
-    assert path.read_text(encoding="utf-8") == comments.commented(path), "python -m tests.comments"
+    assert path.read_text(encoding="utf-8") == comments.commented(path), "python -m tools.comments"
 
 
 @pytest.mark.parametrize("section", [k for k, v in SECTIONS.items() if dataclasses.is_dataclass(v)])

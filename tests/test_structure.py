@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import functools
 import graphlib
 import subprocess
@@ -18,10 +17,6 @@ MODULES = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
     for p in PACKAGE.rglob("*.py")
 }
-# From the ground up: the layers of the contract that `lint-imports` checks.
-CONTRACTS = configparser.ConfigParser()
-CONTRACTS.read(ROOT / ".importlinter")
-ROOMS = CONTRACTS["importlinter:contract:layers"]["layers"].split()[::-1]
 
 
 def room(module: str) -> str:

@@ -1,4 +1,4 @@
-"""Print the codes of all refusals: `python -m tests.codes > docs/codes.txt`."""
+"""Print the codes of all refusals: `python -m tools.codes > docs/codes.txt`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKE = (
 
 
 def places() -> Iterator[tuple[str, str]]:
-    """The module and the function of each refusal in the source."""
+    """Yield the module and the function of each refusal in the source."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         module = name.removesuffix(".__init__")
@@ -35,7 +35,7 @@ def places() -> Iterator[tuple[str, str]]:
 
 
 def codes() -> dict[str, set[tuple[str, str]]]:
-    """The places of each code."""
+    """Return the places of each code."""
     found: dict[str, set[tuple[str, str]]] = {}
     for module, function in places():
         found.setdefault(code_of(module, function), set()).add((module, function))

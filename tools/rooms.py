@@ -1,15 +1,17 @@
-"""Write the rooms of docs/architecture.md, by the packages' docstrings: `python -m tests.rooms`."""
+"""Write the rooms of docs/architecture.md, by the packages' docstrings: `python -m tools.rooms`."""
 
 from __future__ import annotations
 
 import ast
+import configparser
 from pathlib import Path
 
-from tests.test_structure import ROOMS
-
 ROOT = Path(__file__).resolve().parents[1]
+CONTRACTS = configparser.ConfigParser()
+CONTRACTS.read(ROOT / ".importlinter")
+ROOMS = CONTRACTS["importlinter:contract:layers"]["layers"].split()[::-1]  # from the ground up
 PAGE = ROOT / "docs/architecture.md"
-BEGIN, END = "<!-- rooms: python -m tests.rooms -->\n", "<!-- end of rooms -->\n"
+BEGIN, END = "<!-- rooms: python -m tools.rooms -->\n", "<!-- end of rooms -->\n"
 
 
 def shown(name: str) -> str:
@@ -28,7 +30,7 @@ def rooms() -> str:
 
 
 def written(page: str) -> str:
-    """The page with its rooms as they are now."""
+    """Return the page with its rooms as they are now."""
     before, begin, rest = page.partition(BEGIN)
     return before + begin + "\n" + rooms() + END + rest.partition(END)[2]
 

@@ -1,7 +1,6 @@
-"""Past this machine: llama_1b on up to 1024 ranks, planned by one process with torch's fake process
-group.
+"""Plan llama_1b on up to 1024 ranks, in one process with torch's fake process group.
 
-    python -m tests.plan_ranks
+    python -m tools.plan_ranks
 
 The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are
 fake (shapes without memory) and its collectives do nothing but be counted. What the rank holds,
@@ -41,11 +40,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.tools import composed, option
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.tools import composed, option  # noqa: E402
-
 LLAMA_1B = option("model/llama_1b")
 # Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1
 # MiB) has two buckets.
@@ -63,8 +60,7 @@ FP32, FP64 = 4, 8  # bytes
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of a run, and how many micro-batches there are in each window that it steps
-    through."""
+    """One rank of a run, and how many micro-batches each window has that it steps through."""
 
     kind: str
     nnodes: int
@@ -120,7 +116,7 @@ REAL = {
 }
 
 
-# ---- What processes of their own do: `plan_ranks.py plan|run CASES FILE` ----
+# ---- What processes of their own do: `plan_ranks plan|run CASES FILE` ----
 
 
 def in_process(how: str, cases: str, file: str) -> None:
@@ -136,8 +132,7 @@ def in_process(how: str, cases: str, file: str) -> None:
 
 
 def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
-    """What the rank holds and would save after the case's windows, and the collectives of each of
-    them."""
+    """Return what the rank holds and would save, and the collectives of each window."""
     from llmexp import mesh
     from llmexp.checkpoint import saving
     from llmexp.data.window import Window
@@ -217,8 +212,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Plan(FakeTensorMode):
-    """Fake tensors, counting collectives (in one mode, because each costs time with every
-    operation).
+    """Fake tensors and the counting of collectives, in one mode: a mode costs each operation time.
 
     What the host reads is answered: any scalar is 1, and the int32 lists in which DDP's C++ code
     writes down its buckets do have memory.
@@ -260,8 +254,7 @@ def count(seen: dict[str, list[int]], func: Any, args: Any, out: Any) -> None:
 
 
 def group_size(args: Any) -> int:
-    """Ranks of the group that is among an operation's arguments, as an object or by its name; 0
-    where there is none."""
+    """Return the size of the group among an operation's arguments (or of its name); 0 without."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value).size()
@@ -286,16 +279,22 @@ def fake_bytes() -> int:
 
 
 def processes(how: str, *each: tuple[dict[str, Case], dict[str, str]]) -> list[dict[str, Any]]:
-    """What processes found that were started together, each with its cases and its environment."""
+    """Return what processes found, started together, each with its cases and environment."""
     started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for n, (cases, env) in enumerate(each):
+            for n, (cases, more) in enumerate(each):
                 text = json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()})
-                command = [sys.executable, __file__, how, text, f"{folder}/{n}.json"]
-                started.append(
-                    subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
-                )
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tools.plan_ranks",
+                    how,
+                    text,
+                    f"{folder}/{n}.json",
+                ]
+                env = os.environ | {"OMP_NUM_THREADS": "1"} | more
+                started.append(subprocess.Popen(command, cwd=ROOT, env=env))
             if any(process.wait() for process in started):
                 raise RuntimeError(
                     f"a process that should {how} its cases failed; its error is above"
@@ -308,7 +307,7 @@ def processes(how: str, *each: tuple[dict[str, Case], dict[str, str]]) -> list[d
 
 
 def real_ranks() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Return what each of two ranks found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -322,8 +321,9 @@ def real_ranks() -> list[dict[str, Any]]:
 
 
 def units(m: dict[str, Any]) -> list[list[tuple[tuple[int, ...], int | None]]]:
-    """Shapes of a Llama's parameters, and the dimension that tensor parallelism splits: embedding
-    and final norm, then the blocks, which is how FSDP takes them together."""
+    """Return shapes of a Llama's parameters, and the dimension that tensor parallelism splits.
+
+    Embedding and final norm, then the blocks, which is how FSDP takes them together."""
     d, f, v = m["d_model"], m["d_ff"], m["vocab_size"]
     kv = d // m["n_heads"] * m["n_kv_heads"]
     attention = [((d,), None), ((d, d), 0), ((kv, d), 0), ((kv, d), 0), ((d, d), 1)]
@@ -416,9 +416,11 @@ def share_of_root(case: Case, shards: int) -> int:
 
 
 def differences(case: Case, found: dict[str, Any]) -> list[str]:
-    """What a plan has that the formulas do not say: fp32 parameters, gradients, two moments and a
-    step count a tensor; collectives; a rank's own elements in its files, with the step counts,
-    which no one splits, in those of rank 0."""
+    """Name what a plan has that the formulas do not say.
+
+    They are of fp32 parameters, gradients, two moments and a step count a tensor; of collectives;
+    of a rank's own elements in its files, with the step counts, which no one splits, in those of
+    rank 0."""
     mine = share(case)
     suffix = "" if case.kind == "ddp" else f"-{case.rank:05d}-of-{case.world:05d}"
     counts = mine.tensors if case.rank == 0 else 0
@@ -470,8 +472,7 @@ def size(number_bytes: int) -> str:
 
 
 def main() -> int:
-    """DTensor remembers a mesh with the rank that it first saw there, so no process plans for two
-    ranks of one mesh."""
+    """Plan in several processes: DTensor keeps a mesh with the rank that it first saw there."""
     second = {  # the second of the real ranks, in its second window; for DDP also in the first
         name: dataclasses.replace(
             case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2]

@@ -1,4 +1,4 @@
-"""Write the comments of conf/ from the declarations of knobs: `python -m tests.comments`."""
+"""Write the comments of conf/ from the declarations of knobs: `python -m tools.comments`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def files() -> Iterator[Path]:
 
 
 def arguments(path: Path) -> dict[str, Knob]:
-    """The knobs of the function that the file of an option names, by their names."""
+    """Return the knobs of the function that the file of an option names, by their names."""
     if path.parent.name == "launcher":
         return section_knobs(LAUNCHERS[path.stem])
     tree = option(str(path.relative_to(conf_dir()).with_suffix("")))
@@ -49,13 +49,14 @@ def arguments(path: Path) -> dict[str, Knob]:
 
 
 def section_of(path: Path) -> str:
-    """The section of the config that a file is of."""
+    """Return the section of the config that a file is of."""
     return path.stem.partition("_")[0] if path.parent.name == "base" else path.parent.name
 
 
 def commented(path: Path) -> str:
-    """The text of the file with a comment beside each knob, in one column a section; not beside one
-    that a file in conf/base has explained."""
+    """Return the text of the file with a comment beside each knob, in one column a section.
+
+    A knob that a file in conf/base explains gets none."""
     section, text = section_of(path), path.read_text(encoding="utf-8")
     main = path.name == "config.yaml"
     own = {} if main else arguments(path)

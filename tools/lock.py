@@ -1,5 +1,4 @@
-"""Writes requirements-ci.txt: every package of constraints.txt with the sha256 of its archive on
-this platform.
+"""Write requirements-ci.txt: constraints.txt with the sha256 of each archive, for this platform.
 
 `pip install --require-hashes -r requirements-ci.txt` then takes nothing else. The hashes are from
 the report of pip's resolver (`--dry-run --report`), which installs nothing. An archive from a local
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def line(found: dict[str, Any]) -> str:
-    """A requirement with its hash. Raises ValueError for an archive without one."""
+    """Return a requirement with its hash. Raises ValueError for an archive without one."""
     name, version = found["metadata"]["name"], found["metadata"]["version"]
     archive = found["download_info"]
     sha256 = archive.get("archive_info", {}).get("hashes", {}).get("sha256")
@@ -41,7 +40,7 @@ def main() -> None:
     )
     python = ".".join(map(str, sys.version_info[:2]))
     head = (
-        f"# Python {python} on {sys.platform}; made by `python tests/lock.py` from "
+        f"# Python {python} on {sys.platform}; made by `python -m tools.lock` from "
         "constraints.txt\n"
     )
     (ROOT / "requirements-ci.txt").write_text(head + "\n".join(lines) + "\n")
