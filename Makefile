@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all test-processors same mutants mutants-drawn check docs size locked clean
+.PHONY: train test test-all test-processors words same mutants mutants-drawn check docs size locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -33,6 +33,10 @@ AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 test-processors: .venv/.ready
 	$(OLD) .venv/bin/python -W ignore -m pytest --jobs 3 $(NUMBERS) $(ARGS)
 	$(AVX2) LLMEXP_TEST_THREADS=4 OMP_WAIT_POLICY=passive .venv/bin/python -m pytest -n 1 $(NUMBERS) $(ARGS)
+
+# The texts that llmexp prints, written anew into tests/golden/words: read the diff.
+words: .venv/.ready
+	LLMEXP_WORDS=write .venv/bin/python -m pytest -m '' $(ARGS)
 
 # Two checkouts on this machine, bit by bit: make same BASE=main
 same: .venv/.ready

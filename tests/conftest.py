@@ -8,10 +8,12 @@ import gc
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ import pytest
 from hypothesis import settings
 
 from llmexp.settings import values
-from tests import forks, leftovers, suggestions
+from tests import forks, leftovers, suggestions, words
 from tests.forks import composing
 from tests.jobs import pytest_addoption, pytest_runtestloop  # noqa: F401  (hooks of pytest)
 from tests.tiny import TINY
@@ -52,7 +54,9 @@ HANG_S = 1200  # a limit only ends what hangs: a busy machine may be twenty time
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 # Packages may lie in a folder that PYTHONPATH names.
-PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+ASSETS = ROOT / "tests" / "assets"  # the package `own`: parts of a user's own
+PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ASSETS), os.environ.get("PYTHONPATH", "")]))
+RUNS = "LLMEXP_TEST_RUNS"
 
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
@@ -73,7 +77,10 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One server of forks for all processes of the tests."""
+    """One server of forks and one folder of runs for all processes of the tests."""
+    if RUNS not in os.environ:
+        os.environ[RUNS] = tempfile.mkdtemp(prefix="llmexp-runs-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(RUNS)))
     several = config.getoption("numprocesses", None) or config.getoption("jobs")
     if several and os.environ.get("LLMEXP_TEST_FORKS") != "0":
         os.environ[forks.SHARED] = forks.begin()
@@ -107,12 +114,14 @@ def _nothing_is_left() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[Any]) -> None:
     def place(item: pytest.Item) -> int:
         name = item.path.stem
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    if words.WRITING:
+        items[:] = [item for item in items if "words" in item.fixturenames]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -226,6 +235,18 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have workers that a command in this process starts be forks too."""
     for name, value in environment(PYTHONPATH=PATHS).items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def runs() -> Any:
+    from tests.runs import Runs  # which needs this module
+
+    return Runs(Path(os.environ[RUNS]))
+
+
+@pytest.fixture(name="words")
+def _words() -> words.Words:
+    return words.Words()
 
 
 def write_tokens(path: Path) -> Path:

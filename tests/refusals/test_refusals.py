@@ -1,0 +1,128 @@
+"""Refusals are rows of the YAML files here: a command that is refused, and the key that it names.
+
+A group of rows has a `home` (homes.py), the `command` that each row's `do` completes (TINY stands
+for tests/tiny.py) and, where a file is damaged first, `damage`: lists of an operation, a file and
+what it needs. Each is refused with exit code 2 and one message, which holds `key`, without a
+traceback, with nothing written, and what the message suggests can be pasted. Its words stand in
+tests/golden/words/refusals.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmexp.__main__ import run
+from tests import suggestions
+from tests.refusals import homes
+from tests.runs import Runs
+from tests.tiny import TINY
+from tests.tools import amend
+from tests.words import Words, parts_of
+
+HERE = Path(__file__).parent
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    groups = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [{**group, **row} for group in groups for row in group["rows"]]
+
+
+FILES = sorted(HERE.glob("*.yaml"))
+ROWS = [
+    pytest.param(path.stem, row, id=f"{path.stem}: {row.get('do', '')[:70]}")
+    for path in FILES
+    for row in rows(path)
+]
+
+
+def heading(row: dict[str, Any]) -> str:
+    """Return what tells the row from all others of its file: the damage, and the command."""
+    damage = [" ".join(map(str, words)) for words in row.get("damage", [])]
+    return "; ".join([*damage, f"{row['command']} {row.get('do', '')}".strip()])
+
+
+def damaged(work: Path, operation: str, name: str, *more: Any) -> None:
+    path = work / name
+    if operation == "write":  # write FILE TEXT
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(more[0]), encoding="utf-8")
+    elif operation == "set":  # set FILE {KEY: VALUE, ...}, of JSON or YAML
+        amend(path, **more[0])
+    elif operation == "cut":  # cut FILE BYTES
+        os.truncate(path, int(more[0]))
+    elif operation == "flip":  # flip FILE AT: one bit of a byte
+        data = bytearray(path.read_bytes())
+        data[int(more[0])] ^= 1
+        path.write_bytes(data)
+    elif operation == "remove":
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif operation == "move":  # move FILE TO
+        path.rename(work / str(more[0]))
+    else:
+        assert operation == "folder", operation
+        path.mkdir(parents=True)
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Return what lies there, with sizes, but for what a plan remembers and prepared texts."""
+    ours = ("cache/facts", "cache/corpus", "cache/notes", "cache/hashes")
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()}
+    return {
+        name: path.lstat().st_size
+        for name, path in found.items()
+        if not name.startswith(ours) and not path.name.startswith(".lock")
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_row_has_its_words_and_no_other_stands_there(path):
+    asked = [heading(row) for row in rows(path)]
+    assert len({*asked}) == len(asked)
+    assert {*parts_of(f"refusals/{path.stem}")} == {*asked}, "make words ARGS=tests/refusals"
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_it_is_refused(
+    name: str,
+    row: dict[str, Any],
+    runs: Runs,
+    words: Words,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    getattr(homes, row.get("home", "empty"))(work, runs)
+    for operation in row.get("damage", []):
+        damaged(work, *operation)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+    for key, value in row.get("env", {}).items():
+        monkeypatch.setenv(key, str(value))
+    given = shlex.split(f"{row['command']} {row.get('do', '')}")
+    before = files(tmp_path)
+    capsys.readouterr()
+    try:
+        code = run([word for each in given for word in (TINY if each == "TINY" else [each])])
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code == 2, out + err
+    assert files(tmp_path) == before
+    assert "Traceback" not in err
+    assert not out or "plan" in given
+    assert row["key"] in err
+    assert re.search(r"^(llmexp|refused|usage): ", err, re.MULTILINE), err
+    suggestions.check(err)
+    words.places = {work: "WORK", tmp_path: "HOME"}
+    words(f"refusals/{name}", err, heading(row))

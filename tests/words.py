@@ -1,0 +1,62 @@
+"""Texts that llmexp prints, held against files in tests/golden/words.
+
+`make words` writes these files anew; the reviewer reads their diff. Other tests assert figures,
+keys and marks, never a sentence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent / "golden" / "words"
+WRITING = os.environ.get("LLMEXP_WORDS") == "write"
+HEADING = re.compile(r"^#### (.*)\n", re.MULTILINE)
+
+
+def parts_of(name: str) -> dict[str, str]:
+    """Return the texts of a file by their headings."""
+    path = FOLDER / f"{name}.txt"
+    _, *found = HEADING.split(path.read_text(encoding="utf-8")) if path.exists() else [""]
+    return dict(zip(found[::2], (text.strip("\n") for text in found[1::2]), strict=True))
+
+
+class Words:
+    """The fixture `words`: `words(name, text, part)` fails with a diff where the text is another.
+
+    Each path in `places` is written as its name, and what a pattern in `hidden` finds as what
+    stands beside it: what differs between machines and days.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Path, str] = {}
+        self.hidden = {r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d": "TIME"}
+
+    def plain(self, text: str) -> str:
+        for path in sorted(self.places, key=lambda path: -len(str(path))):
+            text = text.replace(str(path), self.places[path])
+        for pattern, instead in self.hidden.items():
+            text = re.sub(pattern, instead, text)
+        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+
+    def __call__(self, name: str, text: str, part: str = "text") -> None:
+        found, heading = self.plain(text), self.plain(part).replace("\n", "\\n")
+        known = parts_of(name)
+        if known.get(heading) == found:
+            return
+        if WRITING:
+            texts = (f"#### {each}\n{body}\n" for each, body in {**known, heading: found}.items())
+            (FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
+            (FOLDER / f"{name}.txt").write_text("\n".join(texts), encoding="utf-8")
+            return
+        before = known.get(heading, "").splitlines()
+        now = found.splitlines()
+        diff = "\n".join(difflib.unified_diff(before, now, "golden", "now", lineterm="", n=9))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        where = f"{heading} of tests/golden/words/{name}.txt"
+        accept = f"Where the new text is right: make words ARGS={test}"
+        pytest.fail(f"{where}:\n{diff}\n{accept}", pytrace=False)
