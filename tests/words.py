@@ -25,6 +25,13 @@ def parts_of(name: str) -> dict[str, str]:
     return dict(zip(found[::2], (text.strip("\n") for text in found[1::2]), strict=True))
 
 
+def write(name: str, parts: dict[str, str]) -> None:
+    path = FOLDER / f"{name}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = (f"#### {heading}\n{text}\n" for heading, text in parts.items())
+    path.write_text("\n".join(texts), encoding="utf-8")
+
+
 class Words:
     """The fixture `words`: `words(name, text, part)` fails with a diff where the text is another.
 
@@ -44,14 +51,12 @@ class Words:
         return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
     def __call__(self, name: str, text: str, part: str = "text") -> None:
-        found, heading = self.plain(text), self.plain(part).replace("\n", "\\n")
+        found, heading = self.plain(text), " ".join(part.split())
         known = parts_of(name)
         if known.get(heading) == found:
             return
         if WRITING:
-            texts = (f"#### {each}\n{body}\n" for each, body in {**known, heading: found}.items())
-            (FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
-            (FOLDER / f"{name}.txt").write_text("\n".join(texts), encoding="utf-8")
+            write(name, {**known, heading: found})
             return
         before = known.get(heading, "").splitlines()
         now = found.splitlines()
@@ -60,3 +65,11 @@ class Words:
         where = f"{heading} of tests/golden/words/{name}.txt"
         accept = f"Where the new text is right: make words ARGS={test}"
         pytest.fail(f"{where}:\n{diff}\n{accept}", pytrace=False)
+
+    def only(self, name: str, parts: list[str]) -> None:
+        """Fail where a file lacks one of these parts or has another; `make words` drops others."""
+        known = parts_of(name)
+        if WRITING:
+            write(name, {part: known[part] for part in parts if part in known})
+        else:
+            assert {*known} == {*parts}, f"make words ARGS=-k {name.rpartition('/')[2]}"

@@ -25,7 +25,7 @@ from tests.refusals import homes
 from tests.runs import Runs
 from tests.tiny import TINY
 from tests.tools import amend
-from tests.words import Words, parts_of
+from tests.words import Words
 
 HERE = Path(__file__).parent
 
@@ -46,7 +46,8 @@ ROWS = [
 def heading(row: dict[str, Any]) -> str:
     """Return what tells the row from all others of its file: the damage, and the command."""
     damage = [" ".join(map(str, words)) for words in row.get("damage", [])]
-    return "; ".join([*damage, f"{row['command']} {row.get('do', '')}".strip()])
+    words = "; ".join([*damage, f"{row['command']} {row.get('do', '')}"])
+    return " ".join(words.split())
 
 
 def damaged(work: Path, operation: str, name: str, *more: Any) -> None:
@@ -83,10 +84,10 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_row_has_its_words_and_no_other_stands_there(path):
+def test_each_row_has_its_words_and_no_other_stands_there(path, words):
     asked = [heading(row) for row in rows(path)]
     assert len({*asked}) == len(asked)
-    assert {*parts_of(f"refusals/{path.stem}")} == {*asked}, "make words ARGS=tests/refusals"
+    words.only(f"refusals/{path.stem}", asked)
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
