@@ -20,7 +20,7 @@ from llmexp.system.text import first_of
 from llmexp.update.muon import Muon
 from llmexp.update.optim import SGD, Lion, wrong_rate
 from llmexp.update.patterns import plain_names
-from llmexp.update.states import apart, together
+from llmexp.update.states import Traits, apart, together
 
 
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -95,33 +95,18 @@ class TriedTensors:
     def take_steps(self, steps: range, factor: float = 1) -> None:
         """Take steps by a multiple of the gradients. Raises Unfit."""
         for number in steps:
-            gradients = [factor * one for one in self.gradients(number)]
-            for p, gradient in zip(self.parameters, gradients, strict=True):
+            given = zip(self.parameters, self.gradients(number), strict=True)
+            pairs = [(p, factor * gradient) for p, gradient in given]
+            for p, gradient in pairs:
                 p.grad = gradient
             for optimizer in self.optimizers:
                 optimizer.step()
-            pairs = [*zip(self.parameters, gradients, strict=True)]
             if not all(p.isfinite().all() for p in self.parameters):
                 zeros = not any(g[~p.isfinite()].any() for p, g in pairs)
                 where = " where gradients are 0" * zeros
                 raise Unfit(f"makes values that are not finite{where}; mend its arguments")
             if any(p.grad is not None and p.grad is not g for p, g in pairs):
                 raise Unfit("puts other tensors in the place of the gradients")
-
-    def plain_groups(self) -> list[list[dict[str, str]]]:
-        """Return what each group holds besides its parameters and rate, as text."""
-        left = ("params", "lr", "initial_lr")
-        return [
-            [{k: repr(v) for k, v in group.items() if k not in left} for group in o.param_groups]
-            for o in self.optimizers
-        ]
-
-    def state_bytes(self, number: int) -> float:
-        """Return the bytes of an optimizer's states for each byte of its parameters."""
-        held = [apart(state)[1] for state in self.optimizers[number].state.values()]
-        groups = self.optimizers[number].param_groups
-        size = sum(p.nbytes for group in groups for p in group["params"])
-        return sum(t.nbytes for tensors in held for t in tensors.values()) / size
 
     def hand_over(self, other: TriedTensors) -> None:
         """Give another one parameters and states, by way of what a checkpoint holds."""
@@ -136,17 +121,22 @@ class TriedTensors:
                     two.state[q] = together(plain, {k: v.clone() for k, v in held.items()})
 
 
-def try_going_on(whole: TriedTensors, other: TriedTensors) -> bool:
-    """Let one go on from the middle of the other's steps, as a resumed run does.
+def try_going_on(
+    make: Callable[[], TriedTensors], name: str, key: str
+) -> tuple[TriedTensors, list[Traits]]:
+    """Let tensors go on from the middle of the steps of others, as a resumed run does.
 
-    Return whether steps draw random numbers. Raises Unfit.
+    Return those that were not interrupted, and what the steps have shown of each optimizer, which
+    the knob `key` names. Raises Unfit.
     """
+    whole, other = make(), make()
+    before = [*map(plain_groups, whole.optimizers)]
     torch.default_generator.manual_seed(0)
-    before = torch.get_rng_state()
+    numbers = torch.get_rng_state()
     whole.take_steps(range(2))
+    draws = not torch.equal(numbers, torch.get_rng_state())
     if not all(isinstance(p, Tensor) for o in whole.optimizers for p in o.state):
         raise Unfit("keeps a state that is of no parameter, which a checkpoint does not hold")
-    draws = not torch.equal(before, torch.get_rng_state())
     whole.hand_over(other)
     for trial in (whole, other):
         torch.default_generator.manual_seed(0)
@@ -154,4 +144,19 @@ def try_going_on(whole: TriedTensors, other: TriedTensors) -> bool:
     if not all(map(torch.equal, whole.parameters, other.parameters)):
         text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
         raise Unfit(f"{text} its state and its groups hold")
-    return draws
+    found = []
+    for optimizer, groups in zip(whole.optimizers, before, strict=True):
+        pairs = zip(groups, plain_groups(optimizer), strict=True)
+        counters = {k for old, new in pairs for k in new if new[k] != old.get(k)}
+        held = [t for state in optimizer.state.values() for t in apart(state)[1].values()]
+        size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        states = sum(t.nbytes for t in held) / size
+        # torch's split tensors compute what whole ones do
+        found.append(Traits(name, tuple(counters), draws, True, False, states, key))
+    return whole, found
+
+
+def plain_groups(optimizer: Optimizer) -> list[dict[str, str]]:
+    """Return what each group holds besides its parameters and rate, as text."""
+    left = ("params", "lr", "initial_lr")
+    return [{k: repr(v) for k, v in g.items() if k not in left} for g in optimizer.param_groups]

@@ -6,14 +6,14 @@ does to its groups and to parts of a tensor is known.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +25,7 @@ from llmexp.settings.convert import check_range
 from llmexp.settings.parts import OptimizerKnobs, arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
-from llmexp.update.held import TriedTensors, Unfit, try_going_on
+from llmexp.update.held import TriedTensors, Unfit, plain_groups, try_going_on
 from llmexp.update.optim import decay_groups
 from llmexp.update.states import Traits, is_packed, straighten
 
@@ -235,29 +235,44 @@ def tried(dotted: str, knobs: str) -> Traits:
     Raises ConfigError for one that needs more than gradients, or that does not go on from a
     checkpoint bit for bit.
     """
-    given = _with_tuples(json.loads(knobs))
-    # on the CPU, with gradients at hand; the random numbers stay as they were
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole, other = (_trial(dotted, _tiny(0, 1), given) for _ in range(2))
-        (before,), states = whole.plain_groups(), whole.optimizers[0].state
-        with _faults(dotted):
-            draws = try_going_on(whole, other)
-        # the first steps need not change all, such as Prodigy's estimate d
-        own, pairs = _arguments(dotted), zip(whole.plain_groups()[0], before, strict=True)
-        counters = {k for new, old in pairs for k in new if k not in own or new[k] != old.get(k)}
-        halves = _trial(dotted, _tiny(0, 2), given)
-        with _faults(dotted):
-            halves.take_steps(range(4))
-        a, b, c, d = halves.parameters
-        same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
-        undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
-        moved = [_moved(dotted, undecayed, factor) for factor in (1, 64)]
-        packed = any(is_packed(v) for held in states.values() for v in held.values())
-    each_entry = EACH_ENTRY.fullmatch(dotted) is not None
-    parts = same and not packed and each_entry
+    try:
+        # on the CPU, with gradients at hand; the random numbers stay as they were
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _traits(dotted, _with_tuples(json.loads(knobs)))
+    except ConfigError:
+        raise
+    except Unfit as error:
+        raise refuse("optimizer.name", dotted, str(error)) from None
+    except Exception as error:
+        text = f"its step fails with gradients alone ({error})"
+        raise refuse("optimizer.name", dotted, text, "AdamW") from None
+
+
+def _traits(dotted: str, given: dict[str, Any]) -> Traits:
+    whole, (found,) = try_going_on(lambda: _trial(dotted, 1, given), dotted, "optimizer.name")
+    own = _arguments(dotted)
+    # the first steps need not change all, such as Prodigy's estimate d
+    counters = {k for group in plain_groups(whole.optimizers[0]) for k in group if k not in own}
+    halves = _trial(dotted, 2, given)
+    halves.take_steps(range(4))
+    a, b, c, d = halves.parameters
+    same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
+    states = whole.optimizers[0].state.values()
+    packed = any(is_packed(value) for state in states for value in state.values())
+    undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
+    moved = []
+    for factor in (1, 64):
+        trial = _trial(dotted, 1, undecayed)
+        trial.take_steps(range(4), factor)
+        moved.append(trial.parameters[0].detach() - _tiny(0, 1)[0])
     alike = bool((moved[1] - moved[0]).norm() <= 0.01 * moved[0].norm())
-    like_adam = alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None)
-    return Traits(dotted, tuple(counters), draws, parts, like_adam, whole.state_bytes(0))
+    each_entry = EACH_ENTRY.fullmatch(dotted) is not None
+    return dataclasses.replace(
+        found,
+        counters=(*counters.union(found.counters),),
+        parts=same and not packed and each_entry,
+        like_adam=alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None),
+    )
 
 
 def _tiny(seed: int, parts: int) -> list[Tensor]:
@@ -273,27 +288,7 @@ def _tiny(seed: int, parts: int) -> list[Tensor]:
     return [one.clone() for tensor in tensors for one in tensor.chunk(parts)]
 
 
-def _moved(dotted: str, knobs: Mapping[str, Any], factor: float) -> Tensor:
-    """Return by how much four steps move the matrix, by a multiple of known gradients."""
-    trial = _trial(dotted, _tiny(0, 1), knobs)
-    with _faults(dotted):
-        trial.take_steps(range(4), factor)
-    return trial.parameters[0].detach() - _tiny(0, 1)[0]
-
-
-def _trial(dotted: str, tensors: list[Tensor], knobs: Mapping[str, Any]) -> TriedTensors:
-    parameters, halves = [nn.Parameter(tensor) for tensor in tensors], len(tensors) // 2
+def _trial(dotted: str, parts: int, knobs: Mapping[str, Any]) -> TriedTensors:
+    parameters = [nn.Parameter(tensor) for tensor in _tiny(0, parts)]
     optimizer = _constructed(dotted, parameters, TRIED_LR, knobs)
-    return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1, halves))
-
-
-@contextlib.contextmanager
-def _faults(dotted: str) -> Iterator[None]:
-    """Raise ConfigError for a step that fails or that is unfit."""
-    try:
-        yield
-    except Unfit as error:
-        raise refuse("optimizer.name", dotted, str(error)) from None
-    except Exception as error:
-        text = f"its step fails with gradients alone ({error})"
-        raise refuse("optimizer.name", dotted, text, "AdamW") from None
+    return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1, parts))

@@ -51,6 +51,9 @@ class Momentum(torch.optim.Optimizer):
                     rate /= group["count"]
                 if self.kind == "gradient":
                     p.grad = p.grad / 2
+                if self.kind == "precise":
+                    self.state[p]["m"] = m = m.to(torch.complex128)
+                    m = m.real.to(p.dtype)
                 if self.kind == "random":
                     m = m + 1e-3 * torch.randn(m.shape)
                 p.sub_(rate * m)
@@ -179,6 +182,7 @@ OUTSIDE = "does not go on from a checkpoint as if it had not stopped"
         ("number", [], OUTSIDE),
         ("by text", [], "keeps a state that is of no parameter"),
         ("gradient", [], "puts other tensors in the place of the gradients"),
+        ("precise", [], "keeps m as torch.complex128, which no checkpoint can hold"),
         ("random", [], ""),
         ("random", DDP, "draws random numbers, other ones on each rank"),
     ],

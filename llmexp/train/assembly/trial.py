@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp.checkpoint.pieces import TYPES
 from llmexp.models.common import all_finite
 from llmexp.models.initial import numbers_of
 from llmexp.settings.targets import described, locate
@@ -19,7 +20,7 @@ from llmexp.system.text import first_of
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import build_model, build_on_meta, build_optimizers
 from llmexp.update import held, precision
-from llmexp.update.states import Traits
+from llmexp.update.states import Traits, apart
 
 ROWS, TOKENS = 2, 16  # of the batch
 SMALL_DIMENSION = 16  # the largest dimension of a parameter on which an optimizer is tried
@@ -85,28 +86,22 @@ def try_optimizers(
     and a warning where they could not be tried. Raises ConfigError for those that a run could not
     go on with: their state has to be in `state` or `param_groups`.
     """
-    dotted = str(section["_target_"])
+    dotted, key = str(section["_target_"]), "optimizer._target_"
     try:
         with numbers_of(0), torch.enable_grad():
-            whole, other = (_small_trial(section, model) for _ in range(2))
-            before = whole.plain_groups()
-            draws = held.try_going_on(whole, other)
+            whole, found = held.try_going_on(lambda: _small_trial(section, model), dotted, key)
+            states = [state for o in whole.optimizers for state in o.state.values()]
+            for name, tensor in (pair for state in states for pair in apart(state)[1].items()):
+                if tensor.dtype not in TYPES:
+                    text = f"keeps {name} as {tensor.dtype}, which no checkpoint can hold; take"
+                    raise held.Unfit(f"{text} another type, such as torch.float32")
+            return found, []
     except held.Unfit as error:
-        raise refuse(
-            "optimizer._target_", dotted, f"{error}{place_of(section, 'optimizer')}"
-        ) from None
+        raise refuse(key, dotted, f"{error}{place_of(section, 'optimizer')}") from None
     except Exception as error:
         what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
         what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())
         return [], [f"{what}; whether a resumed run goes on as if it had not stopped is not known"]
-    found = []
-    for number, (old, new) in enumerate(zip(before, whole.plain_groups(), strict=True)):
-        pairs = zip(old, new, strict=True)
-        counters = {k for a, b in pairs for k in b if b[k] != a.get(k)}
-        size = whole.state_bytes(number)
-        # torch's split tensors compute what whole ones do
-        found.append(Traits(dotted, (*counters,), draws, True, False, size, "optimizer._target_"))
-    return found, []
 
 
 def _small_trial(
