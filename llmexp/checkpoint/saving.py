@@ -197,6 +197,11 @@ def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
         write_json(temporary / _note(pieces.rank), {"files": files, "index": index})
 
 
+def not_written(root: Path, step: int, world: int) -> list[int]:
+    """Return the ranks besides 0 that have not written their part of a checkpoint on its way."""
+    return [r for r in range(1, world) if not (_temporary(root, step) / _note(r)).exists()]
+
+
 def commit_checkpoint(
     root: Path,
     step: int,

@@ -27,6 +27,8 @@ from llmexp.train.state import Loop, Saving, stateful_parts
 from llmexp.train.step import TrainingFailed
 from llmexp.update import faces, optim
 
+OTHERS_S = 2.0  # for other ranks to write their parts, where a run ends by an exception
+
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     """Save a checkpoint of the current step, which is finished; its rows reach the disk first.
@@ -193,17 +195,21 @@ def save_what_can_be(loop: Loop) -> None:
 
 
 def finish_alone(loop: Loop) -> None:
-    """Finish the checkpoint that is on its way, on this rank alone; print what cannot be.
+    """Finish the checkpoint that is on its way, on this rank alone; print why where it cannot be.
 
-    Another rank may be gone: what it has not written by now is reported as lost."""
+    Other ranks may be gone, or write their parts meanwhile: rank 0 waits OTHERS_S for these."""
     due, loop.saving = loop.saving, None
     if due is None:
         return
     try:
-        if loop.mesh.distributed and not due.committing:
-            raise OSError("another rank may not have written its part")
         due.task.result()
-        if not due.committing:
+        if loop.out.main and not due.committing:
+            place = loop.out.path / rundir.CHECKPOINTS, due.step, loop.mesh.world_size
+            end = time.monotonic() + OTHERS_S
+            while (missing := saving.not_written(*place)) and time.monotonic() < end:
+                time.sleep(0.05)
+            if missing:
+                raise OSError(f"{mesh.numbered(missing)} has not written its part")
             due.commit()
         loop.saved.append(due.step)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +26,14 @@ from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
-from llmexp.train import failing, verdicts, worker
+from llmexp.train import checkpointing, failing, verdicts, worker
 from llmexp.train.checkpointing import finish_alone
 from llmexp.train.loop import take_step
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import Outcome, TrainingFailed
 from llmexp.train.summary import details, say_the_end, summarise
-from tests.conftest import TINY, llmexp
+from tests.conftest import HANG_S, TINY, llmexp
 from tests.tools import SLOW_WRITES
 
 
@@ -239,16 +240,24 @@ def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):
     assert (loop.saving, loop.saved) == (None, [2])
 
 
-@pytest.mark.parametrize("committing", [False, True])
-def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path, committing):
+@pytest.mark.parametrize("way", ["committing", "written", "written later", "not written"])
+def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path, monkeypatch, way):
+    monkeypatch.setattr(checkpointing, "OTHERS_S", 0.0 if way == "not written" else HANG_S)
     said: list[str] = []
     loop = made(step=3, world_size=2, said=said)
-    on_its_way(loop, tmp_path, committing=committing)
+    on_its_way(loop, tmp_path, committing=way == "committing")
+    loop.out = dataclasses.replace(loop.out, path=tmp_path)
+    files = tmp_path / "checkpoints/.step_00000002.tmp"
+    files.mkdir(parents=True)
+    if way == "written later":
+        threading.Timer(0.3, (files / "written-00001.json").touch).start()
+    elif way == "written":
+        (files / "written-00001.json").touch()
     finish_alone(loop)
-    assert (tmp_path / "committed").exists() == committing
-    assert [
-        text.startswith("WARNING: the checkpoint of step 2 was not finished") for text in said
-    ] == ([] if committing else [True])
+    lost = way == "not written"
+    assert (tmp_path / "committed").exists() == (not lost)
+    warning = "WARNING: the checkpoint of step 2 was not finished: rank 1 has not written its part"
+    assert said == [warning] * lost
 
 
 def test_a_save_that_fails_then_is_reported(tmp_path):
