@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ class _Sized(ConfigRepository):
 
     def load_config(self, config_path: str) -> Any:
         source = next((one for one in self.sources if one.is_config(config_path)), None)
-        if source is not None and source.scheme() == "file" and source.provider != "main":
-            config_text(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
+        if source is not None and source.provider not in ("main", "hydra", "schema"):
+            folder = files(source.path) if source.scheme() == "pkg" else Path(source.path)
+            with as_file(folder / f"{config_path.removesuffix('.yaml')}.yaml") as file:
+                config_text(file)
         return super().load_config(config_path)
 
 
@@ -59,8 +62,8 @@ def guard(loader: Any) -> None:
     ) -> DictConfig:
         # Hydra takes a key that is null for one that is not there: ~model.d_ff deletes it as well
         first = [f"{o[1:]}=0" for o in overrides if re.fullmatch(r"~(?!hydra)\w+(\.\w+)+", o)]
-        overrides = [*first, *overrides]
-        cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
+        cfg: DictConfig = load(config_name, [*first, *overrides], *args, **kwargs)
+        del cfg.hydra.overrides.task[: len(first)]
         given: dict[str, list[str]] = {"task": [], "hydra": []}
         for override in overrides:
             of_hydra = key_of(override).startswith(("hydra.", "hydra/"))
@@ -69,8 +72,6 @@ def guard(loader: Any) -> None:
             text = "is what a command line says; a config file must not set it"
             raise ConfigError(f"hydra.overrides: {text}")
         refuse_code(cfg)
-        if first:
-            cfg.hydra.overrides.task = given["task"][len(first) :]
         return cfg
 
     loader.load_configuration = looked_at

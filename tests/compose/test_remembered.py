@@ -29,12 +29,18 @@ def test_a_config_that_was_rewritten_is_read_anew(tmp_path, monkeypatch, way):
         assert (cfg.train.max_steps, cfg.clip.kind) == (steps, clip)
 
 
-@pytest.mark.parametrize("way", ["--config-dir", "file"])
-def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(tmp_path, way):
-    (tmp_path / "experiment").mkdir()
+@pytest.mark.parametrize("way", ["--config-dir", "file", "pkg"])
+def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(
+    tmp_path, monkeypatch, way
+):
+    (tmp_path / "endless" / "experiment").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tmp_path = tmp_path / "endless"
+    (tmp_path / "__init__.py").touch()
     lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(["a0: &a0 1", *lines]))
-    more = [f"hydra.searchpath=[file://{tmp_path}]"] if way == "file" else []
+    place = {"file": f"file://{tmp_path}", "pkg": "pkg://endless"}
+    more = [f"hydra.searchpath=[{place[way]}]"] if way in place else []
     with (
         app.hydra_app(None if more else str(tmp_path)) as hydra,
         pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
