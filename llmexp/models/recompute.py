@@ -109,11 +109,8 @@ def _with_buffers(block: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
 @torch.no_grad()
 def _copies(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    made: dict[int, Any] = {}  # modules may share a buffer
-    for buffers in held:
-        for buffer in buffers.values():
-            if id(buffer) not in made:
-                made[id(buffer)] = None if buffer is None else buffer.clone()
+    all_of = [buffer for buffers in held for buffer in buffers.values()]  # modules may share one
+    made = {id(buffer): None if buffer is None else buffer.clone() for buffer in all_of}
     return [{name: made[id(buffer)] for name, buffer in buffers.items()} for buffers in held]
 
 

@@ -73,10 +73,7 @@ def step_after(stages: Sequence[BatchStage], sequences: int) -> int:
 
 
 def recorded_stages(recorded: Mapping[str, Any]) -> list[BatchStage]:
-    """Return the stages of a run from its run.json.
-
-    Raises KeyError and TypeError where the file does not have them.
-    """
+    """Return the stages of a run from its run.json. Raises KeyError where it lacks them."""
     if stages := recorded.get("stages"):
         return [BatchStage(**stage) for stage in stages]
     size, accumulation = recorded["real_batch_size"], recorded.get("gradient_accumulation_steps", 1)

@@ -19,7 +19,7 @@ STEP_RECORD = struct.Struct(f"<{len(FIELDS)}d")
 def steps_up_to(path: Path, step: int) -> bytes:
     """Return the records of a run up to a step, as far as it has them."""
     with contextlib.suppress(OSError), open(path / STEPS_BIN, "rb") as file:
-        return file.read(step * STEP_RECORD.size)
+        return file.read(min(step, steps_in(path)) * STEP_RECORD.size)
     return b""
 
 

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import glob
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.settings.values import MAX_DEPTH, ConfigError
+from llmexp.settings.values import MAX_DEPTH, ConfigError, nested
 
 MOST_BYTES = 2**26  # of a file that is read whole
 
@@ -180,14 +179,13 @@ def from_json(text: str) -> Any:
     Raises ValueError for all else, also where it is too deep for a function that calls itself.
     """
     try:
-        found, inner = JSON.decode(text), list[Any]()
-        inner.append([found])
+        found = JSON.decode(text)
+        level = [found]
         for _ in range(MAX_DEPTH):
-            values = (v.values() if isinstance(v, dict) else v for v in inner)
-            inner = [v for v in itertools.chain(*values) if isinstance(v, (dict, list))]
+            level = [value for above in level for _, value in nested(above)]
     except RecursionError:
-        inner = [None]
-    if inner:
+        level = [None]
+    if level:
         raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
     return found
 

@@ -49,10 +49,7 @@ def recorded_parent(path: Path) -> Parent | None:
 
     Raises ConfigError."""
     recorded = rundir.read_run(path).get("parent")
-    try:
-        return Parent(**recorded) if recorded else None
-    except TypeError:
-        raise ConfigError(f"{path / rundir.RUN}: is damaged at parent") from None
+    return Parent(**recorded) if recorded else None
 
 
 def known_of(request: dict[str, Any]) -> dict[str, Any]:
@@ -138,23 +135,17 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     if not recorded:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     before, now = recorded.get("environment"), environment(parts)
-    if isinstance(before, dict):
-        changed = sorted(name for name in before | now if before.get(name) != now.get(name))
-        if changed:
-            names = ", ".join(changed)
-            raise ConfigError(
-                f"{path}: is another run; the environment has another value of {names} now"
-            )
-    tasks = there.get("tasks") or {}
-    if changed_tasks := [
-        name for name, sha in here["tasks"].items() if tasks.get(name, sha) != sha
-    ]:
-        text = f"the request file of the task {changed_tasks[0]} changed since the run started"
-        raise ConfigError(f"{loaded.path if loaded else path}: {text}; put it back")
+    if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
+        text = f"the environment has another value of {', '.join(sorted(changed))} now"
+        raise ConfigError(f"{path}: is another run; {text}")
+    tasks, where = there.get("tasks", {}), loaded.path if loaded else path
+    for name, sha in here["tasks"].items():
+        if tasks.get(name, sha) != sha:  # another one may have been added
+            text = f"the request file of the task {name} changed since the run started"
+            raise ConfigError(f"{where}: {text}; put it back")
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
-        where, data = loaded.path if loaded else path, parts.run.data
-        text = f"the data changed since the run started ({data})"
+        text = f"the data changed since the run started ({parts.run.data})"
         way = "if no file did, go on with the version of llmexp that began the run"
         raise ConfigError(f"{where}: {text}; {way}")
 

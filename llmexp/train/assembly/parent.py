@@ -78,8 +78,6 @@ def parent_of(config: Config, found: ParentRun | None, corpus: Corpus) -> Parent
         done = min(done, recorded["total_sequences"])
     except KeyError as error:
         raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
-    except TypeError as error:
-        raise ConfigError(f"{path / rundir.RUN}: is damaged: {error}") from None
     where, order = _place(plain(config), plain(tree), recorded, corpus, done)
     return Parent(
         folder=str(path),
