@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from llmexp.runs import steps as records
 from llmexp.runs.ledger import Ledger
 
 STEPS = 400
+LN_2 = math.log(2)
 
 
 def ar1(rng: np.random.Generator, n: int, r: float, runs: int = 1) -> np.ndarray:
@@ -53,13 +56,16 @@ def make_run(
     tokenizer: str = "bytes",
     val_every: int = 100,
     step_time: float = 0.5,
+    parent: str | None = None,
+    rows: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
     status: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
     """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its own.
 
-    `facts` and `status` are added to run.json and status.json; `clip__kind=` sets clip.kind."""
+    `rows`, `facts` and `status` are added to each row, run.json and status.json; `parent` is the
+    trunk that it goes on from; `clip__kind=` sets clip.kind."""
     path.mkdir(parents=True)
     real, length = micro * accumulation, 128
     config = {
@@ -88,58 +94,50 @@ def make_run(
         "max_tokens": steps * real * length,
         "tokenizer": tokenizer, "model": "GPT2", "device_name": "cpu",
         "data_fingerprint": {"tokenizer_sha256": tokenizer},
-    }  # fmt: skip
+    } | ({"parent": parent_in(parent)} if parent else {})  # fmt: skip
     (path / "run.json").write_text(json.dumps(known | (facts or {})))
     step = np.arange(1, steps + 1)
     batches = 0.05 * np.random.default_rng([seed, real]).standard_normal(steps)
-    mine = wobble * ar1(np.random.default_rng([seed, 77, own]), steps, 0.5)[0]
+    mine = wobble * ar1(np.random.default_rng([seed, 77, own]), steps, 0.5)[0] if steps else 0.0
     loss = 2.5 + 3 * np.exp(-step / 80) + batches + offset + mine
-    rows = []
-    for i, s in enumerate(step):
+    written = []
+    for s, value in zip(step.tolist(), loss.tolist(), strict=True):
         row = {
-            "step": int(s),
-            "tokens_seen": int(s) * real * length,
-            "epoch": 0.1,
-            "train/loss": float(loss[i]),
-        }
-        row |= {
-            "lr": 0.001,
-            "grad_norm": 1.5,
-            "step_time": step_time,
-            "tokens_per_sec": 2000.0 + own,
-            "peak_memory_gib": 1.25,
-        }
+            "step": s, "tokens_seen": s * real * length, "epoch": 0.1, "train/loss": value,
+            "lr": 0.001, "grad_norm": 1.5, "step_time": step_time,
+            "tokens_per_sec": 2000.0 + own, "peak_memory_gib": 1.25,
+        }  # fmt: skip
         if s % val_every == 0:
-            val = 2.6 + 3 * float(np.exp(-s / 80)) + offset
-            row |= {
-                "val/loss": val,
-                "val/ppl": float(np.exp(val)),
-                "val/bits_per_byte": val / np.log(2),
-            }
-        rows.append(json.dumps(row, separators=(",", ":")))
-    (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+            val = val_loss(s, offset)
+            row |= {"val/loss": val, "val/ppl": math.exp(val), "val/bits_per_byte": val / LN_2}
+        written.append(row | (rows or {}))
+    write_rows(path, written)
     write_steps(path, loss.tolist(), [real * length] * steps)
     summary = {
-        "tokens_seen": steps * real * length,
-        "steps": steps,
-        "train_time": steps * step_time,
-    }
-    summary |= {
-        "mean tokens_per_sec": real * length / step_time,
-        "peak_memory_gib": 1.25,
-        "skipped_steps": 0,
-        "clipped_share": 0.25,
-    }
+        "tokens_seen": steps * real * length, "steps": steps, "train_time": steps * step_time,
+        "mean tokens_per_sec": real * length / step_time, "peak_memory_gib": 1.25,
+        "skipped_steps": 0, "clipped_share": 0.25,
+    }  # fmt: skip
     ended = {
-        "state": state,
-        "updated": 1.8e9,
-        "started": 1.8e9 - 100,
-        "exit_code": 0,
-        "error": None,
+        "state": state, "updated": 1.8e9, "started": 1.8e9 - 100, "exit_code": 0, "error": None,
         "summary": summary,
-    }
+    }  # fmt: skip
     (path / "status.json").write_text(json.dumps(ended | (status or {})))
     return path
+
+
+def val_loss(step: float, offset: float = 0.0) -> float:
+    """The validation loss of a made run after this step."""
+    return 2.6 + 3 * math.exp(-step / 80) + offset
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+    (path / "metrics.jsonl").write_text("".join(lines))
 
 
 def parent_in(folder: str, **known: Any) -> dict[str, Any]:
@@ -158,3 +156,35 @@ def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) 
         make_run(path / entry.folder, own=entry.number, **settings)
     kept.save()
     return path
+
+
+def each(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that a row of data stands for: of a mapping such as `seed: {1: 0.0, 2: 0.1}` all
+    values, each with its offset; of several mappings all combinations, with sums of offsets."""
+    given = {key.replace(".", "__"): value for key, value in row.items()}
+    whole = ("facts", "status", "point", "rows")
+    varied = {k: v for k, v in given.items() if isinstance(v, dict) and k not in whole}
+    runs = []
+    for values in itertools.product(*(v.items() for v in varied.values())):
+        own = dict(zip(varied, (value for value, _ in values), strict=True))
+        offset = given.get("offset", 0.0) + sum(offset for _, offset in values)
+        runs.append(given | own | {"offset": offset})
+    return runs
+
+
+def make_case(path: Path, rows: Sequence[dict[str, Any]], swept: Sequence[str] = ()) -> Path:
+    """The folder of the runs of these rows: a sweep where it varies keys."""
+    runs = [run for row in rows for run in each(row)]
+    named = {str(run.pop("name", i)): run for i, run in enumerate(runs)}
+    if swept:
+        return make_sweep(path, named, list(swept))
+    for i, (name, run) in enumerate(named.items()):
+        make_run(path / name, **{"own": i, **run})
+    return path
+
+
+def told(answer: Any) -> str:
+    """What `llmexp compare --why` prints of an answer, and what it could not read."""
+    notes = [f"{r['label']}: {r['note']}" for r in answer.data["runs"] if r["note"]]
+    problems = [f"problem: {text}" for text in answer.problems]
+    return "\n".join([str(answer), "", *answer.data["why"], *notes, *problems])
