@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import os
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from llmexp.data.tokenizers import Tokenizer, pretrained
+from llmexp.data.corpus import corpus
+from llmexp.data.stream import Corpus, TokenStream
+from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 
@@ -23,3 +31,60 @@ def encoding(name: str, folder: Path) -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TIKTOKEN_CACHE_DIR", str(folder))
         return pretrained(name)
+
+
+def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
+    content = "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def texts_of(name: str, count: int) -> list[str]:
+    return [f"{name} {i}: " + "so many words " * (1 + i % 5) for i in range(count)]
+
+
+def made(folder: Path, **changes: Any) -> Corpus:
+    """Return data=corpus of the folder's web.jsonl, with val.jsonl beside it."""
+    knobs: dict[str, Any] = {
+        "sources": {"web": {"files": f"{folder}/web.jsonl"}},
+        "val": {"far": {"files": f"{folder}/val.jsonl"}},
+        "val_main": None,
+        "stages": [],
+        "max_epochs": None,
+        "on_bad_record": "refuse",
+        "cache_dir": f"{folder}/cache",
+        "tokenizer": byte_level(),
+        "sequence_length": 8,
+    }
+    return corpus(**knobs | changes)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Digest of each file, but for locks."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def llm_c(said: int, there: int, magic: int = 20240520, version: int = 1) -> bytes:
+    """Return a file of llm.c that says a number of ids and holds another."""
+    header = np.array([magic, version, said, *[0] * 253], "<i4")
+    return header.tobytes() + np.arange(there, dtype="<u2").tobytes()
+
+
+def megatron(path: Path, documents: list[list[int]], code: int = 8, kind: str = "<u2") -> bytes:
+    """Write a pair as Megatron's tools/preprocess_data.py does, a sequence a document; return the
+    index."""
+    lengths = np.array([len(ids) for ids in documents], "<i4")
+    path.write_bytes(b"".join(np.array(ids, kind).tobytes() for ids in documents))
+    starts = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(kind).itemsize
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
+    index += lengths.tobytes() + starts.tobytes() + np.arange(len(documents) + 1).tobytes()
+    path.with_suffix(".idx").write_bytes(index)
+    return index
+
+
+def all_ids(stream: TokenStream | None) -> list[int]:
+    return [] if stream is None else stream.read(0, len(stream)).tolist()

@@ -23,7 +23,7 @@ from llmexp.data.records import Counts
 from llmexp.data.stream import DataChanged
 from tests.conftest import TINY
 
-from .test_corpus import ids_of, json_lines, made, texts_of
+from .common import all_ids, json_lines, made, texts_of
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 fsspec = pytest.importorskip("fsspec")
@@ -111,7 +111,7 @@ def test_a_web_server_is_read_like_a_file_and_asked_once(tmp_path, ranges):
         server.ranges = ranges
         first = corpus_of(tmp_path, address)
         here = made(tmp_path, sources={"web": {"files": f"{tmp_path}/web.jsonl"}})
-        assert ids_of(first.train) == ids_of(here.train)
+        assert all_ids(first.train) == all_ids(here.train)
         asked = server.requests
         again = corpus_of(tmp_path, address)
         assert server.requests == asked  # nothing is asked where shards are there
@@ -134,7 +134,7 @@ def test_a_change_is_found_where_a_server_has_no_marks_of_it(tmp_path):
         for old, place in zip(first, places, strict=True):
             new = corpus_of(tmp_path, place, ask_again=True)
             assert new.fingerprint != old.fingerprint
-            assert b"bew" in bytes(i % 256 for i in ids_of(new.train))
+            assert b"bew" in bytes(i % 256 for i in all_ids(new.train))
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -162,9 +162,9 @@ def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "ANSWER_S", 2.0)
     with serving(plain(tmp_path)) as (_, address):
         first = corpus_of(tmp_path, address)
-    assert ids_of(corpus_of(tmp_path, address).train) == ids_of(first.train)
+    assert all_ids(corpus_of(tmp_path, address).train) == all_ids(first.train)
     checked = corpus_of(tmp_path, address, ask_again=True)
-    assert ids_of(checked.train) == ids_of(first.train)
+    assert all_ids(checked.train) == all_ids(first.train)
     assert re.search(r"not asked now: .*cannot be read", checked.description)
     with pytest.raises(ValueError, match=r"data\.sources\.web\.files=http.*cannot be read"):
         corpus_of(tmp_path, address, cache_dir=f"{tmp_path}/other")
@@ -182,10 +182,10 @@ def test_a_changed_file_is_seen_when_it_is_asked_for(tmp_path):
     with serving(plain(tmp_path)) as (server, address):
         first = corpus_of(tmp_path, address)
         server.content, server.mark = plain(tmp_path, 81), "two"
-        assert ids_of(corpus_of(tmp_path, address).train) == ids_of(first.train)
+        assert all_ids(corpus_of(tmp_path, address).train) == all_ids(first.train)
         new = corpus_of(tmp_path, address, ask_again=True)
         assert len(new.train) > len(first.train)
-        assert ids_of(corpus_of(tmp_path, address).train) == ids_of(new.train)
+        assert all_ids(corpus_of(tmp_path, address).train) == all_ids(new.train)
 
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
@@ -219,9 +219,9 @@ def test_buckets_in_memory_and_globs(tmp_path):
         system.pipe(f"/bucket/{name}.jsonl", content)
     both = corpus_of(tmp_path, "memory://bucket/*.jsonl")
     here = made(tmp_path, sources={"web": {"files": f"{tmp_path}/web.jsonl"}})
-    assert ids_of(both.train) == 2 * ids_of(here.train)
+    assert all_ids(both.train) == 2 * all_ids(here.train)
     system.rm("/bucket", recursive=True)
-    assert ids_of(corpus_of(tmp_path, "memory://bucket/*.jsonl").train) == ids_of(both.train)
+    assert all_ids(corpus_of(tmp_path, "memory://bucket/*.jsonl").train) == all_ids(both.train)
     with pytest.raises(ValueError, match="no file matches there"):
         corpus_of(tmp_path, "memory://bucket/*.json")
 
@@ -246,9 +246,9 @@ def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, mon
     assert read == [("someone/corpus", commits[0], "train", True)]
     assert f"someone/corpus at {commits[0][:12]}" in first.description
     commits.pop(0)
-    assert ids_of(made(tmp_path, sources=sources).train) == ids_of(first.train)
+    assert all_ids(made(tmp_path, sources=sources).train) == all_ids(first.train)
     assert len(read) == 1
-    assert ids_of(made(tmp_path, sources=sources, ask_again=True).train) != ids_of(first.train)
+    assert all_ids(made(tmp_path, sources=sources, ask_again=True).train) != all_ids(first.train)
     assert read[1][1] == commits[0]
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from llmexp.data.train_tokenizer import train_bpe
+from tests.data.common import json_lines, llm_c, megatron, texts_of
 from tests.runs import Runs
 
 
@@ -39,3 +43,60 @@ def run(work: Path, runs: Runs) -> None:
     """A finished run of four steps in the folder `run`."""
     more = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]
     runs.copy(work / "run", *more)
+
+
+def data(work: Path, runs: Runs) -> None:
+    """Texts, documents, token files and labels, sound ones and bad ones."""
+    for name in ("web.jsonl", "copy.jsonl", "val.jsonl"):
+        json_lines(work / name, texts_of("web" if name < "d" else name, 40))
+    os.link(work / "web.jsonl", work / "hard.jsonl")
+    for name in ("void", "hidden/.git", "saved", "docs", "loop/more"):
+        (work / name).mkdir(parents=True)
+    (work / "hidden/.git/.x").touch()
+    (work / "saved/state.json").write_text("{}")
+    os.symlink("nowhere", work / "dangling.txt")
+    os.symlink("..", work / "loop/more/home")
+    documents = {
+        "latin": b'{"text": ""}\n{"text": "gr\xfc\xdfe"}\n', "utf16": b"\xff\xfet\0",
+        "own.json": b'{\n  "name": "x"\n}\n', "cut.gz": b"\x1f\x8b\x08\x00",
+        "cut.bz2": b"BZh91AY&SY....", "utf32": b"\xff\xfe\0\0t\0\0\0", "half16": b"t\0e\0x\0t\0",
+        "zip": b"PK\x03\x04....", "numpy": b"\x93NUMPY.....", "cut.parquet": b"PAR1 and no more",
+    }  # fmt: skip
+    for name, content in documents.items():
+        (work / "docs" / name).write_bytes(content)
+    for form in ("gz", ""):
+        with tarfile.open(work / f"docs/tar{form}", f"w:{form}") as archive:
+            archive.add(work / "void")
+    megatron(work / "pair.bin", [[7, 8, 9, 100], [5], [], [3] * 20])
+    ids = np.arange(200, dtype=np.uint16)
+    tokens = {
+        "few.bin": bytes(8), "said.bin": llm_c(50, 49), "version.bin": llm_c(50, 50, version=2),
+        "sound.bin": llm_c(200, 200), "torn.npy": b"\x93NUMPY\x01\x00", "odd.npy": bytes(101),
+        "wide.bin": ids.astype("<u4").tobytes(), "empty.bin": b"",
+    }  # fmt: skip
+    for name, content in tokens.items():
+        (work / name).write_bytes(content)
+    labels = ids.astype(np.int16)
+    arrays = {
+        "square.npy": np.zeros((3, 3), int), "none.npy": ids[:0], "ids.npy": ids,
+        "labels.npy": np.where(ids % 3, labels, -100), "shifted.npy": np.roll(labels, -1),
+        "short.npy": labels[:90], "large.npy": ids * 7,
+    }  # fmt: skip
+    for name, array in arrays.items():
+        np.save(work / name, array)
+
+
+def tokenizers(work: Path, runs: Runs) -> None:
+    """Text, a sound tokenizer in both forms, and one that has no end of text."""
+    library = pytest.importorskip("tokenizers")
+    (work / "good.txt").write_text("the cat sat on the mat. " * 99)
+    (work / "good").mkdir()
+    found = train_bpe([(work / "good.txt").read_text()], 300, "gpt2")
+    (work / "good/tokenizer.json").write_text(found.tokenizer_json)
+    (work / "good/mine.tiktoken").write_bytes(found.tiktoken)
+    words = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[SEP]"]
+    trainer = library.trainers.WordPieceTrainer(special_tokens=special, show_progress=False)
+    words.train_from_iterator(["the cat sat on the mat"], trainer)
+    words.save(str(work / "words.json"))
