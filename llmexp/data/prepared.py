@@ -134,8 +134,10 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
     what += f", {size_text(size)} in files" if size else ""
     progress = ProgressBar(what, sum(sizes[n] for n in mine))
 
-    def say(n_bytes: int, counts: Counts) -> None:
-        progress.add(n_bytes, before.get(counts.place, 0) + counts.position())
+    def say(n_bytes: int, read: tuple[str, int]) -> None:
+        place, position = read
+        one = work.inputs.get(place)
+        progress.add(n_bytes, before.get(place, 0) + min(position, one.size if one else 0))
 
     try:
         for number in mine:

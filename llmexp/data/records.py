@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,10 +34,15 @@ class Counts:
         return {name: getattr(self, name) for name in ("documents", "empty", "bad", "first_bad")}
 
     def position(self) -> int:
-        """Return how many bytes of the file at `place` were read; packed ones count as packed."""
+        """Return how many bytes of the file at `place` were read; packed ones count as packed.
+
+        A file that was read to its end and closed: more than any has.
+        """
+        if self.file is None:
+            return 0
         try:
-            return self.file.tell() if self.file is not None else 0
-        except (OSError, ValueError):  # a stream of the web; a closed file
+            return sys.maxsize if self.file.closed else self.file.tell()
+        except OSError:  # a stream of the web
             return 0
 
     def plus(self, other: Counts) -> Counts:

@@ -63,12 +63,12 @@ def write_unit(
     work: Work,
     number: int,
     mine: Callable[[int], bool],
-    progress: Callable[[int, Counts], None],
+    progress: Callable[[int, tuple[str, int]], None],
     threads: int | None = None,
 ) -> None:
     """Write those chunks of a unit that are `mine`, by their numbers, and are not there yet.
 
-    `progress` gets the bytes of text that were done, and how far the reading is. Another process
+    `progress` gets the bytes of text that were done, and how far was read for them. Another process
     may write the same chunk meanwhile: it writes the same.
     """
     if is_whole(chunks_of(work.folder, number)):
@@ -93,7 +93,7 @@ def write_unit(
                         split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits
                     }
                 _add(shards, job.pieces, ids, stops.tolist())
-                progress(sum(piece.n_bytes for piece in job.pieces), counts)
+                progress(sum(piece.n_bytes for piece in job.pieces), job.read)
                 if job.counts is not None:
                     work.refuse_changed(files)
                     done = {split: shard.close() for split, shard in shards.items()}
@@ -131,6 +131,7 @@ class Job:
     pieces: list[TextPiece] = field(default_factory=list)
     counts: dict[str, Any] | None = None
     last: bool = False
+    read: tuple[str, int] = ("", 0)  # the file that ends it, and how far that was read for it
 
 
 def encoded(
@@ -155,7 +156,12 @@ def encoded(
                 f"the tokenizer {tokenizer.name} gave up on a text: {error}"
             ) from None
 
-    return ahead(encode, _jobs(documents, counts, tokenizer, wanted), threads)
+    def noted() -> Iterator[Job]:  # the reading is ahead of what is encoded
+        for job in _jobs(documents, counts, tokenizer, wanted):
+            job.read = counts.place, counts.position()
+            yield job
+
+    return ahead(encode, noted(), threads)
 
 
 def _jobs(

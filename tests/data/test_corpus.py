@@ -426,6 +426,29 @@ def test_an_error_begins_a_line_below_how_far_the_preparation_is(files, monkeypa
     assert printed.endswith("\n")
 
 
+def test_how_far_a_preparation_is_counts_what_is_encoded_not_what_is_read_ahead(
+    tmp_path, monkeypatch
+):
+    text = "many words " * 400_000
+    (tmp_path / "a.txt").write_text(text)
+    json_lines(tmp_path / "b.jsonl", [text[:200_000]] * 20)
+    said: list[tuple[int, int]] = []
+    write = ProgressBar.add
+
+    def note(bar: ProgressBar, n_bytes: int, read: int) -> None:
+        write(bar, n_bytes, read)
+        said.append((bar._text, bar._read))
+
+    monkeypatch.setattr(ProgressBar, "add", note)
+    for name, size in (("a.txt", 4_400_000), ("b.jsonl", 4_000_000)):
+        said.clear()
+        made(tmp_path, sources={"web": {"files": f"{tmp_path}/{name}"}}, val={})
+        assert said[-1][0] == size
+        assert said[-1][1] == (tmp_path / name).stat().st_size  # in the end all is read
+        for done, read in said:
+            assert abs(read - done) <= 1 << 20  # two blocks
+
+
 def test_a_cache_that_cannot_be_read_now_is_not_taken_for_damaged(files, monkeypatch):
     made(files)
     before = tree(files / "cache" / "corpus")
