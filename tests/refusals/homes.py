@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -100,3 +101,11 @@ def tokenizers(work: Path, runs: Runs) -> None:
     trainer = library.trainers.WordPieceTrainer(special_tokens=special, show_progress=False)
     words.train_from_iterator(["the cat sat on the mat"], trainer)
     words.save(str(work / "words.json"))
+
+
+def strange(work: Path, runs: Runs) -> None:
+    """The ledger of another's sweep that failed; rows give it the arguments it goes on with."""
+    ledger = {"format": 1, "name": "strange", "group": "g", "launcher": "slurm", "created": 0.0}
+    ledger |= {"swept": ["train.seed"], "arguments": [], "state": "failed", "points": []}
+    (work / "strange").mkdir()
+    (work / "strange" / "sweep.json").write_text(json.dumps(ledger))
