@@ -218,11 +218,10 @@ def restore_model(loaded: Loaded, model: nn.Module, computed: bool = True) -> No
     own = named_tensors(model)
     refuse_other_model(loaded, own)
     fill_all(loaded, own, loaded.model)
-    buffers = loaded.state.get("buffers", {})
-    if not computed:
-        buffers = {name: value for name, value in buffers.items() if name in model.state_dict()}
     try:
-        _restore_buffers(buffers, model)
+        buffers = loaded.state["buffers"]
+        wanted = buffers if computed else buffers.keys() & model.state_dict().keys()
+        _restore_buffers({name: buffers[name] for name in wanted}, model)
     except (AttributeError, KeyError) as error:
         raise CheckpointError(f"{loaded.path / STATE}: other buffers: {error}") from None
 
@@ -239,13 +238,13 @@ def _restore_buffers(buffers: Mapping[str, Tensor], model: nn.Module) -> None:
         owner = model.get_submodule(module)
         if last not in owner._buffers:
             owner.register_buffer(last, None, persistent=False)
-        there = owner._buffers[last]
+        there: Any = owner._buffers[last]
         if id(value) not in made:
-            fits = there is not None and (there.shape, there.dtype) == (value.shape, value.dtype)
-            if there is None or not fits or any(there is other for other in made.values()):
-                made[id(value)] = value.to(device)
-            else:
+            free = there is not None and all(there is not other for other in made.values())
+            if free and (there.shape, there.dtype) == (value.shape, value.dtype):
                 made[id(value)] = there.copy_(value)
+            else:
+                made[id(value)] = value.to(device)
         owner._buffers[last] = made[id(value)]
 
 

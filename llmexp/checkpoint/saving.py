@@ -89,26 +89,26 @@ def snapshot(
     spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
-    look = _Look()
+    looked: list[tuple[str, Tensor, bool]] = []
     for kind, named in tensors.items():
         own = {name: piece_of(t) for name, t in named.items() if is_writer(t, rank)}
         # of an uneven cut some ranks hold nothing
         own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
         for name, p in own.items():
             with_inf = _may_hold_inf(kind, name, named[name], optimizers)
-            look.at(f"{kind} {name}", p.local, with_inf)
+            looked.append((f"{kind} {name}", p.local, with_inf))
         if copy:
             own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
     others = other_buffers(model)
-    for name, buffer in others.items() if rank == 0 else ():  # the one that writes them
-        look.at(f"model {name}", buffer.detach(), True)
+    if rank == 0:  # the one that writes them
+        looked += [(f"model {name}", buffer.detach(), True) for name, buffer in others.items()]
     on_host = {id(b): _to_host(b.detach()) for b in others.values()}
     buffers = {name: on_host[id(b)] for name, b in others.items()}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(rank, world, files, described, buffers, look.bad())
+    return Pieces(rank, world, files, described, buffers, _not_finite(looked))
 
 
 def _may_hold_inf(kind: str, name: str, tensor: Tensor, optimizers: list[Optimizer]) -> bool:
@@ -123,34 +123,26 @@ def _may_hold_inf(kind: str, name: str, tensor: Tensor, optimizers: list[Optimiz
     return kind == "model" and not isinstance(tensor, nn.Parameter)
 
 
-class _Look:
-    """Look for values that are not finite: by norms on the device, for which the host waits once.
+def _not_finite(looked: list[tuple[str, Tensor, bool]]) -> list[str]:
+    """Return the names of tensors with values that are not finite, found by norms on the device.
 
-    Infinities are looked over where they may be (`_may_hold_inf`), NaN never.
+    The host waits for them once. NaN is never finite, infinities are where they may be, and the
+    norm of finite values may overflow.
     """
-
-    def __init__(self) -> None:
-        self._norms: dict[torch.device, list[Tensor]] = {}
-        self._looked: dict[torch.device, list[tuple[str, Tensor, bool]]] = {}
-
-    def at(self, name: str, tensor: Tensor, with_inf: bool) -> None:
-        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        # types of one byte are codes, whose scales are tensors of their own
-        if tensor.is_floating_point() and tensor.itemsize > 1:
-            norm = torch.linalg.vector_norm(tensor).double()
-            self._norms.setdefault(tensor.device, []).append(norm)
-            self._looked.setdefault(tensor.device, []).append((name, tensor, with_inf))
-
-    def bad(self) -> list[str]:
-        """Return the names of those that have such values; the norm of finite ones may overflow."""
-        found = []
-        for device, norms in self._norms.items():
-            for norm, (name, t, with_inf) in zip(
-                torch.stack(norms).tolist(), self._looked[device], strict=True
-            ):
-                if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t)):
-                    found.append(name)
-        return found
+    given = [
+        (n, torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, w) for n, t, w in looked
+    ]
+    # types of one byte are codes, whose scales are tensors of their own
+    given = [one for one in given if one[1].is_floating_point() and one[1].itemsize > 1]
+    if not given:
+        return []
+    device = given[0][1].device
+    norms = torch.stack([torch.linalg.vector_norm(t).double().to(device) for _, t, _ in given])
+    return [
+        name
+        for norm, (name, t, with_inf) in zip(norms.tolist(), given, strict=True)
+        if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t))
+    ]
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from llmexp.compose.origin import COMMAND_LINE, layers
+from llmexp.compose.origin import COMMAND_LINE, layers, typed_keys
 from llmexp.compose.overrides import typed_in
 from llmexp.exchange.families import USUAL
 from llmexp.exchange.sizes import sizes_of
@@ -39,20 +39,19 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 def follow_width(tree: dict[str, Any], cfg: DictConfig) -> None:
     """Keep the ratio of the MLP to the width of the model where another width alone is given."""
-    typed, sources = typed_in(cfg), dict[str, dict[str, Any]]()
-    wanted = any("d_model" in word or "experiment" in word for word in typed)
-    if not wanted or "d_ff" not in (tree.get("model") or {}):
+    model, typed = tree.get("model"), typed_in(cfg)
+    if not any("d_model" in word or "experiment" in word for word in typed):
         return
-    for layer in layers(typed):
-        sources.setdefault(layer.source, {}).update(layer.values)
+    if not isinstance(model, dict) or "model.d_ff" in typed_keys(typed):
+        return
     width: Any = None
-    inner: Any = None
-    for values in sources.values():
-        before, width = width, values.get("model.d_model", width)
-        if "model.d_ff" in values:
-            inner = values["model.d_ff"]
-        elif before != width and all(type(n) is int and n > 0 for n in (before, inner, width)):
-            inner = tree["model"]["d_ff"] = round(inner / before * width)
+    beside: Any = None  # the width where that of the MLP is listed
+    for layer in layers(typed):
+        width = layer.values.get("model.d_model", width)
+        beside = width if "model.d_ff" in layer.values else beside
+    inner = model.get("d_ff")
+    if width != beside and all(type(n) is int and n > 0 for n in (inner, beside, width)):
+        model["d_ff"] = round(inner / beside * width)
 
 
 def leave_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:

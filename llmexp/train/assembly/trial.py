@@ -132,11 +132,7 @@ def _run(
     Also the names of its parameters that have no part in it, neither in training nor in evaluation:
     a pass in training may leave some out, as layers that are dropped.
     """
-    named, compute, head = (
-        dict(model.named_parameters()),
-        model,
-        getattr(model, "head_weight", None),
-    )
+    named, head = dict(model.named_parameters()), getattr(model, "head_weight", None)
     if bad := [name for name, p in named.items() if not all_finite(p)]:
         return f"its first weights are not finite: {first_of(bad)}", []
     compute, found = model, model(tokens)
