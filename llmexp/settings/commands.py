@@ -5,11 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.targets import allowed_packages, inside
 from llmexp.settings.values import flatten, is_ours, nested, override_value, pasteable
 
 # They take no --allow, as they open no part of the user's.
@@ -43,9 +43,9 @@ def command_words(name: str, *given: object, parts: Iterable[str] = ()) -> tuple
         elif isinstance(word, Path) and str(word).startswith("-"):
             word = f"./{word}"
         words.append(str(word))
-    allowed = [p for p in map(str.strip, os.environ.get("LLMEXP_ALLOW", "").split(",")) if p]
+    allowed = allowed_packages("")
     for part in parts:
-        if not any(f"{part}.".startswith(f"{package}.") for package in allowed):
+        if not inside(part, allowed):
             allowed.append(part.partition(".")[0])
     if allowed and name not in _READS:
         words += ["--allow", ",".join(dict.fromkeys(allowed))]

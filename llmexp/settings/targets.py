@@ -47,13 +47,14 @@ def allowed_packages(section: str) -> list[str]:
     return [name for name in (*OWN.get(section, ()), *extra) if name]
 
 
-def _inside(module: str, packages: list[str]) -> bool:
+def inside(module: str, packages: list[str]) -> bool:
+    """Return whether a module is one of the packages, or in one of them."""
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
 def inside_allowed(module: str) -> bool:
     """Return whether a module is in a package that the user allowed."""
-    return _inside(module, allowed_packages(""))
+    return inside(module, allowed_packages(""))
 
 
 def _defined_in(found: Any) -> str:
@@ -92,7 +93,7 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "
     text += "own is allowed by its name on the command line: --allow mypackage"
     not_allowed = refuse(key, dotted, text)
-    if not _inside(module_name, packages):
+    if not inside(module_name, packages):
         raise not_allowed
     try:
         module = importlib.import_module(module_name)
@@ -108,7 +109,7 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
     found = getattr(module, name)
     # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
-    if not callable(found) or not _inside(_defined_in(found), packages):
+    if not callable(found) or not inside(_defined_in(found), packages):
         raise not_allowed
     return cast(Callable[..., Any], found)
 

@@ -10,6 +10,7 @@ import netrc
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,16 @@ def warn(text: str) -> None:
 def concealed(node: Any) -> Any:
     """Plain values with every text redacted."""
     replacements = _replacements()
+    return _changed(node, lambda text: _replaced(text, replacements))
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {walk(key): walk(value) for key, value in node.items()}
-        if isinstance(node, (list, tuple)):
-            return [walk(value) for value in node]
-        return _replaced(node, replacements) if isinstance(node, str) else node
 
-    return walk(node)
+def _changed(node: Any, change: Callable[[str], str]) -> Any:
+    """Return plain values with each text changed, those of keys too."""
+    if isinstance(node, dict):
+        return {_changed(k, change): _changed(v, change) for k, v in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_changed(value, change) for value in node]
+    return change(node) if isinstance(node, str) else node
 
 
 def as_recorded(node: Any) -> Any:
@@ -108,8 +110,4 @@ def clean(text: object) -> str:
 
 def cleaned(value: Any) -> Any:
     """Return a value of JSON with all its texts cleaned, keys included."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, list):
-        return [cleaned(v) for v in value]
-    return {clean(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return _changed(value, clean)

@@ -70,8 +70,8 @@ def kept_open(parts: Parts, config: Config) -> Parts:
 def with_recorded_size(config: Config, path: Path) -> Config:
     """Return the config with the size that the run in the folder has, if it has one."""
     if is_open(config):
-        with contextlib.suppress(ConfigError, KeyError):
-            size = rundir.read_config(path)["batch"]["micro_batch_size"]
+        with contextlib.suppress(ConfigError):
+            size = rundir.built_config(path).batch.micro_batch_size
             return cut(config, size) if isinstance(size, int) else config
     return config
 

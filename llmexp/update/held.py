@@ -81,7 +81,7 @@ def check_limited(optimizers: Sequence[Optimizer]) -> None:
 
 
 class Unfit(Exception):
-    """Say what is wrong with the steps of an optimizer, in words."""
+    """Say what is wrong with an optimizer or a model that is tried, in words."""
 
 
 @dataclass

@@ -91,18 +91,17 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     """
     if tokenizer is None:
         return []
+    other: Tokenizer | None
     try:
         if rundir.is_run(folder):
-            tokenizer_section = rundir.built_config(folder).tokenizer
-            other: Tokenizer | None = build_tokenizer(tokenizer_section)
+            text = "take the section tokenizer of its config.yaml"
+            other = build_tokenizer(rundir.built_config(folder).tokenizer)
         else:
+            text = f"use tokenizer=file {typed('tokenizer.path', folder)}"
             other = tokenizer_beside(folder)
     except ValueError as error:
         return [f"the tokenizer of {folder} cannot be compared with the run's: {error}"]
     if other is not None and not same_ids(other, tokenizer):
-        own = "take the section tokenizer of its config.yaml"
-        use = f"use tokenizer=file {typed('tokenizer.path', folder)}"
-        text = own if rundir.is_run(folder) else use
         ids = f"other ids than that of this run ({tokenizer.name})"
         why = f"its tokenizer ({other.name}) gives {ids}, for which the weights are not made"
         raise refuse(key, folder, f"{why}; {text}")
@@ -119,18 +118,17 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
     place = torch.device("meta") if draws_by_blocks(section) else contextlib.nullcontext()
     with numbers_of(seed), place:
         model = bind("model", section, {})()
-    dotted = section["_target_"]
+    dotted, wrong = section["_target_"], ""
     if not isinstance(model, nn.Module):
-        text = f"returned {type(model).__name__}, not a torch.nn.Module"
-        raise refuse("model._target_", dotted, f"{text}{place_of(section, 'model')}")
-    if not any(p.requires_grad for p in model.parameters()):
-        text = f"has no parameters to train{place_of(section, 'model')}"
-        raise refuse("model._target_", dotted, text)
-    for name, p in model.named_parameters():
-        if p.dtype not in TYPES:
-            text = f"no checkpoint can hold its parameter {name}, of type {p.dtype}"
-            way = "use another type, such as torch.float32 or torch.complex64, or make it a buffer"
-            raise refuse("model._target_", dotted, f"{text}; {way}{place_of(section, 'model')}")
+        wrong = f"returned {type(model).__name__}, not a torch.nn.Module"
+    elif not any(p.requires_grad for p in model.parameters()):
+        wrong = "has no parameters to train"
+    elif unknown := [n for n, p in model.named_parameters() if p.dtype not in TYPES]:
+        wrong = f"no checkpoint can hold its parameter {unknown[0]}, of type "
+        wrong += f"{model.get_parameter(unknown[0]).dtype}; use another type, such as "
+        wrong += "torch.float32 or torch.complex64, or make it a buffer"
+    if wrong:
+        raise refuse("model._target_", dotted, f"{wrong}{place_of(section, 'model')}")
     if end is not None:
         if not hasattr(model, "document_end"):
             way = "the last id of each, which it has to keep attention inside of"

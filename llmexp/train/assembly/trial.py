@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from llmexp.system import hardware
 from llmexp.system.text import first_of
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import build_model, build_on_meta, build_optimizers
-from llmexp.update import held, precision
+from llmexp.update import precision
+from llmexp.update.held import TriedTensors, Unfit, try_going_on
 from llmexp.update.states import Traits, apart
 
 ROWS, TOKENS = 2, 16  # of the batch
@@ -56,9 +56,11 @@ def try_model(
         ):
             if deterministic:
                 precision.make_deterministic()
-            wrong, unused = _run(build_model(*arguments).to(device), tokens, ids, wanted)
+            unused = _unused(build_model(*arguments).to(device), tokens, ids, wanted)
     except ConfigError:
         raise
+    except Unfit as wrong:
+        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}") from None
     except (MemoryError, torch.OutOfMemoryError):
         return []  # the run itself says what would fit
     except Exception as error:
@@ -69,8 +71,6 @@ def try_model(
         if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-    if wrong is not None:
-        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}")
     if not unused:
         return []
     text = f"{len(unused)} of its parameters had no part in the logits of a trial"
@@ -89,14 +89,14 @@ def try_optimizers(
     dotted, key = str(section["_target_"]), "optimizer._target_"
     try:
         with numbers_of(0), torch.enable_grad():
-            whole, found = held.try_going_on(lambda: _small_trial(section, model), dotted, key)
+            whole, found = try_going_on(lambda: _small_trial(section, model), dotted, key)
             states = [state for o in whole.optimizers for state in o.state.values()]
             for name, tensor in (pair for state in states for pair in apart(state)[1].items()):
                 if tensor.dtype not in TYPES:
                     text = f"keeps {name} as {tensor.dtype}, which no checkpoint can hold; take"
-                    raise held.Unfit(f"{text} another type, such as torch.float32")
+                    raise Unfit(f"{text} another type, such as torch.float32")
             return found, []
-    except held.Unfit as error:
+    except Unfit as error:
         raise refuse(key, dotted, f"{error}{place_of(section, 'optimizer')}") from None
     except Exception as error:
         what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
@@ -106,7 +106,7 @@ def try_optimizers(
 
 def _small_trial(
     section: dict[str, Any], model: tuple[dict[str, Any], str, int | None]
-) -> held.TriedTensors:
+) -> TriedTensors:
     """Return the optimizers of a section on small parameters, with gradients that are known."""
     built, made = build_on_meta(*model), dict[int, nn.Parameter]()
     numbers = torch.Generator().manual_seed(0)
@@ -121,46 +121,41 @@ def _small_trial(
         numbers = torch.Generator().manual_seed(step + 1)
         return [torch.randn(p.shape, generator=numbers).to(p.dtype) for p in parameters]
 
-    return held.TriedTensors(parameters, build_optimizers(section, built), gradients)
+    return TriedTensors(parameters, build_optimizers(section, built), gradients)
 
 
-def _run(
-    model: Any, tokens: Tensor, ids: int, wanted: int | None
-) -> tuple[str | None, Sequence[str]]:
-    """Return what is wrong with what the model makes of tokens, in words; None where nothing is.
+def _unused(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> list[str]:
+    """Return the names of the parameters that have no part in what a model makes of tokens.
 
-    Also the names of its parameters that have no part in it, neither in training nor in evaluation:
-    a pass in training may leave some out, as layers that are dropped.
+    That is neither in training nor in evaluation: a pass in training may leave some out, as layers
+    that are dropped. Raises Unfit for what is no model of these tokens.
     """
     named, head = dict(model.named_parameters()), getattr(model, "head_weight", None)
     if bad := [name for name, p in named.items() if not all_finite(p)]:
-        return f"its first weights are not finite: {first_of(bad)}", []
+        raise Unfit(f"its first weights are not finite: {first_of(bad)}")
     compute, found = model, model(tokens)
-    wrong = _wrong(found, tokens, ids, wanted)
-    if wrong is None and head is not None and hasattr(model, "features"):
+    _check_logits(found, tokens, ids, wanted)
+    if head is not None and hasattr(model, "features"):
         compute = model.features  # the loss takes these in the place of the logits
         found = compute(tokens)
-        wrong = _wrong_features(found, head, tokens)
-    if wrong is None and found.isnan().any():
-        wrong = "its pass over the first tokens gives values that are not finite (NaN)"
-    if wrong is not None:
-        return wrong, []
+        _check_features(found, head, tokens)
+    if found.isnan().any():
+        raise Unfit("its pass over the first tokens gives values that are not finite (NaN)")
     unused = {n for n, p in named.items() if p.requires_grad and p is not head}
     unused -= _reached(found, named)
     if unused:
         model.eval()
         unused -= _reached(compute(tokens), named)
-    return None, [name for name in named if name in unused]
+    return [name for name in named if name in unused]
 
 
-def _wrong_features(hidden: Any, head: Tensor, tokens: Tensor) -> str | None:
-    """Return what is wrong with the features of a model, in words; None where nothing is."""
+def _check_features(hidden: Any, head: Tensor, tokens: Tensor) -> None:
+    """Raise Unfit for features of a model that are none."""
     if not isinstance(hidden, Tensor) or hidden.shape != (*tokens.shape, head.shape[1]):
         what = _shape(hidden) if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         needed = f"({tokens.shape[0]}, {tokens.shape[1]}, {head.shape[1]})"
         needed += " = (batch, time, width of head_weight) is needed"
-        return f"features(tokens) returned {what}, where {needed}"
-    return None
+        raise Unfit(f"features(tokens) returned {what}, where {needed}")
 
 
 def _reached(found: Tensor, named: dict[str, nn.Parameter]) -> set[str]:
@@ -180,26 +175,25 @@ def _reached(found: Tensor, named: dict[str, nn.Parameter]) -> set[str]:
     return {name for name, p in named.items() if id(p) in reached}
 
 
-def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
-    """Return what is wrong with the output of a model, which should be logits; None: nothing."""
+def _check_logits(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> None:
+    """Raise Unfit for the output of a model that is no logits."""
     rows, length = tokens.shape
     size = f"({rows}, {length}, {wanted or ids})"
     needed = f"a tensor of logits {size} = (batch, time, vocabulary) is needed"
     if not isinstance(found, Tensor):
         hint = "; return its .logits" if isinstance(getattr(found, "logits", None), Tensor) else ""
         several = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        return f"returned a {type(found).__name__}{several}, where {needed}{hint}"
+        raise Unfit(f"returned a {type(found).__name__}{several}, where {needed}{hint}")
     if found.ndim != 3 or found.shape[:2] != tokens.shape:
-        return f"returned a tensor {_shape(found)}, where {needed}"
+        raise Unfit(f"returned a tensor {_shape(found)}, where {needed}")
     if found.shape[2] < ids or (wanted is not None and found.shape[2] != wanted):
         text = f"where the vocabulary has {wanted or ids:,}: {needed}"
-        return f"returned logits over {found.shape[2]:,} ids, {text}"
+        raise Unfit(f"returned logits over {found.shape[2]:,} ids, {text}")
     if not found.dtype.is_floating_point:
         kind = str(found.dtype).removeprefix("torch.")
-        return f"returned {kind} values, where floating-point logits are needed"
+        raise Unfit(f"returned {kind} values, where floating-point logits are needed")
     if not found.requires_grad:
-        return "its logits depend on no parameter; is the pass inside no_grad, or detached?"
-    return None
+        raise Unfit("its logits depend on no parameter; is the pass inside no_grad, or detached?")
 
 
 def _shape(tensor: Tensor) -> str:
