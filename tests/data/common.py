@@ -34,13 +34,13 @@ def encoding(name: str, folder: Path) -> Tokenizer:
 
 
 def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
-    content = "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
+    content = "".join(json.dumps({key: text}, ensure_ascii=False) + "\n" for text in texts).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
 def texts_of(name: str, count: int) -> list[str]:
-    return [f"{name} {i}: " + "so many words " * (1 + i % 5) for i in range(count)]
+    return [f"{name} {i}: " + "so many wörds " * (1 + i * i % 11) for i in range(count)]
 
 
 def made(folder: Path, **changes: Any) -> Corpus:

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 
 from llmexp.data.mixture import WHOLE, Mixture
 
-SIZES = st.lists(
-    st.one_of(st.integers(1, 30), st.integers(10_000, 100_000), st.integers(1, 10**6)),
-    min_size=2,
-    max_size=8,
-)
-WEIGHTS = st.lists(
-    st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3, 0.7, 1e-3, 12.5])),
-    min_size=1,
-    max_size=8,
-)
+ANY_SIZE = st.integers(1, 30) | st.integers(10_000, 100_000) | st.integers(1, 10**6)
+SIZES = st.lists(ANY_SIZE, min_size=2, max_size=8)
+ANY_WEIGHT = st.integers(1, 40) | st.sampled_from([0.1, 0.25, 0.3, 0.7, 1e-3, 12.5])
+WEIGHTS = st.lists(ANY_WEIGHT, min_size=1, max_size=8)
 
 
 def mixture(weights, *stages) -> Mixture:
@@ -51,18 +45,17 @@ def test_an_epoch_is_one_of_each_source(sizes):
 
 
 def test_a_tiny_source_beside_a_large_one_is_walked_once():
-    mixed = Mixture(
-        {"web": 4 * 300_000 + 1, "notes": 4 * 7 + 1}, {0: {"web": 3e5, "notes": 7.0}}, 1.0
-    )
+    sizes = {"web": 4 * 300_000 + 1, "notes": 4 * 7 + 1}
+    mixed = Mixture(sizes, {0: {"web": 3e5, "notes": 7.0}}, 1.0)
     assert mixed.shares(300_007, 4) == {"web": (300_000, 1.0), "notes": (7, 1.0)}
     starts = mixed.starts(np.arange(300_007), 0, True, 4)
     assert len(np.unique(starts)) == 300_007
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 400), WEIGHTS), min_size=1, max_size=4),
-    st.integers(1, 2000),
-)
+STAGES = st.lists(st.tuples(st.integers(1, 400), WEIGHTS), min_size=1, max_size=4)
+
+
+@given(STAGES, st.integers(1, 2000))
 def test_stages_go_on_where_the_one_before_ended(stages, n):
     size = min(len(weights) for _, weights in stages)
     starts = np.cumsum([0, *(length for length, _ in stages[1:])]).tolist()

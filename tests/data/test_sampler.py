@@ -4,6 +4,7 @@ resume sees."""
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from llmexp.data.sampler import RankSlice, Sampler, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, ROOT
 from tests.tools import needs_cuda, wait_for
 
 LENGTH = 5
@@ -37,31 +37,21 @@ def _ids(n_sequences: int) -> np.ndarray:
     return np.arange(n_sequences * LENGTH + 3, dtype=np.uint16) + 1
 
 
+READING = {"start_step": 0, "max_steps": 4, "digest": True, "pin_memory": False, "prefetch": 2}
+
+
 def _windows(
-    n_sequences: int = 20,
-    micro: int = 2,
-    accum: int = 2,
-    dp: int = 1,
-    *,
-    rank: int = 0,
-    start_step: int = 0,
-    max_steps: int = 4,
-    digest: bool = True,
-    pin_memory: bool = False,
-    prefetch: int = 2,
-    **changed: Any,
+    n: int = 20, micro: int = 2, accum: int = 2, dp: int = 1, *, rank: int = 0, **changed: Any
 ) -> Iterator[Window]:
-    stream = TokenStream([_ids(n_sequences)])
-    order = replace(Sampler(stream, LENGTH, micro * accum * dp, 10**6, seed=3), **changed)
-    return read_windows(
-        order,
-        RankSlice(micro, rank, dp),
-        start_step,
-        max_steps,
-        digest=digest,
-        pin_memory=pin_memory,
-        prefetch=prefetch,
-    )
+    reading = {key: changed.pop(key, usual) for key, usual in READING.items()}
+    first = Sampler(TokenStream([_ids(n)]), LENGTH, micro * accum * dp, 10**6, seed=3)
+    return read_windows(replace(first, **changed), RankSlice(micro, rank, dp), **reading)
+
+
+def _rows(ids: list[int], order: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the inputs and targets of these sequences."""
+    starts = [j * LENGTH for j in order]
+    return [(ids[at : at + LENGTH], ids[at + 1 : at + LENGTH + 1]) for at in starts]
 
 
 def _real_rows(window: Window) -> list[tuple[list[int], list[int]]]:
@@ -77,38 +67,24 @@ def _real_rows(window: Window) -> list[tuple[list[int], list[int]]]:
 
 @settings(max_examples=40)
 @given(
-    n=st.integers(1, 30),
-    micro=st.integers(1, 3),
-    accum=st.integers(1, 3),
-    dp=st.integers(1, 3),
-    steps=st.integers(1, 4),
-    tail=st.integers(0, 100),
-    shuffle=st.booleans(),
-    start=st.integers(0, 3),
-)
+    n=st.integers(1, 30), shape=st.tuples(*[st.integers(1, 3)] * 3), steps=st.integers(1, 4),
+    tail=st.integers(0, 100), shuffle=st.booleans(), start=st.integers(0, 3),
+)  # fmt: skip
 def test_windows_hold_the_runs_sequences_in_order_however_they_are_cut(
-    n: int, micro: int, accum: int, dp: int, steps: int, tail: int, shuffle: bool, start: int
-) -> None:
+    n, shape, steps, tail, shuffle, start
+):
+    micro, accum, dp = shape
     real = micro * accum * dp
     total = steps * real - tail % real
     start = min(start, steps)
-    options: dict[str, Any] = {
-        "max_steps": steps,
-        "total_sequences": total,
-        "shuffle": shuffle,
-        "start_step": start,
-    }
+    options = {"max_steps": steps, "total_sequences": total, "shuffle": shuffle}
+    options["start_step"] = start
     ranks = [list(_windows(n, micro, accum, dp, rank=r, **options)) for r in range(dp)]
     whole = list(_windows(n, real, 1, 1, **options))
     ids = _ids(n).tolist()
     for i, step in enumerate(range(start, steps)):
-        order = sequence_index(
-            3, np.arange(step * real, min(total, (step + 1) * real)), n, shuffle
-        ).tolist()
-        expected = [
-            (ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1])
-            for j in order
-        ]
+        places = np.arange(step * real, min(total, (step + 1) * real))
+        expected = _rows(ids, sequence_index(3, places, n, shuffle).tolist())
         windows = [rank[i] for rank in ranks]
         assert [w.step for w in windows] == [step] * dp
         assert [row for w in windows for row in _real_rows(w)] == expected
@@ -123,16 +99,11 @@ def test_windows_hold_the_runs_sequences_in_order_however_they_are_cut(
         assert sum(w.digest for w in windows) % 2**63 == whole[i].digest
 
 
-def test_the_order_is_the_same_across_blocks_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_the_same_across_blocks_of_windows(monkeypatch):
     """Many windows are read at a time; a start in the middle of a block, or single windows, see the
     same."""
-    options: dict[str, Any] = {
-        "n_sequences": 700,
-        "micro": 8,
-        "accum": 8,
-        "max_steps": 150,
-        "total_sequences": 149 * 64 + 5,
-    }
+    sizes = {"n": 700, "micro": 8, "accum": 8}
+    options: dict[str, Any] = {**sizes, "max_steps": 150, "total_sequences": 149 * 64 + 5}
     monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 7 * 64 * LENGTH)
     digests = [w.digest for w in _windows(**options)]
     assert len(set(digests)) == 150
@@ -156,14 +127,11 @@ def test_a_digest_sees_tokens_and_places() -> None:
 
 
 def test_ignored_ids_are_masked_as_targets_only() -> None:
-    plain, masked = (
-        next(_windows(shuffle=False)),
-        next(_windows(shuffle=False, mask=sampler.TargetMask(7))),
-    )
+    masks = (sampler.TargetMask(), sampler.TargetMask(7))
+    plain, masked = (next(_windows(shuffle=False, mask=mask)) for mask in masks)
     assert masked.target_count == plain.target_count - 1
-    for (tokens, targets), (tokens_m, targets_m) in zip(
-        plain.micro_batches, masked.micro_batches, strict=True
-    ):
+    both = zip(plain.micro_batches, masked.micro_batches, strict=True)
+    for (tokens, targets), (tokens_m, targets_m) in both:
         assert torch.equal(tokens, tokens_m)
         assert torch.equal(targets_m, torch.where(targets == 7, IGNORE_INDEX, targets))
 
@@ -174,16 +142,9 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
     n, ids = 9, _ids(9).tolist()
     stream = TokenStream([_ids(n)])
     seen, counts = [], []
+    knobs = {"sequence_length": LENGTH, "max_sequences": wanted, "mask": sampler.TargetMask()}
     for rank in range(dp):
-        batches = list(
-            eval_batches(
-                stream,
-                RankSlice(2, rank, dp),
-                sequence_length=LENGTH,
-                max_sequences=wanted,
-                mask=sampler.TargetMask(),
-            )
-        )
+        batches = list(eval_batches(stream, RankSlice(2, rank, dp), **knobs))
         counts.append(len(batches))
         seen += _real_rows(Window(0, [batch[1:] for batch in batches], 0, 0))
         assert all(tokens.shape == targets.shape == (2, LENGTH) for _, tokens, targets in batches)
@@ -196,44 +157,31 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
     total = min(n, wanted)
     spread = [i * n // total for i in range(total)]
     assert len(set(spread)) == total
-    assert seen == [
-        (ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1])
-        for j in spread
-    ]
+    assert seen == _rows(ids, spread)
     assert len(set(counts)) == 1
 
 
-def _reader_threads() -> list[threading.Thread]:
+def _readers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "llmexp-reader"]
 
 
-def _wait_for_no_thread() -> None:
-    wait_for(lambda: not _reader_threads())
-
-
 @pytest.mark.parametrize(("prefetch", "taken"), [(1, 1), (1, 4), (2, 3), (5, 1), (5, 4)])
-def test_the_thread_ends_with_the_iterator(prefetch: int, taken: int) -> None:
+def test_the_thread_ends_with_the_iterator(prefetch, taken):
     windows = _windows(max_steps=10**6, prefetch=prefetch)
     for _ in range(taken):
         next(windows)
-    assert len(_reader_threads()) == 1
+    assert len(_readers()) == 1
     windows.close()  # type: ignore[attr-defined]
-    _wait_for_no_thread()
+    wait_for(lambda: not _readers())
     windows = _windows(max_steps=10**6, prefetch=prefetch)
     next(windows)
     del windows
     gc.collect()
-    _wait_for_no_thread()
+    wait_for(lambda: not _readers())
 
 
-@pytest.fixture
-def _single_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One window per reading, as it is for windows of a usual size."""
-    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 1)
-
-
-@pytest.mark.usefixtures("_single_windows")
-def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_reads_ahead_and_no_further(monkeypatch):
+    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 1)  # as for windows of a usual size
     read = []
     gather = TokenStream.gather
     monkeypatch.setattr(TokenStream, "gather", lambda *args: read.append(1) or gather(*args))
@@ -243,29 +191,26 @@ def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) 
     time.sleep(0.05)
     assert len(read) == 4  # one taken, three ready
     assert [w.step for w in windows] == list(range(1, 100))
-    _wait_for_no_thread()
+    wait_for(lambda: not _readers())
 
 
-@pytest.mark.usefixtures("_single_windows")
-def test_an_error_of_the_thread_arrives_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_thread_arrives_with_its_traceback(monkeypatch):
+    def broken(self: TokenStream, starts: np.ndarray, count: int) -> np.ndarray:
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(sampler, "_BLOCK_TOKENS", 1)
     windows = _windows(max_steps=50)
     next(windows)
-    monkeypatch.setattr(TokenStream, "gather", _broken)
+    monkeypatch.setattr(TokenStream, "gather", broken)
     with pytest.raises(RuntimeError, match="the disk is gone") as caught:
         list(windows)
-    assert "_broken" in "".join(traceback.format_exception(caught.value))
-    _wait_for_no_thread()
-
-
-def _broken(self: TokenStream, starts: np.ndarray, count: int) -> np.ndarray:
-    raise RuntimeError("the disk is gone")
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+    wait_for(lambda: not _readers())
 
 
 def test_a_process_may_end_in_the_middle() -> None:
     """With the thread busy: an abort here would turn a good run into a failed one."""
-    program = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+    program = """
 import numpy as np
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import TokenStream
@@ -275,9 +220,8 @@ windows = read_windows(
 )
 next(windows)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
-    )
+    command, env = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=env)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
