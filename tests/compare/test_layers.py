@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 from dataclasses import replace
@@ -14,16 +13,15 @@ import pytest
 
 from llmexp.compare.page import page
 from llmexp.compare.plot_layers import STEPS
-from llmexp.compare.records import Result
 from tests.compare.made import comparison, grid
-from tests.compare.test_page import browser, figures, menu, show
+from tests.compare.pages import array, browser, figures, menu, show
 
 __all__ = ["browser", "show"]  # fixtures
 
 
 def write_layers(run: Path, steps: int, every: int = 1, layers: int = 3) -> dict[int, list[float]]:
     """Write the figures of a run; return its ratios of update to weights by tokens."""
-    draw, found = random.Random(str(run)).uniform, {}
+    draw, found = random.Random(run.name).uniform, {}
     run.mkdir(parents=True)
     with open(run / "layers.jsonl", "w") as file:
         for step in range(every, steps + 1, every):
@@ -37,35 +35,26 @@ def write_layers(run: Path, steps: int, every: int = 1, layers: int = 3) -> dict
     return found
 
 
-def made(folder: Path, count: int = 2) -> Result:
-    entries = grid(n=20, clip__max_norm=[0.5 * (i + 1) for i in range(count)])
+def whole_page(folder: Path) -> str:
+    entries = grid(n=20, clip__max_norm=[0.5, 1.0])
     for i, e in enumerate(entries):
         e.runs = tuple(replace(r, path=folder / str(i)) for r in e.runs)
-    return comparison(entries)
-
-
-def unpacked(values: dict[str, str]) -> np.ndarray:
-    numbers = np.frombuffer(base64.b64decode(values["bdata"]), dtype="<f4").astype(float)
-    return numbers.reshape(*map(int, values["shape"].split(","))) if "shape" in values else numbers
-
-
-def test_a_page_of_runs_without_layers_has_none_of_it(tmp_path):
-    assert 'id="layers"' not in page(made(tmp_path))
+    return page(comparison(entries))
 
 
 def test_the_maps_are_the_figures(tmp_path):
-    first = write_layers(tmp_path / "0", 40, every=2)
-    second = write_layers(tmp_path / "1", 40, every=3)
-    drawn = figures(page(made(tmp_path)))
-    for trace, known in zip(drawn["layers"]["data"], (first, second), strict=True):
-        assert unpacked(trace["x"]).tolist() == list(known)
-        np.testing.assert_allclose(unpacked(trace["z"]), np.array(list(known.values())).T, 1e-6)
+    assert 'id="layers"' not in whole_page(tmp_path)
+    known = [write_layers(tmp_path / str(i), 40, every=2 + i) for i in range(2)]
+    drawn = figures(whole_page(tmp_path))["layers"]["data"]
+    for trace, ratios in zip(drawn, known, strict=True):
+        assert array(trace["x"]).tolist() == list(ratios)
+        np.testing.assert_allclose(array(trace["z"]), np.array(list(ratios.values())).T, 1e-6)
 
 
 def test_no_more_than_some_steps_are_embedded(tmp_path):
     known = write_layers(tmp_path / "0", 1000)
-    (trace,) = figures(page(made(tmp_path)))["layers"]["data"]
-    x, z = unpacked(trace["x"]), unpacked(trace["z"])
+    (trace,) = figures(whole_page(tmp_path))["layers"]["data"]
+    x, z = array(trace["x"]), array(trace["z"])
     assert len(x) == STEPS == z.shape[1]
     assert (x[0], x[-1]) == (64, 64_000)
     np.testing.assert_allclose(z, np.array([known[int(at)] for at in x]).T, 1e-6)
@@ -81,18 +70,19 @@ def test_what_stands_before_damage_is_drawn(tmp_path, damage):
     known = write_layers(tmp_path / "0", 20)
     with open(tmp_path / "0" / "layers.jsonl", "a") as file:
         file.write(damage + "\n")
-    (trace,) = figures(page(made(tmp_path)))["layers"]["data"]
-    assert unpacked(trace["x"]).tolist()[:20] == list(known)
+    (trace,) = figures(whole_page(tmp_path))["layers"]["data"]
+    assert array(trace["x"]).tolist()[:20] == list(known)
 
 
 def test_menus_choose_figure_and_setting_in_the_browser(tmp_path, show):
     write_layers(tmp_path / "0", 20)
     write_layers(tmp_path / "1", 20)
-    tab = show(made(tmp_path), width=390, scheme="dark")
+    html = whole_page(tmp_path)
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    tab = show(tmp_path / "page.html", width=390, scheme="dark")
     tab.click("#layers summary")
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
-    plot = "figure[data-plot=layers] .plot"
-    figure = json.loads(tab.text_content("#data"))["figures"]["layers"]
+    plot, figure = "figure[data-plot=layers] .plot", figures(html)["layers"]
     keys = [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]]
     rms = menu(figure, 0)[keys.index("residual_rms")]
     tab.evaluate(
@@ -100,9 +90,8 @@ def test_menus_choose_figure_and_setting_in_the_browser(tmp_path, show):
         ".then(() => Plotly.update(document.querySelector(p), ...of))",
         [plot, rms, menu(figure, 1)[1]],
     )
-    shown = tab.evaluate(
+    visible = (
         "p => document.querySelector(p)._fullData.filter(t => t.visible === true)"
-        ".map(t => t.z.map(row => Array.from(row)))",
-        plot,
+        ".map(t => t.z.map(row => Array.from(row)))"
     )
-    np.testing.assert_array_equal(shown, [unpacked(rms[0]["z"][1])])
+    np.testing.assert_array_equal(tab.evaluate(visible, plot), [array(rms[0]["z"][1])])

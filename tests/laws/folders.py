@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from llmexp.runs.ledger import Ledger
-from tests.compare.synthetic import write_steps
+from tests.compare.synthetic import write_rows, write_steps
 from tests.laws.planted import Law
 
 SMALL = Law(1.6, 60.0, 300.0, 0.32, 0.35)
@@ -23,7 +23,7 @@ BUDGETS = (1e12, 5e12, 2.5e13)
 def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
     """A finished run of n parameters in blocks, and 64 x sqrt(n) each in head and embeddings.
 
-    `facts`, `state`, `rates` replace those of the run; keys with a dot are the config's."""
+    `facts`, `state`, `rates` replace those of the run; the others are the config's."""
     head = round(64 * math.sqrt(n))
     facts = {
         "parameters": n + 2 * head, "parameters_with_head": n + head, "parameters_in_blocks": n,
@@ -46,24 +46,12 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     (path / "run.json").write_text(json.dumps(facts))
-    status = {"state": state, "summary": {"steps": 100}}
-    (path / "status.json").write_text(json.dumps(status))
-    with open(path / "metrics.jsonl", "w") as file:
-        for step, seen, value, lr in (
-            (50, tokens // 2, 5.0, rates[0]),
-            (100, tokens, loss, rates[1]),
-        ):
-            row = {
-                "step": step,
-                "tokens_seen": seen,
-                "train/loss": value,
-                "val/loss": value,
-                "lr": lr,
-            }
-            file.write(json.dumps(row) + "\n")
-    write_steps(
-        path, [5.0] * 50 + [loss] * 50, [tokens / 100] * 100, [rates[0]] * 50 + [rates[1]] * 50
-    )
+    (path / "status.json").write_text(json.dumps({"state": state, "summary": {"steps": 100}}))
+    ends = ((50, tokens // 2, 5.0, 5.0, rates[0]), (100, tokens, loss, loss, rates[1]))
+    names = ("step", "tokens_seen", "train/loss", "val/loss", "lr")
+    write_rows(path, [dict(zip(names, row, strict=True)) for row in ends])
+    halves = np.repeat([[5.0, loss], rates], 50, axis=1).tolist()
+    write_steps(path, halves[0], [tokens / 100] * 100, halves[1])
     return path
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import llmexp
 from llmexp.__main__ import run as command
-from llmexp.laws.narrowing import _next
 from tests.laws.folders import BLOCKS, BUDGETS, SMALL, as_sweep, isoflop, run
 from tests.tools import printed
 
@@ -31,18 +30,18 @@ def test_the_next_rung_of_a_ladder(tmp_path, capsys):
     assert told["train.max_flops"][2] == pytest.approx(1.25e14 * len(BLOCKS), rel=0.01)
     assert told["train.seed"][2] == pytest.approx(sum(BUDGETS) * len(BLOCKS), rel=0.01)
 
-    def half(found):
+    def half(*paths):
         """Half of the interval, of runs with a noise of 1: that of each ladder is measured anew."""
-        one = found.data["ladders"][0]
-        low, high = (one["prediction"]["loss"][end] for end in ("low", "high"))
-        return (high - low) / 2 / one["noise"]
+        one = llmexp.fit(*paths, predict=1e15).data["ladders"][0]
+        loss = one["prediction"]["loss"]
+        return (loss["high"] - loss["low"]) / 2 / one["noise"]
 
     # Trained in truth: to a third, as the law is not straight.
     noise = llmexp.fit(folder).data["ladders"][0]["noise"]
     rung = isoflop(tmp_path / "b", seed=7, budgets=[1.25e14])
     seed = isoflop(tmp_path / "c", seed=8, train__seed=2)
     for key, added in (("train.max_flops", rung), ("train.seed", seed)):
-        truth = half(llmexp.fit(*sorted(folder.glob("*-*")), *added.iterdir(), predict=1e15))
+        truth = half(*sorted(folder.glob("*-*")), *added.iterdir())
         assert abs(math.log(told[key][1] / noise / truth)) < math.log(1.4), key
     assert told["train.max_flops"][1] < told["train.seed"][1]
 
@@ -50,35 +49,27 @@ def test_the_next_rung_of_a_ladder(tmp_path, capsys):
 def test_at_the_edge_it_is_the_next_size(tmp_path):
     folder = as_sweep(isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY), *SWEPT)
     step = llmexp.next_step(folder)
-    assert step.rule == "rung"
+    assert (step.rule, step.words[-1]) == ("rung", "model.d_model=61")  # of 106, 183 and 316
     assert "widen to smaller" in step.why
-    key, _, value = step.words[-1].partition("=")
-    assert key == "model.d_model"
-    assert 0 < int(value) < int(math.sqrt(BLOCKS[2]) / 4)
-
-
-def test_below_the_smallest_size_there_is_it_is_the_next_budget(tmp_path):
-    folder = isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY)
-    for path in folder.iterdir():
-        config = (path / "config.yaml").read_text()
-        depth = int(path.name[-1]) + 1
-        (path / "config.yaml").write_text(re.sub(r"d_model: .*", f"depth: {depth}", config))
-    step = llmexp.next_step(as_sweep(folder, "train.max_flops", "model.depth"))
-    assert step.words[-1].startswith("train.max_flops=")
-    assert "model.depth can go no smaller than 1" in step.why
 
 
 @pytest.mark.parametrize(
-    ("sizes", "below"), [((2, 4, 6), 1), ((4, 6, 8), 2), ((2, 4, 8), 1), ((1, 2, 3), 0)]
+    ("depths", "below"), [((2, 4, 6), 1), ((4, 6, 8), 2), ((2, 4, 8), 1), ((1, 2, 3), None)]
 )
-def test_the_next_smaller_size_is_one_that_there_is(sizes, below):
-    assert _next(sizes[::-1], whole=True) == below
-
-
-def test_what_to_predict_is_a_number(tmp_path, capsys):
-    folder = as_sweep(isoflop(tmp_path / "a"), *SWEPT)
-    assert command(["next", str(folder), "--predict", "abc"]) == 2
-    assert "--predict abc: a number above 0 is needed" in capsys.readouterr().err
+def test_the_next_smaller_size_is_one_that_there_is_else_it_is_the_next_budget(
+    tmp_path, depths, below
+):
+    folder = isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY)
+    for path in folder.iterdir():
+        config = (path / "config.yaml").read_text()
+        depth = depths[int(path.name[-1])]
+        (path / "config.yaml").write_text(re.sub(r"d_model: .*", f"depth: {depth}", config))
+    step = llmexp.next_step(as_sweep(folder, "train.max_flops", "model.depth"))
+    if below:
+        assert step.words[-1] == f"model.depth={below}"
+    else:
+        assert step.words[-1].startswith("train.max_flops=")
+        assert "model.depth can go no smaller than 1" in step.why
 
 
 def test_what_is_no_ladder_keeps_the_rules_of_settings(tmp_path):

@@ -109,3 +109,31 @@ def strange(work: Path, runs: Runs) -> None:
     ledger |= {"swept": ["train.seed"], "arguments": [], "state": "failed", "points": []}
     (work / "strange").mkdir()
     (work / "strange" / "sweep.json").write_text(json.dumps(ledger))
+
+
+def laws(work: Path, runs: Runs) -> None:
+    """CSV files for `fit`: a sound one, and one of each bad kind."""
+    planted = [
+        (n, d, 1.7 + n**-0.3 + d**-0.3) for n in (1e6, 2e6, 4e6) for d in (1e8, 2e8, 4e8, 8e8)
+    ]
+    texts = {
+        "good": "\n".join(f"{n},{d},{loss}" for n, d, loss in planted),
+        "flat": "\n".join(f"{n},{d},3" for n, d, _ in planted),
+        "bad": "\n1e6,x,3", "comma": "1e6,1e8,2,9", "head": "", "inf": "1e6,2e7,inf",
+        "few": "1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9", "one": "1e6,1e7,3",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (work / f"{name}.csv").write_text(f"N,D,loss\n{text}\n")
+    (work / "thin.csv").write_text("N,loss\n1e6,3\n")
+    (work / "twice.csv").write_text("N,D,loss,Loss\n1e6,1e7,3,4\n")
+    (work / "bytes.csv").write_bytes(b"N,D,loss\n\xff\xfe")
+    (work / "empty").mkdir()
+
+
+def compared(work: Path, runs: Runs) -> None:
+    """Two runs in the folder `sweep`, none in `empty`."""
+    from tests.compare.synthetic import make_run
+
+    for i in (1, 2):
+        make_run(work / "sweep" / str(i), max_norm=float(i), steps=20, val_every=10)
+    (work / "empty").mkdir()
