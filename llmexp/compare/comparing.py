@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmexp.compare import folding
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import columns_of, figures, is_other, left_out, own_keys
+from llmexp.compare.figures import columns_of, figures, left_out, own_keys
 from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position, common_rows
@@ -107,10 +107,7 @@ def findings(
     better = {key: way for key, way in declared if way in ("lower", "higher")}
     aim = None if target is None else target_of(target, better)
     counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
-    own = {r: figures(r, align, read, more) for r in records}
-    for r, seen in counted.items():
-        of_all = figures(seen, align, read, more).items()
-        own[r] |= {k: v for k, v in of_all if k == "best val/loss" or is_other(k)}
+    own = {r: figures(r, align, read, more, counted.get(r)) for r in records}
     if aim is not None:
         sort = f"target/{align}"
         own = {r: own[r] | target_figures(counted.get(r, r), aim, align) for r in records}

@@ -125,7 +125,7 @@ def has_a_say(record: Record) -> bool:
     It has unless it is broken off, left out or short of rows.
     """
     broken = record.state in _DEAD or record.rung is not None or record.lost
-    return not broken and record.step > (number(record.parent.get("step")) or 0.0)
+    return not broken and record.step > record.parent.get("step", 0)
 
 
 def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> dict[Record, str]:
@@ -208,15 +208,20 @@ def is_other(key: str) -> bool:
 
 
 def figures(
-    record: Record, align: str, read: Position | None, more: Iterable[str] = ()
+    record: Record,
+    align: str,
+    read: Position | None,
+    more: Iterable[str] = (),
+    counted: Record | None = None,
 ) -> dict[str, float]:
     """Return all figures known of the run.
 
     Losses are those where all are `read`, never interpolated; a run that was not evaluated there
     has no `val/loss`. None: at its own end. `more`: other keys of rows, each with its last value up
-    to there.
+    to there. These, and the lowest loss, are of the rows that are `counted`.
     """
     columns, where = record.columns, positions(record, align)
+    common = (counted or record).columns
     step, evaluated = record.step, read is None
     if read is not None and len(where):
         step, seen = until(where, read.at), evaluations(record, align)
@@ -228,7 +233,11 @@ def figures(
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
-        found |= _losses(columns, rows, evaluated)
+        keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
+        found |= {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
+        found["final val/loss"] = _last(finite(columns, "val/loss"))
+        if len(seen := finite(common, "val/loss", rows)):
+            found["best val/loss"] = float(seen.min())
         found["train/loss"] = _train_loss(record, step)
     own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
@@ -238,15 +247,14 @@ def figures(
     spikes = record.status.get("spikes", {})
     found |= {key: spikes.get(key) for key in ("spikes", "spike_tokens")}
     for key in filter(is_other, more):
-        found[key] = _last(finite(columns, key, rows))
+        found[key] = _last(finite(common, key, rows))
     for key in filter(is_score, columns):  # at the end of each run
         found[key] = _last(finite(columns, key))
     if found["train_time"] is None and record.state != "finished":
         found["train_time"] = _last(elapsed(columns, record.parent.get("step", 0)))
     if record.parent:
-        before, tokens = record.parent.get("tokens_seen"), found["tokens_seen"]
-        if before is not None and tokens is not None:
-            found["own_tokens"] = tokens - before
+        if (tokens := found["tokens_seen"]) is not None:
+            found["own_tokens"] = tokens - record.parent["tokens_seen"]
         if found["train_time"] is not None and (seconds := time_before(record)) is not None:
             found["line_time"] = found["train_time"] + seconds
     return {key: value for key, value in found.items() if value is not None}
@@ -259,28 +267,13 @@ def rose_first_most(setting: Setting) -> tuple[str, int] | None:
     return next(iter(Counter(filter(None, modules)).most_common(1)), None)
 
 
-def _losses(
-    columns: Mapping[str, np.ndarray], rows: int, evaluated: bool
-) -> dict[str, float | None]:
-    """Return the validation losses of the first `rows` rows, and the final one.
-
-    All but the lowest are there if the run was `evaluated` there.
-    """
-    keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
-    found = {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
-    found["final val/loss"] = _last(finite(columns, "val/loss"))
-    if len(seen := finite(columns, "val/loss", rows)):
-        found["best val/loss"] = float(seen.min())
-    return found
-
-
 def _train_loss(record: Record, step: int) -> float | None:
     """Return the loss of all targets of the last steps up to one, whichever of them have rows.
 
     It goes back into those of a fork's parents. None for a run without a step of its own.
     """
     tail = slice(max(0, step - max(10, math.ceil(TAIL * step))), step)
-    if step <= (number(record.parent.get("step")) or 0.0):
+    if step <= record.parent.get("step", 0):
         return None
     losses, targets = (record.steps[key][tail] for key in ("train/loss", "target_tokens"))
     known = np.isfinite(losses)

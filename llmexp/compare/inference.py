@@ -137,14 +137,15 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     to estimate the noise from. A setting whose spread is far from the others' has a variance of
     its own alone.
     """
-    wild = _wild(seeds)
+    wild = _wild([[*own.values()] for own in seeds])
     cells, blocks, design = _design(seeds, wild)
     count = len(seeds)
     inverse = np.linalg.pinv(design)
     left = np.eye(len(cells)) - design @ inverse
     figures = np.array([y for _, _, y in cells])
     of_cell = np.array([i for i, _, _ in cells])
-    residuals = left @ (figures - figures.mean())
+    centred = figures - figures.mean()
+    residuals = left @ centred
     squares = np.bincount(of_cell, residuals**2, count)
     df = np.bincount(of_cell, np.diag(left), count)
     tame = [i for i in range(count) if i not in wild]
@@ -163,7 +164,7 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     # the figure over the seeds as they are on average
     weights[tame] += inverse[count:].mean(axis=0)
     few = len(cells) < FEW * count
-    factor = _factor(left, residuals, design, inverse @ (figures - figures.mean()), count, few)
+    factor = _factor(left, residuals, design, inverse @ centred, count, few)
     if not factor:
         return model
     effects = weights @ figures
@@ -233,11 +234,10 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
     from scipy.special import stdtr
 
     found, rest = list[tuple[int, str]](), [dict(own) for own in seeds]
-    while len(found) < len(seeds):
-        wild = _wild([_without_farthest(own) for own in rest])
+    for _ in seeds:
+        wild = _wild([_near_middle([*own.values()]) for own in rest])
         tame = [i for i, own in enumerate(rest) if len(own) >= FEW and i not in wild]
-        held = [own if i in tame else {} for i, own in enumerate(rest)]
-        cells, blocks, design = _design(held, ())
+        cells, blocks, design = _design([rest[i] for i in tame], ())
         if not tame or (blocks and len(tame) < 3):
             break
         left = np.eye(len(cells)) - design @ np.linalg.pinv(design)
@@ -246,18 +246,17 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
         residuals, spare = left @ (figures - figures.mean()), np.diag(left)
         size = np.abs(residuals) / np.sqrt(spare)
         odd, least = None, FAR_OFF / len(cells)
-        for i in tame:
+        for i, setting in enumerate(tame):
             c = int(np.where(of_cell == i, size, -1.0).argmax())
             without = residuals - left[:, c] * residuals[c] / spare[c]
-            squares = np.bincount(of_cell, without**2, len(rest))[tame]
-            df = np.bincount(of_cell, spare - left[:, c] ** 2 / spare[c], len(rest))[tame]
+            squares = np.bincount(of_cell, without**2)
+            df = np.bincount(of_cell, spare - left[:, c] ** 2 / spare[c])
             variances = squares / df
             if len(tame) > 2:
                 variances, df = _moderated(squares, df, float(df.sum()))
-            at = tame.index(i)
-            p = 2 * float(stdtr(df[at], -size[c] / math.sqrt(max(variances[at], 1e-300))))
+            p = 2 * float(stdtr(df[i], -size[c] / math.sqrt(max(variances[i], 1e-300))))
             if p < least and size[c] > 1e-9 * abs(figures[c]):  # more than rounding
-                odd, least = cells[c][:2], p
+                odd, least = (setting, cells[c][1]), p
         if odd is None:
             break
         found.append(odd)
@@ -265,21 +264,20 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
     return found
 
 
-def _without_farthest(own: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of a setting but for the one farthest from their median."""
-    middle = float(np.median(list(own.values()) or [0.0]))
-    return dict(sorted(own.items(), key=lambda item: abs(item[1] - middle))[:-1])
+def _near_middle(values: Sequence[float]) -> Sequence[float]:
+    """Return values but for the one farthest from their median."""
+    return sorted(values, key=lambda y: abs(y - np.median(values)))[:-1]
 
 
-def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:
+def _wild(figures: Sequence[Sequence[float]]) -> list[int]:
     """Return the settings whose spread is so large that it says nothing of the others."""
     from scipy.special import zeta
 
-    several = [i for i, s in enumerate(seeds) if len(s) > 1]
+    several = [i for i, own in enumerate(figures) if len(own) > 1]
     if len(several) < 3:
         return []
-    df = np.array([len(seeds[i]) - 1.0 for i in several])
-    spread = np.array([np.var(list(seeds[i].values()), ddof=1) for i in several])
+    df = np.array([len(figures[i]) - 1.0 for i in several])
+    spread = np.array([np.var(figures[i], ddof=1) for i in several])
     logs = _log_variances(np.maximum(spread, 1e-300), df)
     # Spreads of settings differ by a factor of two (a standard deviation of 0.7 in the logarithm).
     bound = WILD * np.sqrt(zeta(2, df / 2) + (2 * 0.7) ** 2)

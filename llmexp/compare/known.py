@@ -18,7 +18,7 @@ from llmexp.settings.commands import command_words, own_parts
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
-from llmexp.system.text import duration, number
+from llmexp.system.text import duration
 
 _PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
 
@@ -87,9 +87,8 @@ class Known:
         """Return the overrides of each run, as text by key, as its run.json has them."""
         found = {}
         for r in self.runs:
-            given = r.facts.get("overrides")
-            texts = map(str, given) if isinstance(given, list) else ()
-            found[r.path] = {k: v for k, is_, v in (t.partition("=") for t in texts) if is_}
+            pairs = (text.partition("=") for text in r.facts.get("overrides") or ())
+            found[r.path] = {k: v for k, is_, v in pairs if is_}
         return found
 
     @cached_property
@@ -108,7 +107,7 @@ class Known:
         found = {}
         for e in (e for e in self.f.settings if not e.values.get(TWIN)):
             given, config = self.overrides[e.runs[0].path], e.runs[0].config
-            known = self.sweep or isinstance(e.runs[0].facts.get("overrides"), list)
+            known = self.sweep or e.runs[0].facts.get("overrides") is not None
             known = known and all(key in given or key.lstrip("+") in config for key in self.keys)
             if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
                 own = ((key, given.get(key)) for key in self.keys)
@@ -168,7 +167,7 @@ class Known:
         """
         beyond = []
         for r in self.runs:
-            begin, end = (number(r.status.get(key)) for key in ("started", "ended"))
+            begin, end = map(r.status.get, ("started", "ended"))
             steps = r.figures.get("train_time")
             if begin is not None and end is not None and steps is not None:
                 beyond.append(end - begin - steps)

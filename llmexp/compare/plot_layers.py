@@ -42,7 +42,7 @@ class Measured:
 def _read(record: Record) -> Measured | None:
     """Return the figures of a run, up to the first damage; None where it has none."""
     tokens, lines = list[float](), list[dict[str, list[float]]]()
-    with contextlib.suppress(ConfigError, OSError, TypeError, ValueError, LookupError):
+    with contextlib.suppress(ConfigError, LookupError, TypeError):
         for row, _ in walk_rows(record.path / LAYERS):
             line = {k: v for k, v in by_layer(row).items() if isinstance(v, list)}
             at = float(row["tokens_seen"])

@@ -60,9 +60,9 @@ def _positions(record: Record, align: str) -> np.ndarray:
 def of_rows(record: Record, align: str) -> np.ndarray:
     """Return the position of each row, empty where it is not known."""
     where, steps = positions(record, align), record.columns["step"]
-    if align == "steps" or not len(where):
-        return steps if align == "steps" else where
-    return where[np.clip(steps.astype(int), 1, len(where)) - 1]
+    if align == "steps":
+        return steps
+    return where[np.clip(steps.astype(int), 1, len(where)) - 1] if len(where) else where
 
 
 def time_before(record: Record) -> float | None:
@@ -158,16 +158,11 @@ def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Po
         if not all(rows):
             return None
         last = np.array([where[n - 1] for n, (where, _) in zip(rows, of_runs, strict=True)])
-        if _alike(last, steps):
+        # each two stand no further apart than the longer of their steps
+        ends, lengths = np.unique([last, steps], axis=1)
+        apart = np.abs(np.subtract.outer(ends, ends))
+        if (apart <= np.maximum.outer(lengths, lengths)).all():
             return Position(at, at - float(last.min()))
         # the hindmost stays where it is until `most` falls below it: the others must come to it
         most = min(np.nextafter(at, -np.inf), float(last.min() + steps.max()))
     return None
-
-
-def _alike(at: np.ndarray, steps: np.ndarray) -> bool:
-    """Tell whether each two positions stand no further apart than the longer of their steps."""
-    order = np.argsort(steps)
-    at, steps = at[order], steps[order]  # each is held against those with shorter steps
-    below, above = at - np.minimum.accumulate(at), np.maximum.accumulate(at) - at
-    return bool(np.all(np.maximum(below, above) <= steps))
