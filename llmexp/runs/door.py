@@ -15,7 +15,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -83,19 +83,20 @@ def _check_yaml(text: str) -> None:
     within: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # likewise of each open section
     for event in yaml.parse(text, _LOADER):
         values, levels, wrong = 0, 0, ""
-        if isinstance(event, yaml.CollectionStartEvent):
-            within.append((event.anchor, 0, 0))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, values, levels = within.pop()
-            known[anchor] = values, levels = values + 1, levels + 1
-        elif isinstance(event, yaml.AliasEvent) and event.anchor not in known:
-            wrong = f"*{event.anchor} is inside of what it stands for"
-        elif isinstance(event, yaml.AliasEvent):
-            values, levels = known[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            known[event.anchor] = values, levels = 1, 0
-            if event.implicit[0] and _ENDLESS.fullmatch(event.value):
-                wrong = "a number has too many digits"
+        match event:
+            case yaml.CollectionStartEvent():
+                within.append((event.anchor, 0, 0))
+            case yaml.CollectionEndEvent():
+                anchor, values, levels = within.pop()
+                known[anchor] = values, levels = values + 1, levels + 1
+            case yaml.AliasEvent() if event.anchor not in known:
+                wrong = f"*{event.anchor} is inside of what it stands for"
+            case yaml.AliasEvent():
+                values, levels = known[event.anchor]
+            case yaml.ScalarEvent():
+                known[event.anchor] = values, levels = 1, 0
+                if event.implicit[0] and _ENDLESS.fullmatch(event.value):
+                    wrong = "a number has too many digits"
         anchor, before, deepest = within.pop()
         within.append((anchor, before + values, max(deepest, levels)))
         if within[-1][1] > MAX_VALUES:
@@ -146,21 +147,13 @@ def _row(line: bytes, layers: bool) -> dict[str, Any]:
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < 2**53:
         raise ValueError("has no step")
-    figures = {k: v for k, v in row.items() if not (layers and isinstance(v, dict))}
-    for named in (figures, *(row[key] for key in row.keys() - figures)):
-        _check_figures(named)
+    for key, value in row.items():
+        named = value if layers and isinstance(value, dict) else {key: value}
+        for name, figure in named.items():
+            a_number = type(figure) in _NUMBERS and abs(figure) <= _LARGEST
+            if not a_number and not (name == "data_digest" and _DIGEST.fullmatch(str(figure))):
+                raise ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return dict(row)
-
-
-def _check_figures(named: Mapping[str, Any]) -> None:
-    """Raise ValueError where a figure is no finite number; the digest of data is a text."""
-    values = named.values()
-    if {*map(type, values)} <= _NUMBERS and max(map(abs, values), default=0) <= _LARGEST:
-        return
-    for key, value in named.items():
-        a_number = type(value) in _NUMBERS and abs(value) <= _LARGEST
-        if not a_number and not (key == "data_digest" and _DIGEST.fullmatch(str(value))):
-            raise ValueError(f"{key}={reprlib.repr(value)}: a finite number is needed")
 
 
 class _Clip(TypedDict, total=False):
@@ -173,15 +166,10 @@ class _Clip(TypedDict, total=False):
     measures: dict[str, _Clip]
 
 
-class _Rose(TypedDict, total=False):
-    module: str
-    spikes: int
-
-
 class _Spikes(TypedDict, total=False):
     spikes: int
     spike_tokens: int
-    rose_first: _Rose
+    rose_first: dict[str, str | int]  # a module, and how often
 
 
 class _Status(TypedDict, total=False):
@@ -211,10 +199,10 @@ class _Facts(TypedDict, total=False):
     label: str | None
     group: str | None
     environment: dict[str, str]
-    data_fingerprint: dict[str, Any]
+    data_fingerprint: dict[str, object]
     data_files: dict[str, int]
     better: dict[str, str]
-    val_texts: dict[str, Any]
+    val_texts: dict[str, object]
     total_flops: float | None
 
 
@@ -238,22 +226,22 @@ def kinds_of(*described: Any) -> dict[str, Any]:
 
 def status_in(path: Path) -> dict[str, Any]:
     """Return what status.json holds. Raises ConfigError."""
-    return _known(path, kinds_of(_Status))
+    return _known(path, _Status)
 
 
 def facts_in(path: Path) -> dict[str, Any]:
     """Return what run.json holds. Raises ConfigError."""
-    return _known(path, kinds_of(Layout, Run, _Facts))
+    return _known(path, Layout, Run, _Facts)
 
 
 def origins_in(path: Path) -> dict[str, Any]:
     """Return what provenance.json holds. Raises ConfigError."""
-    return _known(path, kinds_of(_Origins))
+    return _known(path, _Origins)
 
 
-def _known(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _known(path: Path, *described: Any) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ConfigError for a key of another kind."""
-    found = read_json(path)
+    found, kinds = read_json(path), kinds_of(*described)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no object")
     for key in kinds.keys() & found:
@@ -265,8 +253,6 @@ def _known(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 def fits(kind: Any, value: Any) -> bool:
     """Return whether a value of JSON is of a kind: a number in range, a text, or made of these."""
     of, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return True
     if of in (types.UnionType, typing.Union):
         return any(fits(one, value) for one in inner)
     if of is dict:
