@@ -140,19 +140,17 @@ def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:
 
     Hidden names match neither `*` nor `**`. Raises OSError.
     """
-    found, parts = {"/"[: pattern[0] == "/"]}, [part for part in pattern.split("/") if part]
-    for part in parts:
+    found = {"/"[: pattern[0] == "/"]}
+    for part in filter(None, pattern.split("/")):
         places, found = found, set()
         for place in places:
-            if part == "**" and not os.path.isdir(place or "."):
-                found.add(os.path.join(place, ""))  # which is not there, or cannot be read
-                continue
-            if part == "**":
-                below = [p for p in walk(key, place, left) if os.path.basename(p)[0] != "."]
-                found |= {place, *below}
+            is_folder = os.path.isdir(place or ".")  # false also for one that may not be read
+            if is_folder and part == "**":
+                below = walk(key, place, left)
+                found |= {place, *(p for p in below if os.path.basename(p)[0] != ".")}
                 continue
             names = [part]
-            if glob.has_magic(part) and os.path.isdir(place or "."):
+            if is_folder and glob.has_magic(part):
                 there = os.listdir(place or ".")
                 seen = [name for name in there if name[0] != "." or part[0] == "."]
                 names = [part] if part in there else fnmatch.filter(seen, part)

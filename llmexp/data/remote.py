@@ -57,9 +57,9 @@ def reading(key: str, place: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise refuse(key, place, f"needs a package that is missing: {error}") from None
+    except ValueError:  # it names the place
+        raise
     except Exception as error:
-        if isinstance(error, ValueError):  # it names the place
-            raise
         why = f"{type(error).__name__}: {error}"[:300]
         if isinstance(error, TimeoutError):
             why = "no answer in time"

@@ -145,8 +145,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
             print(fitted(total), flush=True)
         if "sweep.decide" in sweep.total:
             print(fitted(seeds_in_words(sweep.total["sweep.decide"], knobs)), flush=True)
-        of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
-        warn_of_budgets([p.spent for p in able], knobs, of_training)
+        warn_of_budgets([p.spent for p in able], knobs, arguments)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0
@@ -225,10 +224,8 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
         for name, key in _COLUMNS.items()
         if key not in swept and any(name in f for f in figures)
     ]
-    same = [
-        name for name in shown if len(points) > 1 and len({row.get(name) for row in figures}) == 1
-    ]
-    same = [name for name in same if name not in ("steps", "tokens")]
+    alike = [name for name in shown if len({row.get(name) for row in figures}) == 1]
+    same = [name for name in alike if len(points) > 1 and name not in ("steps", "tokens")]
     shown = [name for name in shown if name not in same]
     rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
     names = naming([(p.entry.number, p.values) for p in points], rest, width_of(sys.stdout, 80))

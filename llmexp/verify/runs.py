@@ -185,9 +185,9 @@ def last_words(path: Path) -> str:
 
 def read_run_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run, oldest first."""
-    found = [
-        row for _, _, row in scan_rows(path / rundir.METRICS)
-    ]  # in any order, which is compared
-    if wrong := next((row for row in found if isinstance(row, ValueError)), None):
-        raise ConfigError(f"{path / rundir.METRICS}: {wrong}")
-    return [row for row in found if isinstance(row, dict)]
+    found = []
+    for _, _, row in scan_rows(path / rundir.METRICS):  # in any order, which is compared
+        if isinstance(row, ValueError):
+            raise ConfigError(f"{path / rundir.METRICS}: {row}")
+        found.append(row)
+    return found
