@@ -87,7 +87,7 @@ def _to_target(f: Result) -> str:
     verb, together = ("reach", "together, ") if equal else ("reaches", "")
     start = f"{labels((best, *equal))} {verb} {f.target} {first}{together}{when(best)}"
     if near:
-        start += _beside(best, near, when(near), near in level)
+        start += _beside(near, when(near), near in level)
     if undecided:
         return f"Undecided: {start}; {_seeds_to_go(undecided[0], f)}."
     if few:
@@ -98,7 +98,7 @@ def _to_target(f: Result) -> str:
     return f"{start}.{' Rounding makes the difference.' if near else ''}"
 
 
-def _beside(best: Setting, near: Setting, when: str, level: bool) -> str:
+def _beside(near: Setting, when: str, level: bool) -> str:
     """Say how far behind the first setting another one reaches a target, where that is known."""
     if near.size is None:
         return f"; {near.label} {when}"

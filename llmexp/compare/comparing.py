@@ -103,8 +103,12 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
     # which way the figures of hooks are better, as these have declared it
-    declared = (pair for r in records for pair in r.facts.get("better", {}).items())
-    better = {key: way for key, way in declared if way in ("lower", "higher")}
+    better = {
+        key: way
+        for r in records
+        for key, way in r.facts.get("better", {}).items()
+        if way in ("lower", "higher")
+    }
     aim = None if target is None else target_of(target, better)
     counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
     own = {r: figures(r, align, read, more, counted.get(r)) for r in records}

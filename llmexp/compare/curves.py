@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.figures import has_a_say
+from llmexp.compare.figures import broken
 from llmexp.compare.position import of_rows
 from llmexp.compare.records import Setting
 from llmexp.settings.labels import short_value
@@ -40,7 +40,7 @@ class Curve:
 
 def curve(setting: Setting, key: str) -> Curve | None:
     """Return the quantity over the steps that the runs share; None where none has it."""
-    alive = [r for r in setting.runs if has_a_say(r)] or list(setting.runs)
+    alive = [r for r in setting.runs if not broken(r)] or list(setting.runs)
     runs = [r for r in alive if key in r.columns and np.isfinite(r.columns[key]).any()]
     if not runs:
         return None

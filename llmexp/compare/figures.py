@@ -119,16 +119,21 @@ def _last(values: Sequence[float] | np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def has_a_say(record: Record) -> bool:
-    """Tell whether the run has a say in how far all have come.
+def broken(record: Record) -> str:
+    """Return why a run has no say in how far all have come, in a word or two; "" where it has.
 
-    It has unless it is broken off, left out or short of rows.
+    It has none where it broke off, was left out, or is short of rows or steps.
     """
-    broken = record.state in _DEAD or record.rung is not None or record.lost
-    return not broken and record.step > record.parent.get("step", 0)
+    if record.rung is not None:
+        return f"out at {record.rung:.0%}"
+    if record.state in _DEAD:
+        return record.state
+    if record.lost:
+        return "rows lost"
+    return "" if record.step > record.parent.get("step", 0) else "no steps"
 
 
-def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> dict[Record, str]:
+def left_out(records: Sequence[Record], align: str, loss: str) -> dict[Record, str]:
     """Return the runs that take no part, with the reason as a word or two.
 
     Runs that broke off, lost rows or were left out by successive halving never take part. Those
@@ -136,7 +141,7 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
     text, or far shorter than the others and not of their sweep, would spoil the comparison of the
     rest.
     """
-    reasons = {r: _broken(r) for r in records if not has_a_say(r)}
+    reasons = {r: why for r in records if (why := broken(r))}
 
     def alive() -> list[Record]:
         return [r for r in records if r not in reasons]
@@ -150,14 +155,6 @@ def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> d
     if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
         reasons |= {r: APART[0] for r in alive() if task(r, loss) != ranked[0][0]}
     return reasons | dict.fromkeys(_short(alive(), align), APART[1])
-
-
-def _broken(record: Record) -> str:
-    if record.rung is not None:
-        return f"out at {record.rung:.0%}"
-    if record.state in _DEAD:
-        return record.state
-    return "rows lost" if record.lost else "no steps"
 
 
 def task(record: Record, key: str = "val/loss") -> str:

@@ -149,14 +149,12 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     squares = np.bincount(of_cell, residuals**2, count)
     df = np.bincount(of_cell, np.diag(left), count)
     tame = [i for i in range(count) if i not in wild]
-    of_tame = np.isin(of_cell, tame)
-    total = float(np.trace(left[of_tame][:, of_tame]))
-    if total < 0.5:  # it is a whole number
+    if df[tame].sum() < 0.5:  # it is a whole number
         return None
     apart = len(tame) == 2 and not blocks and min(len(seeds[i]) for i in tame) > 1
     variances = squares / np.maximum(df, 1e-9)
     if not apart:
-        variances[tame], df[tame] = _moderated(squares[tame], df[tame], total)
+        variances[tame], df[tame] = _moderated(squares[tame], df[tame])
     weights = inverse[:count]
     model = Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
     if not blocks:
@@ -253,7 +251,7 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
             df = np.bincount(of_cell, spare - left[:, c] ** 2 / spare[c])
             variances = squares / df
             if len(tame) > 2:
-                variances, df = _moderated(squares, df, float(df.sum()))
+                variances, df = _moderated(squares, df)
             p = 2 * float(stdtr(df[i], -size[c] / math.sqrt(max(variances[i], 1e-300))))
             if p < least and size[c] > 1e-9 * abs(figures[c]):  # more than rounding
                 odd, least = (setting, cells[c][1]), p
@@ -313,7 +311,7 @@ def _blocks(cells: Sequence[tuple[int, str, float]]) -> dict[str, int]:
     return {s: number for number, s in enumerate(shared)}
 
 
-def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
+def _moderated(squares: np.ndarray, df: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each setting's variance, drawn towards the common one, and its degrees of freedom.
 
     The prior's degrees of freedom d0 follow from how far the log variances spread beyond what few
@@ -323,6 +321,7 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
     """
     from scipy.special import psi, zeta
 
+    total = float(df.sum())
     pooled = float(squares.sum()) / total
     of_all = np.full(len(df), pooled), np.full(len(df), total)
     known = df > 0.1

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.figures import alone, has_a_say, rose_first_most
+from llmexp.compare.figures import alone, broken, rose_first_most
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
@@ -153,7 +153,7 @@ def _far(f: Result) -> Iterator[str]:
 def _trunk(f: Result) -> Iterator[str]:
     """Say that seeds share what they go on from, where seeds of a setting are forks of one run."""
     several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
-    trunks = [{str(run.parent.get("folder", "")) for run in runs} for runs in several]
+    trunks = [{run.parent.get("folder", "") for run in runs} for runs in several]
     if any(len(found) == 1 and "" not in found for found in trunks):
         yield "The seeds go on from one trunk, so what they show holds for this trunk only."
     elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
@@ -220,14 +220,11 @@ def _unequal_seeds(f: Result) -> Iterator[str]:
     """Say that means are over different sets of seeds, where some are."""
     several = [r for r in f.ranked if len(r.seeds) > 1]
     wanted = {seed for r in several for seed in r.seeds}
-    missing = {r.label: sorted(wanted - r.seeds.keys(), key=_number) for r in several}
+    # in the order of their numbers
+    missing = {r.label: sorted(wanted - {*r.seeds}, key=lambda s: (len(s), s)) for r in several}
     lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
     if lacking and f.is_loss and not f.looks:
         yield f"The means are not over the same seeds: {listed(lacking)}."
-
-
-def _number(seed: str) -> tuple[int, str]:
-    return (int(seed), "") if seed.isdecimal() else (0, seed)
 
 
 def _planned(f: Result) -> Iterator[str]:
@@ -254,7 +251,7 @@ def _tokens(f: Result) -> Iterator[str]:
 
 def _where(f: Result) -> Iterator[str]:
     """Say where the losses are read, and who has no evaluation up to there."""
-    runs = [r for r in f.taking_part if has_a_say(r)]
+    runs = [r for r in f.taking_part if not broken(r)]
     own_end = not f.is_loss or f.key == "final val/loss"
     if own_end or f.align_at is None or len(runs) < 2:
         return

@@ -117,20 +117,20 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     evaluated, to a step of the one with the longer steps. Over time, and for other figures, it is
     the end of the run that came no further.
     """
-    places = [(positions(r, align), evaluations(r, align)) for r in records]
-    ends = [float(x[-1]) if len(x) and x[-1] > 0 else np.inf for x, _ in places]
-    if not np.isfinite(end := min(ends, default=np.inf)):
+    ends = {r: float(x[-1]) for r in records if len(x := positions(r, align)) and x[-1] > 0}
+    if not ends:
         return None
+    end = min(ends.values())
     if align == "time":
         return Position(end, end)
     # the length of an optimizer step, in what positions are counted in
-    steps = [1.0 if align == "steps" else tokens_of_step(r) for r in records]
+    steps = {r: 1.0 if align == "steps" else tokens_of_step(r) for r in records}
     if not metric.startswith(("val/", "final ", "best ")):
-        return Position(end, max(steps))
-    of_runs = [(x, step) for (_, x), step in zip(places, steps, strict=True) if len(x)]
+        return Position(end, max(steps.values()))
+    seen = {r: at for r in records if len(at := evaluations(r, align))}
     # runs without an evaluation so far
-    most = min((e for e, (_, x) in zip(ends, places, strict=True) if not len(x)), default=np.inf)
-    last = _last_common(of_runs, most)
+    most = min((at for r, at in ends.items() if r not in seen), default=np.inf)
+    last = _last_common([(at, steps[r]) for r, at in seen.items()], most)
     return last or (Position(end, 0.0) if np.isfinite(most) else None)
 
 
@@ -148,16 +148,14 @@ def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Po
     None where there is none. `of_runs`: positions of evaluations, and the length of a step, of
     each run.
     """
-    if not of_runs:
-        return None
-    several = np.unique(np.concatenate([where for where, _ in of_runs]))
+    several = np.unique([at for where, _ in of_runs for at in where])
     steps = np.array([step for _, step in of_runs])
     while count := int(np.searchsorted(several, most, side="right")):
         at = float(several[count - 1])
-        rows = [until(where, at) for where, _ in of_runs]
-        if not all(rows):
+        seen = [where[: until(where, at)] for where, _ in of_runs]
+        if not all(map(len, seen)):
             return None
-        last = np.array([where[n - 1] for n, (where, _) in zip(rows, of_runs, strict=True)])
+        last = np.array([where[-1] for where in seen])
         # each two stand no further apart than the longer of their steps
         ends, lengths = np.unique([last, steps], axis=1)
         apart = np.abs(np.subtract.outer(ends, ends))

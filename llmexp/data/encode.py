@@ -50,7 +50,7 @@ def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
 
 
 def ahead(
-    work: Callable[[_T], R], items: Iterator[_T], threads: int | None = None
+    work: Callable[[_T], R], items: Iterator[_T], threads: int | None
 ) -> Generator[tuple[_T, R], None, None]:
     """Yield each item with what `work` makes of it, in order.
 

@@ -91,8 +91,8 @@ def walk(key: str, folder: str, left: list[str]) -> Iterator[str]:
     this one. Raises ConfigError for a link that leads to where it is, and OSError.
     """
     real = os.path.realpath(folder)
-    seen, stack = {real: folder}, list[tuple[str, tuple[str, ...]]]()
-    stack.append((folder, (real,)))
+    seen = {real: folder}
+    stack: list[tuple[str, tuple[str, ...]]] = [(folder, (real,))]
     while stack:
         place, above = stack.pop()
         for name in sorted(os.listdir(place or ".")):
@@ -113,8 +113,6 @@ def _files_of(key: str, pattern: str, left: list[str]) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isdir(expanded):
         names = _documents_below(key, expanded, left)
-    elif os.path.lexists(expanded):
-        names = [expanded]
     else:
         names = sorted(_expanded(key, expanded, left))
     if not names:

@@ -162,8 +162,9 @@ def eval_batches(
     They are spread evenly over the stream; the inputs of row b begin there at starts_b[b]. All
     ranks have equally many batches; rows that are missing are masked, and begin at 0.
     """
-    micro, all_starts = part.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
-    total = len(all_starts)
+    micro, there = part.micro_batch_size, stream.n_sequences(sequence_length)
+    total = min(max_sequences, there)
+    all_starts = np.arange(total, dtype=np.int64) * there // max(1, total) * sequence_length
     per_rank = -(-total // part.dp_size)
     stop = min(total, (part.dp_rank + 1) * per_rank)
     for first in range(part.dp_rank * per_rank, (part.dp_rank + 1) * per_rank, micro):
@@ -171,13 +172,6 @@ def eval_batches(
         found = _read(stream, starts[None], sequence_length, mask)
         ((tokens_bt, targets_bt),) = _micro_batches(found[0], 1, micro, found[1], False)[0][0]
         yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
-
-
-def eval_starts(stream: TokenStream, sequence_length: int, max_sequences: int) -> np.ndarray:
-    """Return int64 [n]: the first tokens of so many sequences, spread evenly over the stream."""
-    there = stream.n_sequences(sequence_length)
-    total = min(max_sequences, there)
-    return np.arange(total, dtype=np.int64) * there // max(1, total) * sequence_length
 
 
 def _micro_batches(

@@ -94,4 +94,4 @@ def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
     except (OSError, ValueError):
         return None
     whole = len(ends) == len(sizes) > 0 and int(ends[-1]) == len(shard.array)
-    return (ends, sizes) if whole and (np.diff(ends) > 0).all() else None
+    return (ends, sizes) if whole and (np.diff(ends, prepend=0) > 0).all() else None

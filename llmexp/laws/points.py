@@ -14,7 +14,7 @@ import numpy as np
 
 from llmexp.compare.comparing import tokenizer_sha
 from llmexp.compare.evidence import decays_at_last
-from llmexp.compare.figures import figures, has_a_say, task
+from llmexp.compare.figures import broken, figures, task
 from llmexp.compare.records import TWIN, Record
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
@@ -91,7 +91,7 @@ def _unfit(r: Record) -> str:
         return r.state
     if r.rung is not None:
         return "left out by successive halving"
-    return "" if has_a_say(r) else "rows lost"
+    return broken(r)
 
 
 def _point(r: Record) -> LawPoint | None:

@@ -173,8 +173,6 @@ class _Spikes(TypedDict, total=False):
 
 
 class _Status(TypedDict, total=False):
-    """status.json, as far as it is looked into."""
-
     state: str
     updated: float
     started: float | None
@@ -214,9 +212,15 @@ class _Repository(TypedDict, total=False):
 
 
 class _Origins(TypedDict, total=False):
-    """provenance.json, as far as it is looked into."""
-
     repositories: list[_Repository]
+
+
+# The files that hold an object, and what describes its keys, as far as they are looked into.
+OBJECTS = {
+    "run.json": (Layout, Run, _Facts),
+    "status.json": (_Status,),
+    "provenance.json": (_Origins,),
+}
 
 
 def kinds_of(*described: Any) -> dict[str, Any]:
@@ -224,24 +228,9 @@ def kinds_of(*described: Any) -> dict[str, Any]:
     return {key: kind for one in described for key, kind in typing.get_type_hints(one).items()}
 
 
-def status_in(path: Path) -> dict[str, Any]:
-    """Return what status.json holds. Raises ConfigError."""
-    return _known(path, _Status)
-
-
-def facts_in(path: Path) -> dict[str, Any]:
-    """Return what run.json holds. Raises ConfigError."""
-    return _known(path, Layout, Run, _Facts)
-
-
-def origins_in(path: Path) -> dict[str, Any]:
-    """Return what provenance.json holds. Raises ConfigError."""
-    return _known(path, _Origins)
-
-
-def _known(path: Path, *described: Any) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError for a key of another kind."""
-    found, kinds = read_json(path), kinds_of(*described)
+def object_in(path: Path) -> dict[str, Any]:
+    """Return what a file of OBJECTS holds. Raises ConfigError, also for a key of another kind."""
+    found, kinds = read_json(path), kinds_of(*OBJECTS[path.name])
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no object")
     for key in kinds.keys() & found:

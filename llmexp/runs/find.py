@@ -103,7 +103,9 @@ def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     problems: list[str] = []
     for given in paths:
         names = paths_of(given)
-        runs = [run for name in names for run in runs_under(_folder(name))]
+        # a file of a run stands for its folder
+        folders = [p.parent if p.name in FILES and p.is_file() else p for p in names]
+        runs = [run for folder in folders for run in runs_under(folder)]
         for run in runs:
             found.setdefault(run.resolve(), run)
         if not names:
@@ -136,8 +138,3 @@ def looks_like_run(path: Path) -> bool:
     if rundir.CONFIG in there:
         return bool(there & {*beside, rundir.METRICS})
     return rundir.METRICS in there and bool(there & beside)
-
-
-def _folder(path: Path) -> Path:
-    """Return the folder of a run for a file in it, else the path."""
-    return path.parent if path.name in FILES and path.is_file() else path

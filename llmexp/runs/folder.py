@@ -40,12 +40,12 @@ class RunFolder:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Return run.json: every derived number."""
-        return self._read(rundir.RUN, rundir.read_run, door.facts_in)
+        return self._read(rundir.RUN, rundir.read_run, door.object_in)
 
     @cached_property
     def status(self) -> dict[str, Any]:
         """Return status.json: state, times, exit code, error and summary."""
-        return self._read(rundir.STATUS, rundir.read_status, door.status_in)
+        return self._read(rundir.STATUS, rundir.read_status, door.object_in)
 
     @cached_property
     def config(self) -> dict[str, Any]:

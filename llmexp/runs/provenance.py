@@ -148,7 +148,7 @@ def folders(run_dir: Path) -> list[Path]:
 def read_provenance(path: Path) -> dict[str, Any]:
     """Return provenance.json of one of `folders`; an empty dict where none can be read."""
     with contextlib.suppress(rundir.ConfigError):
-        return door.origins_in(path / FILE)
+        return door.object_in(path / FILE)
     return {}
 
 

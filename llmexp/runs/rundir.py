@@ -72,7 +72,7 @@ def read_run(path: Path) -> dict[str, Any]:
     if not (path / RUN).exists():
         return {}
     try:
-        return door.facts_in(path / RUN)
+        return door.object_in(path / RUN)
     except ConfigError as error:
         way = f"give the file another name, and it is written anew: {how_to_resume(path)}"
         raise ConfigError(f"{error}; {way}") from None
@@ -213,21 +213,14 @@ def is_alive(path: Path, status: dict[str, Any]) -> bool:
         return True
     if status.get("host") in (None, socket.gethostname()):
         return False
-    return time.time() - last_written(path) < SIGN_S
-
-
-def last_written(path: Path) -> float:
-    """Return when a run last gave a sign of life, in seconds since 1970."""
-    return max(
-        (f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()),
-        default=0.0,
-    )
+    signs = (f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists())
+    return time.time() - max(signs, default=0.0) < SIGN_S
 
 
 def read_status(path: Path) -> dict[str, Any]:
     """Return status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
-        return door.status_in(path / STATUS)
+        return door.object_in(path / STATUS)
     return {}
 
 

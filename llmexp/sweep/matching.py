@@ -171,7 +171,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
         same = (e for e, flat in there if without_budget(flat) == without_budget(whole))
         entry = None if swept & set(BUDGETS) else next(same, None)
         if entry is None:
-            refuse_shared(ledger, point, whole, [flat for _, flat in there], swept)
+            refuse_shared(ledger, whole, [flat for _, flat in there], swept)
         else:
             found[point.identity] = entry.folder
             placed = dataclasses.replace(point, entry=entry, where=ledger.path)
@@ -209,7 +209,6 @@ def without_budget(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_shared(
     ledger: Ledger,
-    point: Point,
     flat: Mapping[str, Any],
     others: Sequence[Mapping[str, Any]],
     swept: set[str],

@@ -21,6 +21,7 @@ from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import DataChanged, Shard, TokenStream
+from llmexp.data.text_bytes import known_documents
 from llmexp.data.work import works_of
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
@@ -318,14 +319,12 @@ def check_documents(parts: Parts) -> list[Check]:
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
     """Check that the ends of documents are in order up to the end of each shard.
 
-    Each document has a digest, too.
+    Each document has a digest and its bytes, too.
     """
     wrong = ""
     for shard in shards:
-        ends = beside(shard, "ends")
-        begins = np.concatenate((np.zeros(1, "<u8"), ends[:-1]))
-        whole = len(ends) > 0 and bool((begins < ends).all()) and int(ends[-1]) == len(shard.array)
-        if not whole or len(beside(shard, "digests")) != len(ends):
+        known = known_documents(shard)
+        if known is None or len(beside(shard, "digests")) != len(known[0]):
             wrong = wrong or f"{shard.name}: its documents do not fill it"
     digests = digests_of(shards)
     copies = len(digests) - len(np.unique(digests))
