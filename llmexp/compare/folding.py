@@ -104,9 +104,7 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         if is_score(key) and (interval := over_items(key, usable)):
             intervals[key] = interval
     if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target
-        figures = {k: v for k, v in figures.items() if not k.startswith("target/")} | {
-            REACHED: figures[REACHED]
-        }
+        figures = {k: v for k, v in figures.items() if k == REACHED or not k.startswith("target/")}
     notes = [*_seeds(group, len(usable)), tokenizer, *(note for r in group for note in _notes(r))]
     notes += [] if first.config else ["without a config"]
     return Setting(
@@ -186,10 +184,8 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
         ]
         keys = left or keys
 
-    optimizers_swept = "optimizer" in swept
-
     def follows(key: str, other: str) -> bool:
-        if key.startswith("optimizer.") and not optimizers_swept:
+        if key.startswith("optimizer.") and "optimizer" not in swept:
             rate = _RATES.fullmatch(key) and None not in (e.values[key] for e in settings)
             if rate or other != "optimizer._target_":
                 return False  # both were chosen, such as by an experiment

@@ -40,7 +40,7 @@ def judge(f: Result) -> None:
         ranked = []
     groups = _by_budget(ranked)  # those of one budget can be compared among themselves
     share = 1 / max(1, sum(len(group) > 1 for group in groups))
-    f.looks = f.runs[0].looks if len({r.sweep for r in f.runs}) == 1 else ()
+    f.looks = f.runs[0].looks if f.sweep else ()
     leads = [_judge(f, group, share) for group in groups]
     first, standing = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     f.ranked = sorted(ranked, key=lambda s: s is not first)

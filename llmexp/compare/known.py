@@ -45,8 +45,12 @@ class Step:
     @property
     def data(self) -> dict[str, Any]:
         """Return what `llmexp next --json` prints."""
-        cost = {"runs": self.runs, "tokens": self.tokens, "hours": self.hours}
-        cost["beside_s"] = self.beside_s
+        cost = {
+            "runs": self.runs,
+            "tokens": self.tokens,
+            "hours": self.hours,
+            "beside_s": self.beside_s,
+        }
         how = {"command": self.command or None, "words": list(self.words)}
         return {"rule": self.rule, "why": self.why, **how, "cost": cost}
 
@@ -78,8 +82,7 @@ class Known:
     @cached_property
     def sweep(self) -> ledger.Ledger | None:
         """Return the sweep that all runs belong to, if there is one."""
-        sweeps = {r.sweep for r in self.runs}
-        one = sweeps.pop() if len(sweeps) == 1 else None
+        one = self.f.sweep
         return ledger.read_ledger(one) if one and ledger.is_sweep(one) else None
 
     @cached_property

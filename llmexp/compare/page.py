@@ -73,9 +73,8 @@ def sections(c: Result) -> dict[str, list[Plot]]:
 
 
 def _title(c: Result) -> str:
-    sweeps = {record.sweep for record in c.runs}
-    sweep = sweeps.pop() if len(sweeps) == 1 else None
-    return plural(len(c.runs), "run") + (f" of {'/'.join(sweep.parts[-2:])}" if sweep else "")
+    of = f" of {'/'.join(c.sweep.parts[-2:])}" if c.sweep else ""
+    return f"{plural(len(c.runs), 'run')}{of}"
 
 
 def _about(c: Result) -> str:

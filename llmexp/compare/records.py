@@ -286,6 +286,12 @@ class Result:
         return [r for r in self.runs if not r.out]
 
     @property
+    def sweep(self) -> Path | None:
+        """Return the folder of the sweep that all runs belong to, if there is one."""
+        sweeps = {r.sweep for r in self.runs}
+        return sweeps.pop() if len(sweeps) == 1 else None
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """Return all that was found, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)

@@ -50,11 +50,15 @@ def quantile(count: int, df: float, alpha: float = 0.05) -> float:
     )
     if count == 2:
         return low
+
+    def height(q: float) -> float:
+        return math.log(max(tail(q, count, df), 1e-300) / alpha)
+
     # False position (Illinois' rule) on the logarithm of the tail, which is nearly straight.
-    at_low, at_high = (math.log(max(tail(q, count, df), 1e-300) / alpha) for q in (low, high))
+    at_low, at_high = map(height, (low, high))
     while True:
         q = (low * at_high - high * at_low) / (at_high - at_low)
-        at = math.log(max(tail(q, count, df), 1e-300) / alpha)
+        at = height(q)
         if abs(at) < 1e-6:
             return q
         if at > 0:

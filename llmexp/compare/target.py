@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from llmexp.compare.figures import is_score
 from llmexp.compare.position import ROWS, common_rows, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
@@ -26,8 +27,7 @@ def target_of(given: object, better: Mapping[str, str]) -> Target:
     """
     key, _, text = str(given).partition("=")
     known = ROW_KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
-    way = better.get(key) or (known.better if known else "")
-    way = "higher" if key.startswith("task/") and key.endswith(("/acc", "/acc_norm")) else way
+    way = "higher" if is_score(key) else better.get(key) or (known.better if known else "")
     try:
         value = float(text)
     except ValueError:

@@ -27,6 +27,7 @@ from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_all
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import TRAIN, Source, works_of
+from llmexp.settings.labels import plural
 from llmexp.settings.parts import DataKnobs
 from llmexp.settings.values import choice, knob, refuse
 from llmexp.system.text import size_text
@@ -160,11 +161,11 @@ def _text_corpus(
     both = [ready, *held_out.values()]
     size = sum(sum(one.text_bytes.values()) for one in both)
     count = sum(one.counts.documents for one in both)
-    description = f"{_counted(count, 'document')}, {size_text(size)} of text"
+    description = f"{plural(count, 'document')}, {size_text(size)} of text"
     if (files := sum(len(one.work.source.files) for one in both)) > 1:
         description += f" in {files:,} files"
     if empty := sum(one.counts.empty for one in both):
-        description += f", {_counted(empty, 'empty one')} left out"
+        description += f", {plural(empty, 'empty one')} left out"
     description += left_out_text(works[0].source.left_out)
     marks = [
         files_fingerprint({Path(name): one.content for name, one in work.inputs.items()})
@@ -192,10 +193,6 @@ def _text_corpus(
         is_text=True,
         warnings=warnings_of(trained, held_out, remote),
     )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count > 1 else ''}"
 
 
 def tokens(
@@ -244,7 +241,7 @@ def tokens(
         text = f"{len(train):,} training tokens in {len(train_paths)} files do not fill a sequence"
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
-    description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
+    description = f"{plural(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = _documents_text(arrays, tokenizer, cache)
     about += left_out_text(left)
     fingerprint = {
@@ -263,7 +260,7 @@ def _documents_text(
 ) -> tuple[str, int]:
     """Return what the indexes know of documents, in words, and how many lack the end-of-text id."""
     there, unmarked = documents_of(arrays, tokenizer, cache)
-    text = f", {_counted(there, 'document')} by their indexes" if there else ""
+    text = f", {plural(there, 'document')} by their indexes" if there else ""
     if unmarked:
         text += f" ({unmarked:,} do not end with the end-of-text id)"
     return text, unmarked
@@ -344,6 +341,6 @@ def _overlap(train: dict[str, Path], val: dict[str, Path]) -> tuple[str, ...]:
     shared = sorted(str(val[content]) for content in train.keys() & val.keys())
     if not shared:
         return ()
-    files = f"{_counted(len(shared), 'file')} of data.val_files, such as {shared[0]},"
+    files = f"{plural(len(shared), 'file')} of data.val_files, such as {shared[0]},"
     verb = "are" if len(shared) > 1 else "is"
     return (f"{files} {verb} in data.train_files too; leave what is in both out of one of them",)

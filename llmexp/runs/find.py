@@ -108,11 +108,10 @@ def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         runs = [run for folder in folders for run in runs_under(folder)]
         for run in runs:
             found.setdefault(run.resolve(), run)
-        if not names:
-            text = "there is nothing of that name; a run looks like outputs/default/..."
-            problems.append(f"{clean(given) or '.'}: {text}")
-        elif not runs:
+        text = "there is nothing of that name; a run looks like outputs/default/..."
+        if names:
             text = f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+        if not runs:
             problems.append(f"{clean(given) or '.'}: {text}")
     return list(found.values()), problems
 

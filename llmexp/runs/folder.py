@@ -54,13 +54,13 @@ class RunFolder:
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
-        """Return config.yaml with dotted keys, its texts cleaned and its long values shortened."""
+        """Return config.yaml with dotted keys, its long values shortened."""
         flat: dict[str, Any] = {}
         waiting: list[tuple[str, Any]] = [("", self.config)]
         while waiting:
             name, value = waiting.pop()
             if isinstance(value, dict) and (value or not name):
-                inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
+                inner = [(f"{name}.{k}"[:200].lstrip("."), v) for k, v in value.items()]
                 waiting += reversed(inner)
             else:
                 flat[name] = _leaf(value)
@@ -147,13 +147,13 @@ def clean_name(path: Path) -> str:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, str):
-        return clean(value)[:400]
+        return value[:400]
     if isinstance(value, list) and len(value) <= 50:
         if all(isinstance(v, (str, int, float)) for v in value):
-            return cleaned(value)
+            return value
     elif isinstance(value, (float, type(None))) or (isinstance(value, int) and abs(value) < 10**18):
         return value
-    return clean(reprlib.repr(value))
+    return reprlib.repr(value)
 
 
 def _backwards(path: Path) -> Iterator[bytes]:
