@@ -108,10 +108,10 @@ def verdict(
 
     `times_here` is the norm of the step over the median of the `norms` before it; `times_there` is
     that of its window with the weights of the start over the median of other windows there. A step
-    is unusual from UNUSUAL times on, or by its loss: see `rises`. The cause is the data where
-    `times_there` is nearer to `times_here` than to 1, on a logarithmic scale, or where more than
-    half of the loss's rise is there, too. Else it is the state, unless the start cannot tell: see
-    `too_far`. What is not finite counts as infinite, and is None. `saved`: steps of checkpoints.
+    is unusual from UNUSUAL times on, or by its loss. The cause is the data where `times_there` is
+    nearer to `times_here` than to 1, on a logarithmic scale, or where more than half of the loss's
+    rise is there, too. Else it is the state, unless the start cannot tell: see `by_loss`. What is
+    not finite counts as infinite, and is None. `saved`: steps of checkpoints.
     """
     start, here, begin = found["start"], found["here"], found["from"]
     window = infinite(start["window"][1])
@@ -124,11 +124,11 @@ def verdict(
         return {"cause": None, "usual_norm": usual, "sentence": skipped(step, found, usual)}
     times_here = infinite(here["grad_norm"]) / usual
     times_there = window / statistics.median(there)
-    figures: dict[str, Any] = {"usual_norm": usual}
-    figures |= {"times_here": times_here, "times_there": times_there} | rises(found, losses)
-    far = too_far(step, figures, found, saved)
-    rise, rise_there = figures.get("rise_here", 0.0), figures.get("rise_there", 0.0)
-    odd, spike = rise > figures.pop("unusual_rise", math.inf), not times_here < UNUSUAL
+    known, odd, far = by_loss(step, found, losses, saved)
+    rise, rise_there = known.get("rise_here", 0.0), known.get("rise_there", 0.0)
+    figures: dict[str, Any] = {"usual_norm": usual, "times_here": times_here}
+    figures |= {"times_there": times_there, **known}
+    spike = not times_here < UNUSUAL
     # no number is near one that is not finite
     least = math.sqrt(times_here) if math.isfinite(times_here) else UNUSUAL
     figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
@@ -153,49 +153,42 @@ def verdict(
     return figures | {"cause": cause, "sentence": f"the {cause}: {text}."}
 
 
-def rises(found: dict[str, Any], before: list[float]) -> dict[str, float]:
-    """Return by how much the losses of the window are above the usual ones, here and there.
+def by_loss(
+    step: int, found: dict[str, Any], before: list[float], saved: Sequence[int]
+) -> tuple[dict[str, float], bool, str]:
+    """Return by how much losses of the window are above the usual ones, here and there.
 
-    A rise is unusual from UNUSUAL_LOSS robust standard deviations (1.4826 times the median distance
-    from the median) on. `gap_there` is that of other windows at the start over the usual loss here.
-    Empty where too little is known, or a loss is not finite.
-    """
-    start, here = found["start"], found["here"]
-    there = [loss for loss, _ in start["others"]]
-    if len(before) < FEWEST or not there or here["loss"] is None:
-        return {}
-    (usual, spread), (median, spread_there) = middle(before), middle(there)
-    return {
-        "usual_loss": usual,
-        "rise_here": here["loss"] - usual,
-        "rise_there": infinite(start["window"][0]) - median,
-        "gap_there": median - usual,
-        "unusual_rise": UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual),
-        "unusual_there": UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median),
-    }
-
-
-def too_far(step: int, figures: dict[str, Any], found: dict[str, Any], saved: Sequence[int]) -> str:
-    """Return why the weights of the start cannot tell that the state is the cause; "" if they can.
+    Beside it whether the step's is unusual: UNUSUAL_LOSS robust standard deviations (1.4826 times
+    the median distance from the median) or more; and why the weights of the start cannot tell that
+    the state is the cause, "" if they can. Nothing of it is known where there are few losses
+    `before`, or the step's is not finite.
 
     Weights that have learned little find every window alike: their loss of other windows is above
     the usual one by more than half of the step's rise, and more than chance. Those of the steps
     that the usual loss is of are near enough. Nor can they where the window's loss is unusual there
     without being half as much so.
     """
-    begin, gap = found["from"], figures.pop("gap_there", 0.0)
-    rise, unusual = figures.get("rise_here", 0.0), figures.get("unusual_rise", math.inf)
+    start, here, begin = found["start"], found["here"], found["from"]
+    there = [loss for loss, _ in start["others"]]
+    if len(before) < FEWEST or not there or here["loss"] is None:
+        return {}, False, ""
+    (usual, spread), (median, spread_there) = middle(before), middle(there)
+    rise, rise_there = here["loss"] - usual, infinite(start["window"][0]) - median
+    figures = {"usual_loss": usual, "rise_here": rise, "rise_there": rise_there}
+    unusual, gap = UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual), median - usual
     text = f"with the weights of step {begin:,} the loss of "
-    if figures.get("rise_there", 0.0) > figures.pop("unusual_there", math.inf):
-        text += f"the same window is {figures['rise_there']:.3g} above that of others"
+    if rise_there > UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median):
+        text += f"the same window is {rise_there:.3g} above that of others"
         text += f" ({rise:.3g} at step {step:,})"
     elif begin < step - 1 - BEFORE_LOSS and gap > max(rise / 2, unusual):
         text += f"any window is {gap:.3g} above the usual one, so that none stands out"
     else:
-        return ""
+        return figures, rise > unusual, ""
     nearer = [s for s in saved if begin < s < step][-1:] or [s for s in saved if s >= step][:1]
-    way = f"look from a nearer one: --from {nearer[0]}" if nearer else "no nearer one is kept: "
-    return f"{text}; {way}" + "a run with a smaller checkpoint.every has them" * (not nearer)
+    way = "no nearer one is kept: a run with a smaller checkpoint.every has them"
+    if nearer:
+        way = f"look from a nearer one: --from {nearer[0]}"
+    return figures, rise > unusual, f"{text}; {way}"
 
 
 def infinite(figure: float | None) -> float:
