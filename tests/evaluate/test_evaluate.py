@@ -1,5 +1,5 @@
-"""`llmexp evaluate`: the losses of the rows, standard errors by the units that are independent, and
-what is refused."""
+"""`llmexp evaluate`: the losses of the rows, standard errors by the units that are independent;
+tests/refusals/evaluate.yaml has what is refused."""
 
 from __future__ import annotations
 
@@ -59,13 +59,17 @@ def evaluated(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def by_ranks(there: Path, kind: str, *words: str) -> dict:
+    ranks = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    done = llmexp("evaluate", *words, "--json", *ranks, cwd=there)
+    assert done.code == 0, done.err
+    return json.loads(done.out)  # printed once
+
+
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "tp"])
 def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
     alone = evaluated(capsys, "run", "--tokens", "200")
-    words = ["--tokens", "200", f"parallelism={kind}", "parallelism.nproc_per_node=2"]
-    done = llmexp("evaluate", "run", "--json", *words, cwd=there)
-    assert done.code == 0, done.err
-    shared = json.loads(done.out)  # printed once
+    shared = by_ranks(there, kind, "run", "--tokens", "200")
     for one, other in zip(alone.pop("sets"), shared.pop("sets"), strict=True):
         figures = {key: value for key, value in one.items() if isinstance(value, float)}
         assert {key: other[key] for key in figures} == pytest.approx(figures, rel=1e-11)
@@ -79,18 +83,12 @@ def test_ranks_that_share_a_model_score_tasks_as_one(there, capsys, kind):
     bits, split products sums in another order, in fp64."""
     with open("short.jsonl", "w") as file:
         for i in range(7):
-            item = {
-                "id": str(i),
-                "context": "ab" * (i % 3 + 1),
-                "choices": ["cde", "xyz"[: 1 + i % 3]],
-            }
+            choices = ["cde", "xyz"[: 1 + i % 3]]
+            item = {"id": str(i), "context": "ab" * (i % 3 + 1), "choices": choices}
             file.write(json.dumps(item | {"answer": i % 2}) + "\n")
     words = ["run", "--tasks", "short", "--tasks-folder", ".", "--by", "item"]
     alone = evaluated(capsys, *words)
-    ranks_of = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
-    done = llmexp("evaluate", *words, "--json", *ranks_of, cwd=there)
-    assert done.code == 0, done.err
-    shared = json.loads(done.out)
+    shared = by_ranks(there, kind, *words)
     if kind == "fsdp":
         assert shared == alone
     for one, other in zip(alone["tasks"][0]["scores"], shared["tasks"][0]["scores"], strict=True):
@@ -106,30 +104,6 @@ def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
     assert (done.code, done.out) == (0, alone), done.err
     assert command(["sample", *words, "parallelism=single"]) == 0
     assert capsys.readouterr().out == alone
-    assert command(["sample", *words, "train.seed=1"]) == 2
-    assert "sample takes the ranks" in capsys.readouterr().err
-
-
-def test_ranks_that_cannot_share_are_refused(there, capsys):
-    two = "parallelism.nproc_per_node=2"
-    for words, said in (
-        (["parallelism=ddp", two], "parallelism.kind=ddp: ranks that share a model hold parts"),
-        (
-            ["parallelism=fsdp", two, "data.seed=1", "--tasks", "tiny_facts"],
-            "--tasks tiny_facts: takes no data.seed=1",
-        ),
-        (
-            ["parallelism=fsdp", two, "--lm-eval", "arc_easy"],
-            "--lm-eval arc_easy: takes no parallelism=fsdp",
-        ),
-        (["parallelism=fsdp", "train.seed=1"], "evaluate changes only the data and the ranks"),
-        (
-            ["parallelism=tp", "parallelism.nproc_per_node=3"],
-            "be split over parallelism.tensor_parallel_size=3 ranks; for example parallelism=fsdp",
-        ),
-    ):
-        assert command(["evaluate", "run", *words]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_ranks_stop_with_the_command(monkeypatch):
@@ -155,32 +129,31 @@ def test_ranks_stop_with_the_command(monkeypatch):
     assert threads == ["2", "2"]
 
 
-def test_a_rank_of_a_command_has_no_good_end_but_0(monkeypatch):
-    """75 is that of a training with a checkpoint. The other rank would wait for ever."""
+KILLED = "import os, signal; signal.signal({0}, 0) if {0} != 9 else 0; os.kill(os.getpid(), {0})"
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted", "named"),
+    [
+        ("raise SystemExit(75 if RANK else time.sleep(9e5))", 75, ""),
+        *((KILLED.format(n), FAILED, f"rank 0 was ended by signal {n}") for n in (2, 3, 9)),
+    ],
+)
+def test_a_rank_that_ends_badly_ends_the_command(monkeypatch, capfd, code, wanted, named):
+    """75 is that of a training with a checkpoint, and no good end; the other rank would wait for
+    ever. A killed rank is named; its number would be another exit code: 2 that of a refusal."""
     numbers = iter((0, 1))
-    code = "import sys, time; sys.exit(75) if int(sys.argv[1]) else time.sleep(9e5)"
 
     def start(*words: str, **more: object) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", code, str(next(numbers))])
-
-    def log_of_a_rank(*_: object, **__: object) -> str:
-        return "why"
+        program = f"import time; RANK = {next(numbers)}; {code}"
+        return subprocess.Popen([sys.executable, "-c", program])
 
     monkeypatch.setattr(ranks, "start", start)
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
-    monkeypatch.setattr(Path, "read_text", log_of_a_rank)
-    assert ranks.run_alike(["evaluate"], 2) == 75
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
-def test_a_killed_rank_fails_the_command_and_is_named(monkeypatch, capfd, number):
-    """The number of the signal would be another exit code: 2 that of a refusal."""
-    killed = [sys.executable, "-c", f"import os, signal; os.kill(os.getpid(), {int(number)})"]
-    if number is not signal.SIGKILL:
-        killed[2] = f"import signal; signal.signal({int(number)}, signal.SIG_DFL); {killed[2]}"
-    monkeypatch.setattr(ranks, "start", lambda *words, **more: subprocess.Popen(killed))
-    assert ranks.run_alike(["evaluate"], 2) == FAILED
-    assert f"rank 0 was ended by signal {int(number)}" in capfd.readouterr().err
+    if wanted == 75:  # its log
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "why")
+    assert ranks.run_alike(["evaluate"], 2) == wanted
+    assert named in capfd.readouterr().err
 
 
 def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypatch):
@@ -217,12 +190,8 @@ def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, flo
     loss, bits, n = nll / targets, nll / size / math.log(2), len(sums)
     spread = sum((s[0] - loss * s[1]) ** 2 for s in sums.values())
     spread_bits = sum((s[0] / math.log(2) - bits * s[2]) ** 2 for s in sums.values())
-    return (
-        loss,
-        math.sqrt(n / (n - 1) * spread) / targets,
-        bits,
-        math.sqrt(n / (n - 1) * spread_bits) / size,
-    )
+    errors = [math.sqrt(n / (n - 1) * some) for some in (spread, spread_bits)]
+    return loss, errors[0] / targets, bits, errors[1] / size
 
 
 def ids_of(path: Path) -> np.ndarray:
@@ -282,8 +251,6 @@ def test_other_data(there, capsys):
     assert "bits_per_byte" not in one
     (part,) = evaluated(capsys, "run", *given, "--tokens", "30")["sets"]
     assert (part["tokens"], part["units"]) == (36, 3)
-    assert command(["evaluate", "run", *given, "--by", "document"]) == 2
-    assert "has no documents" in capsys.readouterr().err
 
 
 def test_a_folder_of_hugging_face_is_evaluated_with_its_own_tokenizer(there, capsys, tmp_path):
@@ -295,9 +262,8 @@ def test_a_folder_of_hugging_face_is_evaluated_with_its_own_tokenizer(there, cap
     shutil.copytree(tmp_path / "gpt2", tmp_path / "neox")
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
-    config = transformers.GPTNeoXConfig(
-        **sizes, intermediate_size=32, max_position_embeddings=32, bos_token_id=0, eos_token_id=0
-    )
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 32}
+    config = transformers.GPTNeoXConfig(**sizes, bos_token_id=0, eos_token_id=0)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
     text = "abc\nünf zwölf " * 40
     (tmp_path / "t.txt").write_text(text)
@@ -320,44 +286,19 @@ def test_a_folder_of_hugging_face_is_evaluated_with_its_own_tokenizer(there, cap
         # its norms and rotary tables compute in fp32: relative errors of 2^-24, some per layer
         assert one["loss"] == pytest.approx(float(nll), rel=2e-6), name
         assert found["folder"] == str(tmp_path / name)
-    for arguments, words in (
-        ([], "is no run, so its data must be named; for example data=text"),
-        (["data=text", "optimizer=sgd"], "optimizer=sgd: of a folder evaluate takes data, token"),
-        (["data=text", "--weights", "ema"], "--weights ema: "),
-        (["data=text", "batch.micro_batch_size=auto"], "auto: is found where a run trains"),
-        (["--lm-eval", "x"], "lm_eval --model hf --model_args pretrained="),
-    ):
-        assert command(["evaluate", str(tmp_path / "gpt2"), *arguments]) == 2, arguments
-        assert words in capsys.readouterr().err, arguments
 
 
-def test_the_table(there, capsys):
+def test_the_table(there, capsys, words):
+    words.hidden |= {r"\d+\.\d+": "N"}
     assert command(["evaluate", "run"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
+    words("evaluate/table", shown.out, "evaluate run")
     found = evaluated(capsys, "run")["sets"][0]
     (line,) = [line for line in shown.out.splitlines() if line.startswith("held ")]
-    assert f"{found['units']} documents" in line
     value, error = line.split("documents")[1].split()[0:3:2]
     assert abs(float(value) - found["loss"]) < 0.1 * found["loss_stderr"]
     assert float(error) == pytest.approx(found["loss_stderr"], rel=0.05)
-
-
-def test_what_is_refused(there, capsys):
-    np.save(there / "wide.npy", np.arange(500, dtype=np.uint16))
-    for arguments, words in (
-        (["train.max_steps=3"], "evaluate changes only the data"),
-        (["data.sed=1"], "data.sed: there is no such key or group. Known: _target_, sources"),
-        (["data=tex"], "there is no such option. Did you mean text?"),
-        (["data=text,corpus"], "data=text,corpus"),
-        (["--tokens", "0"], "--tokens 0: a whole number above 0, or all"),
-        (["data=tokens", "data.train_files=wide.npy", "data.val_ratio=0"],
-         "is not in the vocabulary of"),
-    ):  # fmt: skip
-        assert command(["evaluate", "run", *arguments]) == 2, arguments
-        assert words in capsys.readouterr().err, arguments
-    assert command(["evaluate", "run@3"]) == 2
-    assert "there is no checkpoint of step 3" in capsys.readouterr().err
 
 
 def test_the_error_of_a_ratio():

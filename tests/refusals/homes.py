@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmexp.__main__ import run as command
 from llmexp.data.train_tokenizer import train_bpe
 from tests.data.common import json_lines, llm_c, megatron, texts_of
 from tests.runs import Runs
@@ -46,8 +47,22 @@ def run(work: Path, runs: Runs) -> None:
     runs.copy(work / "run", *more)
 
 
+def exported(work: Path, runs: Runs) -> None:
+    """The finished run, and its export for Hugging Face in the folder `hf`."""
+    run(work, runs)
+    assert command(["export", str(work / "run"), "--to", "hf", str(work / "hf"), "--no-check"]) == 0
+
+
+def tasks(work: Path, runs: Runs) -> None:
+    """The finished run, and the task `mine`."""
+    run(work, runs)
+    item = '{"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}\n'
+    (work / "mine.jsonl").write_text(item)
+
+
 def data(work: Path, runs: Runs) -> None:
-    """Texts, documents, token files and labels, sound ones and bad ones."""
+    """Texts, documents, token files and labels, sound ones and bad ones, beside the run."""
+    run(work, runs)
     for name in ("web.jsonl", "copy.jsonl", "val.jsonl"):
         json_lines(work / name, texts_of("web" if name < "d" else name, 40))
     os.link(work / "web.jsonl", work / "hard.jsonl")

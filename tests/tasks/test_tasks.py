@@ -1,5 +1,5 @@
 """Multiple choice: scores against a computation item by item, in the loop and after it, on one rank
-and two; lm-eval itself where it is installed; what is refused."""
+and two; lm-eval itself where it is installed. tests/refusals/tasks.yaml has what is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from llmexp import mesh
 from llmexp.__main__ import run as command
@@ -23,11 +24,21 @@ from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, Item, read_items, read_task
 from llmexp.train.assembly.opening import Opened, open_run
 from tests.conftest import llmexp, train
+from tests.tools import exact
 
 WORDS = tuple(
     "the cat dog sat on a mat and saw big red house it ran to tree over hill".split()  # noqa: SIM905
 )
 LENGTH = 24
+
+
+def settings(there: str | Path = ".") -> list[str]:
+    return [
+        "data=text", f"data.train_files={there}/text.txt", f"data.cache_dir={there}/cache",
+        "tokenizer=file", f"tokenizer.path={there}/tok", f"batch.sequence_length={LENGTH}",
+        "train.max_steps=4", "checkpoint.every=2", "train.eval_every=2", "optimizer.lr=0.03",
+        "precision=fp64", "batch.real_batch_size=4",
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +47,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     that is special: white space, an empty and a long context, contexts for each choice."""
     path = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(5)
-    (path / "text.txt").write_text(
-        "".join(" ".join(rng.choice(WORDS, 90)) + ".\n" for _ in range(40))
-    )
-    made = llmexp(
-        "tokenizer", "--vocab-size", "330", "--out", "tok", "data=text",
-        "data.train_files=text.txt", cwd=path,
-    )  # fmt: skip
+
+    def words(count: int) -> str:
+        return " ".join(rng.choice(WORDS, count))
+
+    (path / "text.txt").write_text("".join(f"{words(90)}.\n" for _ in range(40)))
+    data = ["data=text", "data.train_files=text.txt"]
+    made = llmexp("tokenizer", "--vocab-size", "330", "--out", "tok", *data, cwd=path)
     assert made.code == 0, made.err
-    long = " ".join(rng.choice(WORDS, 60))
     items: list[dict[str, Any]] = [
         {"context": "the cat sat on", "choices": ["the mat", "a tree house"], "answer": 0},
         {"context": "it ran to the ", "choices": ["hill", "big", "h\u00fcll"], "answer": 2},
         {"context": "a big\n", "choices": ["red dog and a cat", "dog"], "answer": 1},
         {"context": "", "choices": ["the", "house mat"], "answer": 0},
-        {"context": long, "choices": ["sat", "over a hill"], "answer": 1},
+        {"context": words(60), "choices": ["sat", "over a hill"], "answer": 1},
         {"context": ["the dog saw", "the house saw"], "choices": ["a cat", "a cat"], "answer": 0},
     ]
-    items += [
-        {
-            "context": " ".join(rng.choice(WORDS, rng.integers(1, 12))),
-            "choices": [" ".join(rng.choice(WORDS, rng.integers(1, 4))) for _ in range(4)],
-            "answer": int(rng.integers(4)),
-        }
-        for _ in range(14)
-    ]
+    for _ in range(14):
+        choices = [words(rng.integers(1, 4)) for _ in range(4)]
+        context, answer = words(rng.integers(1, 12)), int(rng.integers(4))
+        items.append({"context": context, "choices": choices, "answer": answer})
     (path / "sets").mkdir()
-    with open(path / "sets/mixed.jsonl", "w") as file:
-        for number, item in enumerate(items):
-            file.write(json.dumps({"id": f"q{number}", **item}) + "\n")
-    train(path, "run", *SETTINGS, *TASKS, "train.log_every=4")
+    write(path / "sets/mixed.jsonl", [{"id": f"q{n}", **item} for n, item in enumerate(items)])
+    train(path, "run", *settings(), *TASKS, "train.log_every=4")
     return path
 
 
-SETTINGS = [
-    "data=text", "data.train_files=text.txt", "data.cache_dir=cache", "tokenizer=file",
-    "tokenizer.path=tok", f"batch.sequence_length={LENGTH}", "train.max_steps=4",
-    "checkpoint.every=2", "train.eval_every=2", "optimizer.lr=0.03", "precision=fp64",
-    "batch.real_batch_size=4",
-]  # fmt: skip
+def write(path: Path, items: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+
+
+def scored(opened: Opened, path: Path, tokens: int) -> tuple[dict[str, float], list[Any]]:
+    """Return the figures of a task in float64, and its items."""
+    task = scoring.prepare_task(path.stem, read_items(path), opened.tokenizer, LENGTH)
+    alone = mesh.join("cpu", "single", 1, 1, 1)
+    return scoring.score_task(task, sets.placed_model(opened).loss, alone, "fp64", tokens)
+
+
 TASKS = ["train.tasks=[mixed,tiny_facts]", "train.tasks_every=2", "train.tasks_folder=sets"]
 
 
@@ -131,11 +140,10 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
     assert 0 < found["acc"] < 1
     assert right != normed
     # rows of the run say the same
-    row = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-1]
-    keys = [key for key in found if key not in ("task", "items", "scores")]
-    assert len(keys) == 6
-    for key in keys:
+    row = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    for key in {*found} - {"task", "items", "scores"}:
         assert row[f"task/mixed/{key}"] == pytest.approx(found[key], rel=1e-12)
+    assert sum(key.startswith("task/mixed/") for key in row) == 6
     assert "task/tiny_facts/acc" in row
     assert command(["evaluate", "run@2", "--tasks", "tiny_facts,mixed"]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -166,38 +174,32 @@ def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_p
     monkeypatch.chdir(folder)
     opened = open_run(folder / "run", 4)
     items, right = completions(opened)
-    (tmp_path / "end.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     several = [item | {"choices": [*item["choices"], "x"]} for item in items]
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in several))
-    judge, alone = sets.placed_model(opened), mesh.join("cpu", "single", 1, 1, 1)
-    found, lls = {}, {}
-    for name in ("end", "two"):
-        file = tmp_path / f"{name}.jsonl"
-        task = scoring.prepare_task(name, read_items(file), opened.tokenizer, LENGTH)
-        found[name], samples = scoring.score_task(task, judge.loss, alone, "fp64", 50)
-        lls[name] = [one["loglikelihoods"][0] for one in samples]
+    lls = []
+    for name, some in (("end", items), ("two", several)):
+        write(tmp_path / f"{name}.jsonl", some)
+        found, samples = scored(opened, tmp_path / f"{name}.jsonl", 50)
+        lls.append([one["loglikelihoods"][0] for one in samples])
         if name == "end":
             assert [one["acc"] for one in samples] == right
-    assert found["end"]["acc"] == np.mean(right)
-    assert lls["end"] == pytest.approx(lls["two"], rel=1e-11)
+            assert found["acc"] == np.mean(right)
+    assert lls[0] == pytest.approx(lls[1], rel=1e-11)
 
 
 def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch):
     monkeypatch.chdir(folder)
     opened = open_run(folder / "run", 4)
-    task = scoring.prepare_task("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
-    loss = scoring.SummedLoss(opened.model.eval())
-    alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
-    found = [
-        scoring.likelihoods(task.requests, loss, alone, "fp64", tokens)
+    first, *others = (
+        [one["loglikelihoods"] for one in scored(opened, folder / "sets/mixed.jsonl", tokens)[1]]
         for tokens in (1, 50, 200, 10**6)
-    ]
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], rtol=1e-12)
+    )
+    for other in others:
+        np.testing.assert_allclose(np.hstack(other), np.hstack(first), rtol=1e-12)
+    task = scoring.prepare_task("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
     for tokens in (1, 50, 200):
-        cut = scoring.batches(task.requests, tokens)
-        assert sorted(number for one in cut for number in one) == list(range(len(task.requests)))
-        for chosen in cut:
+        batches = scoring.batches(task.requests, tokens)
+        assert sorted(n for one in batches for n in one) == list(range(len(task.requests)))
+        for chosen in batches:
             widths = [len(task.requests[number].ids) - 1 for number in chosen]
             assert widths == sorted(widths, reverse=True)
             assert len(chosen) == 1 or len(chosen) * widths[0] <= tokens
@@ -207,34 +209,19 @@ def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch
 def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path, kind):
     """Rows are bit-equal with and without tasks, but for those of the tasks; two ranks score what
     one does."""
-    own = [f"{s}" for s in SETTINGS if "=cache" not in s and "files" not in s and "path" not in s]
-    places = [
-        f"data.train_files={folder}/text.txt", f"data.cache_dir={folder}/cache",
-        f"tokenizer.path={folder}/tok",
-    ]  # fmt: skip
     two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
     tasks = ["train.tasks=[mixed]", "train.tasks_every=1", f"train.tasks_folder={folder}/sets"]
-    common = [*own, *places, "train.log_every=1", "model.dropout=0.1"]
+    common = [*settings(folder), "train.log_every=1", "model.dropout=0.1"]
     result = train(tmp_path, "asked", *common, *two, *tasks)
     asked = result.rows()
     score = asked[-1]["task/mixed/acc"]
     assert result.out.count(" | mixed acc ") == len(asked)
     assert result.json("status.json")["summary"]["final task/mixed/acc"] == score
-    quiet = train(tmp_path, "quiet", *common, *two).rows()
-    for row, other in zip(asked, quiet, strict=True):
-        for key in ("train/loss", "grad_norm", "lr", "tokens_seen", "target_tokens"):
-            assert row[key] == other[key], key
-    assert asked[-1]["weight_norm"] == quiet[-1]["weight_norm"]
-    for row, other in zip(asked, quiet, strict=True):
-        assert row.get("val/loss") == other.get("val/loss")
-        assert sum(key.startswith("task/") for key in row) == 6
-    opened = open_run(tmp_path / "asked", 4)
-    task = scoring.prepare_task(
-        "mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH
-    )
-    loss = scoring.SummedLoss(opened.model.eval())
-    alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
-    figures, _ = scoring.score_task(task, loss, alone, "fp64", 10**6)
+    quiet = train(tmp_path, "quiet", *common, *two)
+    for row, other in zip(exact(result), exact(quiet), strict=True):
+        assert {key: value for key, value in row.items() if not key.startswith("task/")} == other
+        assert len(row) == len(other) + 6
+    figures, _ = scored(open_run(tmp_path / "asked", 4), folder / "sets/mixed.jsonl", 10**6)
     for key, value in figures.items():
         assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
 
@@ -253,7 +240,7 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
                    "target_delimiter: ''\nmetric_list: [{metric: acc}]"}  # fmt: skip
     for name, lines in kept.items():
         file = tmp_path / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(item) + "\n" for item in lines))
+        write(file, lines)
         (tmp_path / f"{name}.yaml").write_text(
             f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: "{{{{context}}}}"\n'
             f"dataset_kwargs: {{data_files: {{test: {file}}}}}\n{more[name]}\n"
@@ -265,16 +252,12 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
         pytest.skip("lm-eval is not installed")
     run = (Path("run"), None, "model")
     found = harness.evaluate_by_harness(run, [*kept], str(tmp_path))
-    judge, alone = sets.placed_model(opened), mesh.join("cpu", "single", 1, 1, 1)
     figures = {one["task"]: one for one in harness.harness_figures(found)}
     for name in kept:
-        read = read_items(tmp_path / f"{name}.jsonl")
-        task = scoring.prepare_task(name, read, opened.tokenizer, LENGTH)
-        ours, own = scoring.score_task(task, judge.loss, alone, "fp64", 96)
+        ours, own = scored(opened, tmp_path / f"{name}.jsonl", 96)
         theirs = sorted(found["samples"][name], key=lambda one: one["doc_id"])
         for one, other in zip(own, theirs, strict=True):
-            answers = other["filtered_resps"]
-            lls = [ll for ll, _ in answers]
+            lls = [ll for ll, _ in other["filtered_resps"]]
             assert one["loglikelihoods"] == pytest.approx(lls, rel=1e-10)
             assert one["acc"] == other["acc"]
         assert figures[name]["acc"] == ours["acc"]
@@ -284,37 +267,6 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
 
 
 GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "an item has the keys id, context, choices, answer"),
-        ({"id": 1, "choices": ["a", "b"]}, "this one lacks context, answer"),
-        ({**GOOD, "answer": 2}, "answer 2: must be the number of a choice, from 0 to 1"),
-        ({**GOOD, "answer": "1"}, "answer '1': must be the number of a choice"),
-        ({**GOOD, "answer": True}, "answer True: must be"),
-        ({**GOOD, "choices": []}, "choices must be a list of texts"),
-        ({**GOOD, "choices": ["a"], "answer": 0}, "one choice and several do not stand in one"),
-        ({**GOOD, "choices": ["a", ""]}, "none empty"),
-        ({**GOOD, "choices": "ab"}, "choices must be a list"),
-        (
-            {**GOOD, "context": ["a"]},
-            "context must be a text, or a list with one for each of",
-        ),
-        ({**GOOD, "choices": ["b", "c " * 80]}, "tokens, and the longest input of the model is"),
-    ],
-)
-def test_a_bad_item_is_named_by_file_and_line(folder, tmp_path, monkeypatch, capsys, line, words):
-    monkeypatch.chdir(folder)
-    text = line if isinstance(line, str) else json.dumps(line)
-    (tmp_path / "bad.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{text}\n")
-    given = ["--tasks", "bad", "--tasks-folder", str(tmp_path)]
-    assert command(["evaluate", "run", *given]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path}/bad.jsonl:3" in said
-    assert words in said
 
 
 def test_a_line_separator_in_a_text_ends_no_line(tmp_path):
@@ -337,23 +289,6 @@ def test_a_choice_that_the_tokenizer_joins_to_its_context_is_refused():
         scoring.prepare_task("mine", [item], Joining(), LENGTH)  # type: ignore[arg-type]
 
 
-def test_tasks_without_files_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sets").mkdir()
-    (tmp_path / "sets/mine.jsonl").write_text(json.dumps(GOOD) + "\n")
-    for given, words in (
-        (["train.tasks=[other]", "train.tasks_folder=sets"],
-         "the task 'other' has no file other.jsonl in sets; there are: mine, tiny_facts"),
-        (["train.tasks=[other]"], "and no folder is given (train.tasks_folder)"),
-        (["train.tasks=[mine]", "train.tasks_folder=nix"], "nix: there is no such folder of tasks"),
-        (["train.tasks=[../sets/mine]", "train.tasks_folder=sets"], "has no file"),
-        (["train.tasks_every=5"], "train.tasks_every"),
-    ):  # fmt: skip
-        assert command(["plan", *given, "data=synthetic", "tracker=none"]) == 2
-        assert words in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sets"]
-
-
 def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
     """Rows of one run are about the same items; a broken link is no shipped set."""
     asked = tmp_path / "disk/mine.jsonl"
@@ -361,8 +296,7 @@ def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets/mine.jsonl").symlink_to(asked)
     asked.write_text(text := json.dumps(GOOD) + "\n")
-    own = [s.replace("=text.txt", f"={folder}/text.txt").replace("=tok", f"={folder}/tok")
-           for s in SETTINGS] + ["train.tasks=[mine]", "train.tasks_folder=sets"]  # fmt: skip
+    own = [*settings(folder), "train.tasks=[mine]", "train.tasks_folder=sets"]
     stopped = llmexp("train", *own, "train.stop_step=2", "hydra.run.dir=run", cwd=tmp_path)
     assert stopped.code == 75, stopped.err
     asked.write_text(text.replace('"answer": 1', '"answer": 0'))
@@ -383,44 +317,7 @@ def test_what_is_shipped_is_whole():
         assert len({item.answer for item in items}) > 1
 
 
-# Rows as the hub has them, and the contexts, choices and answers that lm-eval 0.4.13 makes of them.
-HUB = {
-    "hellaswag": (
-        {"activity_label": "Removing ice", "ctx_a": "[header] Then [title] The man", "ctx_b": "he",
-         "endings": ["is [substeps] going.", " stays  in."], "label": "1"},
-        ("Removing ice: Then. The man He", ["is going.", "stays in."], 1),
-    ),
-    "arc_easy": (
-        {"question": "Which?", "choices": {"text": ["x", "y"], "label": ["A", "B"]},
-         "answerKey": "B"},
-        ("Question: Which?\nAnswer:", ["x", "y"], 1),
-    ),
-    "piqa": (
-        {"goal": "To eat", "sol1": "open", "sol2": "close", "label": 0},
-        ("Question: To eat\nAnswer:", ["open", "close"], 0),
-    ),
-    "boolq": (
-        {"passage": "P.", "question": "is it", "label": 1},
-        ("P.\nQuestion: is it?\nAnswer:", ["no", "yes"], 1),
-    ),
-    "lambada_openai": ({"text": "He said it  was Ann"}, ("He said it  was", ["Ann"], 0)),
-    "openbookqa": (
-        {"question_stem": "The sun", "choices": {"text": ["x", "y"], "label": ["A", "B"]},
-         "answerKey": " A"},
-        ("The sun", ["x", "y"], 0),
-    ),
-    "sciq": (
-        {"support": " S.", "question": "Q?", "distractor1": "a", "distractor2": "b",
-         "distractor3": "c", "correct_answer": "d"},
-        ("S.\nQuestion: Q?\nAnswer:", ["a", "b", "c", "d"], 3),
-    ),
-    "winogrande": (
-        {"sentence": "The cup did not fit, as the _ was small. ", "option1": "cup",
-         "option2": "box", "answer": "2"},
-        (["The cup did not fit, as the cup", "The cup did not fit, as the box"],
-         ["was small."] * 2, 1),
-    ),
-}  # fmt: skip
+HUB = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -428,16 +325,20 @@ def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path, monkeypa
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)  # where the library finds a set of the hub as a folder
-    (row, (context, choices, answer)), source = HUB[name], make.SOURCES[name]
+    wanted, source = HUB[name], make.SOURCES[name]
     Path(source.path).mkdir(parents=True)
-    (tmp_path / source.path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / source.path / "rows.jsonl").write_text(json.dumps(wanted["row"]))
     files = {"data_files": [{"split": source.split, "path": "rows.jsonl"}]}
     page = json.dumps({"configs": [{"config_name": source.name or "default", **files}]})
     (tmp_path / source.path / "README.md").write_text(f"---\n{page}\n---\n")
     assert make.main([name, "--to", "tasks"]) == 0
     (item,) = read_items(tmp_path / "tasks" / f"{name}.jsonl")
-    contexts = context if isinstance(context, list) else [context] * len(choices)
-    assert (list(item.contexts), list(item.choices), item.answer) == (contexts, choices, answer)
+    assert [*item.choices] == wanted["choices"]
+    contexts = wanted["context"]
+    assert [*item.contexts] == (
+        contexts if isinstance(contexts, list) else [contexts] * len(item.choices)
+    )
+    assert item.answer == wanted["answer"]
 
 
 def test_compare_ranks_by_a_score_and_asks_the_items(folder, tmp_path, monkeypatch, capsys):
