@@ -16,10 +16,10 @@ train: .venv/.ready
 test: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest --jobs 6 $(ARGS)
+	.venv/bin/python -m pytest -n 4 $(ARGS)
 
 test-all: .venv/.ready check
-	.venv/bin/python -m pytest --jobs 6 -m '' $(ARGS)
+	.venv/bin/python -m pytest -n 4 -m '' $(ARGS)
 
 # The tests that bear numbers, as on other processors (LLMEXP_TEST_THREADS: threads of each process). Their kernels add in
 # other orders; a name that this CPU or this numpy does not know has no effect. Left out is what prints, draws and compiles.
@@ -31,7 +31,7 @@ OLD = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIO
 	NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR AVX2 FMA3"
 AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 test-processors: .venv/.ready
-	$(OLD) .venv/bin/python -W ignore -m pytest --jobs 3 $(NUMBERS) $(ARGS)
+	$(OLD) .venv/bin/python -W ignore -m pytest -n 3 $(NUMBERS) $(ARGS)
 	$(AVX2) LLMEXP_TEST_THREADS=4 OMP_WAIT_POLICY=passive .venv/bin/python -m pytest -n 1 $(NUMBERS) $(ARGS)
 
 # The texts that llmexp prints, written anew into tests/golden/words: read the diff.

@@ -38,8 +38,6 @@ from hypothesis import settings
 
 from llmexp.settings import values
 from tests import forks, leftovers, suggestions, words
-from tests.forks import composing
-from tests.jobs import pytest_addoption, pytest_runtestloop  # noqa: F401  (hooks of pytest)
 from tests.tiny import TINY
 
 if forks.PRETEND_BF16:
@@ -59,8 +57,7 @@ PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ASSETS), os.environ.get("PY
 RUNS = "LLMEXP_TEST_RUNS"
 
 
-# Files are shared out to processes whole; what takes longest comes first, or one process would end
-# alone.
+# What takes longest comes first, or one process would end alone.
 LONGEST = (
     "test_parallel", "test_slurm", "test_sweep", "test_hosts", "test_deciding", "test_shipped",
     "test_knobs", "test_in_and_out", "test_replay", "test_resume", "test_branches", "test_answer",
@@ -81,8 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if RUNS not in os.environ:
         os.environ[RUNS] = tempfile.mkdtemp(prefix="llmexp-runs-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(RUNS)))
-    several = config.getoption("numprocesses", None) or config.getoption("jobs")
-    if several and os.environ.get("LLMEXP_TEST_FORKS") != "0":
+    if config.getoption("numprocesses", None) and os.environ.get("LLMEXP_TEST_FORKS") != "0":
         os.environ[forks.SHARED] = forks.begin()
 
 
@@ -114,21 +110,39 @@ def _nothing_is_left() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files in the order of the collection: `pytest -n 4`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def remove_node(self, node: Any) -> str | None:
+            """Not try a test again that has ended its process, which would end all of them."""
+            for unit in self.assigned_work[node].values():
+                for test, done in unit.items():
+                    if not done:
+                        unit[test] = True
+                        super().remove_node(node)
+                        return test
+            return super().remove_node(node)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     def place(item: pytest.Item) -> int:
         name = item.path.stem
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=place)
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items.sort(key=place)
     if words.WRITING:
         items[:] = [item for item in items if "words" in item.fixturenames]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """What was imported and collected stays: no collection of garbage needs to look at it."""
-    if session.config.getoption("jobs"):  # for all at once
-        forks.preload()
-    composing.remember()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST
@@ -33,6 +32,8 @@ def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def state(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """This rank's parts of a model and of its moments, whose values are known."""
+    from torch.distributed.fsdp import fully_shard  # a second, which no collection needs
+
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 24), nn.LayerNorm(24), nn.Linear(24, 19))
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",)))

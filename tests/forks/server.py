@@ -19,7 +19,6 @@ from llmexp.compose import app
 from llmexp.runs import provenance
 from llmexp.system.child import STOP_SIGNALS
 from tests import forks
-from tests.forks import composing
 from tests.tiny import TINY
 
 
@@ -28,7 +27,6 @@ def main(address: str) -> None:
     forks.preload()
     Plugins.instance()  # looks through all of Hydra's plugins
     provenance.versions()  # reads the metadata of packages
-    composing.remember()
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars
