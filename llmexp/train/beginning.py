@@ -24,6 +24,7 @@ from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config, plain
+from llmexp.settings.knobs import differing
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
@@ -142,27 +143,22 @@ def restore(
     return progress, meter
 
 
-def _differs(loaded: loading.Loaded, config: Config, starts: str | tuple[str, ...]) -> bool:
+def _differs(loaded: loading.Loaded, config: Config, *starts: str) -> bool:
     """Return whether a setting whose key begins so is another one than in the checkpoint."""
-    there, here = loaded.manifest.get("config") or {}, fixed_part(plain(config))
-    of_both = [key for key in {**there, **here} if key.startswith(starts)]
-    return any(here.get(key) != there.get(key) for key in of_both)
+    changed = differing(loaded.manifest["config"], fixed_part(plain(config)))
+    return any(key.startswith(starts) for key in changed)
 
 
 def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
     """Yield the names of the saved parts that a fork begins anew.
 
-    The settings that they depend on are not its parent's, or the parent's are not known.
+    The settings that they depend on are not its parent's.
     """
-    there, here = loaded.manifest.get("config") or {}, fixed_part(plain(config))
-    known = [key for key in here if key.startswith("clip.") and key in there]
-    if not known or any(here[key] != there[key] for key in known):
+    if _differs(loaded, config, "clip."):
         yield from OF_CLIPPING
-    length = "batch.sequence_length"
-    if here[length] != there.get(length):
+    if _differs(loaded, config, length := "batch.sequence_length"):
         yield "noise"  # its sums are by sequences
-    starts = "data.", "batch.real_batch_size", length, "batch.ramp"
-    if _differs(loaded, config, starts):
+    if _differs(loaded, config, "data.", "batch.real_batch_size", length, "batch.ramp"):
         yield "outliers"  # other losses and norms are usual
 
 
