@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from antlr4 import CommonTokenStream, InputStream  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import OverrideLexer
-from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.settings.knobs import takes_text
-from llmexp.settings.values import quoted
+from llmexp.settings.values import NUMBER_OR_WORD, quoted
 
 
 def key_of(override: str) -> str:
@@ -24,7 +21,8 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-_NO_TEXT = (OverrideLexer.INT, OverrideLexer.FLOAT, OverrideLexer.BOOL)  # to Hydra
+# Texts in quotes, words, and the signs between them.
+_PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^][{},()'"\\])+|.""", re.S)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,34 +33,26 @@ def as_text(override: str) -> str:
     and no letter beyond ASCII. In lists, sections and sweeps each value has them; null stays what
     it is.
     """
-    key, _, value = override.partition("=")
-    if not value.isascii() and takes_text(key.lstrip("+~")) and not set(value) & set("'\"(){}"):
-        words = re.sub(r"[^][,]+", lambda m: m[0] if m[0].isascii() else quoted(m[0]), value)
-        override = f"{key}={words}"
+    key, equals, value = override.partition("=")
+    found, keys = key + equals, [key.lstrip("+~")]  # of what is open here, the inmost last
+    for part in _PARTS.findall(value):
+        is_quoted = part[0] in "'\""
+        if ":" in part and not is_quoted and len({*keys[-2:]}) == 2:  # in a section
+            name, colon, part = part.partition(":")
+            keys[-1], found = f"{keys[-2]}.{name.strip()}", found + name + colon
+        word = part.strip()
+        if part in ("[", "{"):
+            keys.append(keys[-1] + "." * (part == "{"))
+        elif part in ("]", "}"):
+            keys[1:] = keys[1:-1]
+        elif NUMBER_OR_WORD.fullmatch(word) or not (is_quoted or word.isascii()):
+            part = quoted(word) if takes_text(keys[-1]) and word.lower() != "null" else part
+        found += part
     try:
-        parsed([override])
-        stream = CommonTokenStream(OverrideLexer(InputStream(override)))
-        tree = OverrideParser(stream).override()
-        found = override
-        for start, stop in sorted(_texts_in(tree, key_of(override)), reverse=True):
-            found = f"{found[:start]}'{found[start:stop].strip()}'{found[stop:]}"
         parsed([found])  # a function such as range takes numbers alone
     except HydraException:
         return override
     return found
-
-
-def _texts_in(node: Any, key: str) -> Iterator[tuple[int, int]]:
-    """Yield where a text stands that Hydra takes for a number or a switch."""
-    if isinstance(node, OverrideParser.DictKeyValuePairContext):
-        key = f"{key}.{node.dictKey().getText()}"
-    inside = list(getattr(node, "children", None) or ())
-    if isinstance(node, OverrideParser.PrimitiveContext) and takes_text(key):
-        words = [leaf.symbol for leaf in inside if leaf.symbol.type != OverrideLexer.WS]
-        if len(words) == 1 and words[0].type in _NO_TEXT:
-            yield node.start.start, node.stop.stop + 1
-    for child in inside:
-        yield from _texts_in(child, key)
 
 
 def typed_in(cfg: DictConfig) -> list[str]:

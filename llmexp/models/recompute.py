@@ -89,20 +89,22 @@ def _with_buffers(block: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
     They are then copies of what they were before the first one.
     """
-    modules, begun = list(block.modules()), list[dict[str, Any]]()
+    held, begun = [module._buffers for module in block.modules()], list[dict[str, Any]]()
+
+    def put(given: list[dict[str, Any]]) -> None:
+        for buffers, values in zip(held, given, strict=True):
+            buffers.update(values)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        now = [dict(module._buffers) for module in modules]
         if not begun:
-            begun.extend(_copies(now))
+            begun.extend(_copies(held))
             return forward(*args, **kwargs)
+        now = list(map(dict, held))
+        put(_copies(begun))
         try:
-            for module, buffers in zip(modules, _copies(begun), strict=True):
-                module._buffers.update(buffers)
             return forward(*args, **kwargs)
         finally:  # activations refer to the copies, so these are not changed
-            for module, buffers in zip(modules, now, strict=True):
-                module._buffers.update(buffers)
+            put(now)
 
     return run
 
