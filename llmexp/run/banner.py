@@ -95,39 +95,36 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
         val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
-    rows = [
+    flops = None
+    if run.total_flops is not None and run.flops_per_token is not None:
+        of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
+        flops = f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of} "
+        flops += f"({run.flops_formula})"
+    rows: list[tuple[str, str | None]] = [
         ("data", f"{run.data}; tokenizer {run.tokenizer}"),
         ("train", train),
         *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{run.model}, {run.parameters:,} parameters"),
-        *([("shape", run.shape)] if run.shape else []),
-        *([("begins with", run.initial)] if run.initial else []),
-        *([("goes on from", _parent_text(run.parent))] if run.parent else []),
+        ("shape", run.shape),
+        ("begins with", run.initial),
+        ("goes on from", _parent_text(run.parent) if run.parent else None),
         ("batch", batch_equation(run)),
         *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
-        *[(k, v) for k, v in (("rule", run.rule), ("width", run.parametrization)) if v],
+        ("rule", run.rule),
+        ("width", run.parametrization),
         *[("group", _group_text(group)) for group in run.groups],
         ("warm-up", plural(run.warmup_updates, "optimizer step")),
-    ]
-    of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
-    if run.total_flops is not None and run.flops_per_token is not None:
-        rows.append(
-            (
-                "FLOPs",
-                f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of} "
-                f"({run.flops_formula})",
-            )
-        )
-    rows += [
+        ("FLOPs", flops),
         ("device", f"{run.device_name} ({run.device})"),
-        *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
+        ("ranks", ranks_sentence(run) if run.world_size > 1 else None),
         (
             "precision",
             f"{run.precision} ({run.precision_reason})" if run.precision_reason else run.precision,
         ),
-        *[(k, v) for k, v in (("compile", run.compiled), ("memory", run.memory)) if v],
-        ("folder", folder),
+        ("compile", run.compiled),
+        ("memory", run.memory),
     ]
-    return rows + [("warning", text) for text in run.warnings]
+    known = [(label, text) for label, text in rows if text]
+    return [*known, ("folder", folder), *(("warning", text) for text in run.warnings)]

@@ -45,7 +45,7 @@ class Console:
         self._reported = False
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
-        self._live = _is_live_terminal(self._stream)
+        self.live = _is_live_terminal(self._stream)  # which has a width
         self._bar: Progress | None = None
         self._last_refresh = -math.inf
         self._lock = threading.RLock()  # the tracker's thread says its lines here too
@@ -59,18 +59,13 @@ class Console:
             except OSError as error:
                 self.failure = error
 
-    @property
-    def live(self) -> bool:
-        """Return whether lines go to a terminal, which has a width."""
-        return self._live
-
     def line(self, text: str, short: str | None = None) -> None:
         """Print `text` above the bar, and append it to the log without escape codes.
 
         On a terminal `short` is printed in its place.
         """
         text = _CONTROL.sub("", text)
-        printed = _CONTROL.sub("", short) if short is not None and self._live else text
+        printed = _CONTROL.sub("", short) if short is not None and self.live else text
         with self._lock:
             self._write_log(text + "\n")
             if self.failure is not None and not self._reported:
@@ -89,7 +84,7 @@ class Console:
 
         It is drawn at most every 0.2 s, and only here: no thread of its own.
         """
-        if not self._live:
+        if not self.live:
             return
         now = time.monotonic()
         if now - self._last_refresh < REFRESH_INTERVAL_S and step < self._total_steps:
@@ -170,7 +165,7 @@ class Console:
 
     def _remove_bar(self) -> None:
         bar, self._bar = self._bar, None
-        self._live = False
+        self.live = False
         if bar is not None:
             bar.stop()
 
@@ -180,7 +175,7 @@ class Console:
             write()
         # closed pipe, hung-up terminal, full disk; ValueError: closed stream
         except (OSError, ValueError):
-            dead, self._stream, self._bar, self._live = self._stream, None, None, False
+            dead, self._stream, self._bar, self.live = self._stream, None, None, False
             _silence(dead)
 
 
