@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all test-processors words same mutants mutants-drawn check docs size locked clean
+.PHONY: train test quick test-all test-processors words same mutants mutants-drawn check docs size locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -17,6 +17,10 @@ test: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 4 $(ARGS)
+
+# The tests nearest to what differs from main (ARGS: from another commit), in a minute.
+quick: .venv/.ready
+	@.venv/bin/python -m tools.quick $(ARGS)
 
 test-all: .venv/.ready check
 	.venv/bin/python -m pytest -n 4 -m '' $(ARGS)
