@@ -28,7 +28,7 @@ class Runs:
         files: dict[str, str] | None = None,
         **env: str,
     ) -> Result:
-        """Return the run, or the sweep with `-m` first; `files` lie in its working folder."""
+        """Return the run, with `-m` or `--screen` the sweep; `files` lie in its working folder."""
         asked = json.dumps([command, overrides, files, sorted(env.items())])
         cwd = self.root / hashlib.sha256(asked.encode()).hexdigest()[:12]
         cwd.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,8 @@ class Runs:
                 for name, text in (files or {}).items():
                     (cwd / name).parent.mkdir(parents=True, exist_ok=True)
                     (cwd / name).write_text(text)
-                where = "hydra.sweep.dir=run" if "-m" in overrides else "hydra.run.dir=run"
+                sweep = {"-m", "--screen"}.intersection(overrides)
+                where = "hydra.sweep.dir=run" if sweep else "hydra.run.dir=run"
                 shutil.rmtree(cwd / "run", ignore_errors=True)
                 result = llmexp(command, *TINY, *overrides, where, cwd=cwd, **env)
                 assert result.code == 0, result.err + result.out

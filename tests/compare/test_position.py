@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.compare.comparing import compare
+import llmexp
 from llmexp.compare.figures import figures
-from llmexp.compare.position import common_position, positions
+from llmexp.compare.position import common_position
 from llmexp.compare.records import Record
+from llmexp.compare.rows import elapsed
 from tests.compare.made import steps_of
 from tests.compare.synthetic import make_run
-from tests.conftest import TINY, Result, llmexp
 
 TOKENS = 128  # of a sequence
 
@@ -44,7 +43,8 @@ def test_the_last_position_at_which_all_were_evaluated_to_a_step(runs):
         seen = np.isfinite(r.columns["val/loss"])
         of_runs.append([(t, r.facts["tokens_per_step"]) for t in r.columns["tokens_seen"][seen]])
     ends = [r.columns["tokens_seen"][-1] for r in runs]
-    if not all(of_runs):
+    evaluated = [bool(of) for of in of_runs]
+    if not all(evaluated):
         most = min(end for end, of in zip(ends, of_runs, strict=True) if not of)
         of_runs = [[pair for pair in of if pair[0] <= most] for of in of_runs if of]
     alike = []
@@ -53,7 +53,6 @@ def test_the_last_position_at_which_all_were_evaluated_to_a_step(runs):
         pairs = itertools.combinations(last, 2)
         if None not in last and all(abs(a - b) <= max(s, t) for (a, s), (b, t) in pairs):
             alike.append(at)
-    evaluated = [np.isfinite(r.columns["val/loss"]).any() for r in runs]
     if not any(of_runs) or (not alike and not all(evaluated)):
         assert found is not None
         assert found.at == min(ends)
@@ -74,49 +73,36 @@ def test_the_last_position_at_which_all_were_evaluated_to_a_step(runs):
 def test_runs_that_end_within_a_step_are_compared_at_their_ends(tmp_path):
     make_run(tmp_path / "small", micro=8, steps=48, val_every=16)  # 384 sequences
     make_run(tmp_path / "large", micro=20, steps=20, val_every=20)  # 400
-    c = compare([tmp_path])
-    assert c.align_at == 400 * TOKENS
-    assert {e.figures["val/loss"] == e.figures["final val/loss"] for e in c.settings} == {True}
-    assert any("where the first run ends" in text for text in c.why)
+    found = llmexp.compare(tmp_path).data
+    assert found["align_at"] == 400 * TOKENS
+    assert all(run["final val/loss"] in (None, run["val/loss"]) for run in found["runs"])
 
 
-def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(tmp_path):
+def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(runs, words):
     """After 8 steps of 12 sequences the run has seen three quarters of what the other has at its
     end."""
-
-    def sweep(name: str, *more: str) -> Result:
-        done = llmexp(
-            "train", "-m", *TINY, "data=synthetic", "data.n_tokens=20000", "train.max_steps=16",
-            "batch.real_batch_size=8,12", "train.eval_every=8", f"hydra.sweep.dir={name}", *more,
-            cwd=tmp_path,
-        )  # fmt: skip
-        assert done.code == 0, done.err
-        return done
-
-    done = sweep("steps")
-    said = " ".join(done.err.split())
-    assert "note: these points are evaluated every 768 to 1,152 tokens; for evaluations" in said
-    said = " ".join(done.out.split())
-    assert "No ranking, the budgets differ. Lowest val loss: batch=12 at its own end (" in said
-    assert "At equal tokens not all have an evaluation." in said
-    assert "train.eval_every_tokens=1152 evaluates runs of all batches at like tokens." in said
-    done = sweep("tokens", "train.eval_every_tokens=500")
-    assert "note: these points are evaluated" not in done.err
-    c = compare([tmp_path / "tokens"])
+    asked = ["-m", "data=synthetic", "data.n_tokens=20000", "train.max_steps=16",
+             "batch.real_batch_size=8,12", "train.eval_every=8"]  # fmt: skip
+    unlike, alike = runs(*asked), runs(*asked, "train.eval_every_tokens=500")
+    noted = [" ".join(of.err.split()) for of in (unlike, alike)]
+    start = "note: these points are evaluated every 768 to 1,152 tokens; for evaluations"
+    assert [start in text for text in noted] == [True, False]
+    found = llmexp.compare(unlike.folder).data
+    assert (found["align_at"], found["runs"][0]["mark"]) == (None, "lowest")
+    assert found["runs"][1]["mark"] == "other budget"
+    every = "train.eval_every_tokens=1152 evaluates runs of all batches at like tokens."
+    assert every in found["notes"]
+    answer = llmexp.compare(alike.folder)
     at = {}
-    for r in c.runs:
+    for r in answer.comparison.runs:
         seen = np.isfinite(r.columns["val/loss"])
         at[r.facts["real_batch_size"]] = r.columns["tokens_seen"][seen].tolist()
     # 96 and 144 tokens a step: the first position at or past each 500 tokens, and the end
     assert at == {8: [576.0, 1056.0, 1536.0], 12: [576.0, 1008.0, 1584.0, 2016.0, 2304.0]}
-    assert c.align_at == 1584.0
-    said = "Losses are read at 1,584 tokens, where the first run ends."
-    assert said in c.why
+    assert answer.data["align_at"] == 1584.0
 
 
-def test_positions_of_a_run_are_computed_once() -> None:
-    """They are asked for with every key, and a run may have millions of steps."""
-    run = evaluated(2, 50, 10, last=True)
-    assert all(positions(run, axis) is positions(run, axis) for axis in ("tokens", "steps", "time"))
-    later = replace(run, steps=steps_of({k: v[:30] for k, v in run.columns.items()}))
-    assert len(positions(later, "steps")) == 30
+def test_time_is_the_sum_of_the_steps_it_took():
+    columns = {"step": np.array([10.0, 20.0, 50.0]), "step_time": np.array([1.0, np.nan, 0.5])}
+    assert elapsed(columns).tolist() == [10.0, 10.0, 25.0]
+    assert len(elapsed({"step": np.array([1.0])})) == 0

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmexp.compare.comparing import compare
+import llmexp
 from llmexp.compare.reading import read
-from llmexp.compare.rows import elapsed, read_columns
-from llmexp.compare.table import to_json
+from llmexp.compare.rows import read_columns
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
 from llmexp.system.redact import clean
-from tests.compare.synthetic import make_run, make_sweep
+from tests.compare.synthetic import make_case, make_run, make_sweep
+from tests.tools import amend
 
 
 def slow(text: str) -> dict[str, list]:
@@ -54,63 +57,99 @@ def test_what_is_read_is_what_is_there(tmp_path, rows):
         np.testing.assert_array_equal(columns[key], wanted[key])
 
 
+def good_and(bad: Path) -> dict[str, Any]:
+    """The answer for a good run and a bad one, which has both, as strict JSON."""
+    make_run(bad.parent / "good", max_norm=2.0)
+    answer = llmexp.compare(bad.parent)
+    assert {run["name"] for run in answer.data["runs"]} == {"good", "bad"}
+    for setting in answer.comparison.settings:
+        assert all(map(math.isfinite, setting.figures.values()))
+        for run in setting.runs:
+            assert len({len(column) for column in run.columns.values()}) <= 1
+    json.loads(json.dumps(answer.data), parse_constant=pytest.fail)
+    return answer.data
+
+
+BIG = '"train/loss":1e999,"big":' + "9" * 5000 + ',"x":'
 DAMAGE = {
-    "a torn last line": lambda text: text + '{"step":401,"tokens_seen":41',
-    "a torn line inside": lambda text: text[:1000] + text[1100:],
-    "a foreign line": lambda text: 'step 1: loss 2\n[1, 2]\n"x"\n' + text,
-    "zeros": lambda text: text[:5000] + "\0" * 4096,
-    "steps twice": lambda text: text + text[: text.index("\n") + 1] * 3,
-    "not numbers": lambda text: text.replace('"lr":0.001', '"lr":{"deep":[1]}').replace(
-        '"epoch":0.1', '"epoch":null'
-    ),
-    "huge": lambda text: text.replace(
-        '"train/loss":', '"train/loss":1e999,"big":' + "9" * 5000 + ',"x":', 3
-    ),
-    "too deep": lambda text: "[" * 100_000 + "\n" + text,
-    "nothing": lambda text: "",
-    "NaN": lambda text: text.replace('"lr":0.001', '"lr":NaN'),
+    "a torn last line": (False, lambda text: text + '{"step":401,"tokens_seen":41'),
+    "a torn line inside": (True, lambda text: text[:1000] + text[1100:]),
+    "a foreign line": (True, lambda text: 'step 1: loss 2\n[1, 2]\n"x"\n' + text),
+    "zeros": (None, lambda text: text[:5000] + "\0" * 4096),
+    "steps twice": (True, lambda text: text + text[: text.index("\n") + 1] * 3),
+    "a list": (None, lambda text: text.replace('"lr":0.001', '"lr":{"deep":[1]}')),
+    "a null": (None, lambda text: text.replace('"epoch":0.1', '"epoch":null')),
+    "huge": (None, lambda text: text.replace('"train/loss":', BIG, 3)),
+    "too deep": (True, lambda text: "[" * 100_000 + "\n" + text),
+    "nothing": (None, lambda text: ""),
+    "NaN": (None, lambda text: text.replace('"lr":0.001', '"lr":NaN')),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_rows_are_passed_over(tmp_path, damage):
-    good, bad = (
-        make_run(tmp_path / "good", max_norm=2.0),
-        make_run(tmp_path / "bad", steps=60, val_every=20),
-    )
-    file = bad / "metrics.jsonl"
-    file.write_text(DAMAGE[damage](file.read_text()))
-    c = compare([tmp_path])
-    assert {e.name for e in c.settings} == {"good", "bad"}
-    json.loads(to_json(c), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    record = next(r for e in c.settings for r in e.runs if r.path == bad)
-    lengths = {len(column) for column in record.columns.values()}
-    assert len(lengths) <= 1
-    assert all(np.isfinite(v) for e in c.settings for v in e.figures.values())
-    if damage in ("a torn line inside", "a foreign line", "steps twice", "too deep"):
-        assert any("bad" in p for p in c.problems)
-    assert good.is_dir()
+    bad = make_run(tmp_path / "bad", steps=60, val_every=20)
+    reported, damaged = DAMAGE[damage]
+    (bad / "metrics.jsonl").write_text(damaged((bad / "metrics.jsonl").read_text()))
+    problems = good_and(bad)["problems"]
+    if reported is not None:
+        assert any("bad" in problem for problem in problems) == reported
+
+
+FULL = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)
+)  # a short YAML that would grow endless
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "status.json"])
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", "{", "a: [", "\0\1", '{"state": 5, "summary": [1], "step": "x"}', "x: &a [*a]"],
+    [
+        "",
+        "[1]",
+        "{",
+        "a: [",
+        "\0\1",
+        '{"state": 5, "summary": [1], "step": "x"}',
+        "x: &a [*a]",
+        FULL,
+    ],
 )
 def test_damaged_files_are_reported_and_passed_over(tmp_path, name, text):
-    make_run(tmp_path / "good", max_norm=2.0)
     (make_run(tmp_path / "bad") / name).write_text(text)
-    c = compare([tmp_path])
-    assert {e.name for e in c.settings} == {"good", "bad"}
-    json.loads(to_json(c))
+    problems = good_and(tmp_path / "bad")["problems"]
+    if text == FULL:
+        assert any(f"bad/{name}: cannot be read" in problem for problem in problems)
 
 
-def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
-    text = "a0: &a0 {x: 1, y: 2}\n" + "".join(
-        f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)
-    )
-    (make_run(tmp_path / "bad") / "config.yaml").write_text(text)
-    assert any("bad/config.yaml: cannot be read: line" in p for p in compare([tmp_path]).problems)
+STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_size": 8,
+         "gradient_accumulation_steps": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"stages": [STAGE | {"of_tomorrow": 1}]},
+        {"stages": [STAGE | {"real_batch_size": "x"}]},
+        {"stages": "x"},
+        {"sequence_length": "x"},
+        {"parent": 0.5},
+        {"parent": {"step": [], "setting": ["x"]}},
+    ],
+)
+def test_a_run_json_whose_numbers_are_none_does_not_hide_the_other_runs(tmp_path, facts):
+    (key,) = facts
+    bad = make_run(tmp_path / "bad", facts=facts, batch__document_mask=True)
+    assert any(f"bad/run.json: {key}=" in problem for problem in good_and(bad)["problems"])
+    llmexp.compare(tmp_path, align="steps")
+
+
+@pytest.mark.parametrize("lost", ["sequence_length", "tokens_per_step"])
+def test_a_run_json_without_the_batch_is_compared_by_its_rows(tmp_path, lost):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", seed=seed, batch__document_mask=True)
+    amend(tmp_path / "1" / "run.json", real_batch_size=None, stages=[STAGE], **{lost: None})
+    assert len(llmexp.compare(tmp_path).comparison.taking_part) == 2
 
 
 @pytest.mark.parametrize(
@@ -122,53 +161,53 @@ def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
     ],
 )
 def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text, said):
-    sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {"max_norm": 2.0}}, ["clip.max_norm"])
+    sweep = make_case(tmp_path / "s", [{"max_norm": {1.0: 0, 2.0: 0}}], ["clip.max_norm"])
     (sweep / "sweep.json").write_text(text)
-    c = compare([sweep])
-    assert len(c.settings) == 2
-    assert sum(said in p for p in c.problems) == 1
-
-
-def test_a_run_of_an_earlier_version_is_compared_as_before(tmp_path):
-    """It knows neither twins nor the choice of GELU."""
-    kind = {"model___target_": "llmexp.models.gpt2.GPT2"}
-    make_run(tmp_path / "old", seed=1, **kind)
-    make_run(tmp_path / "new", seed=2, train__twin=0, model__gelu="tanh", **kind)
-    c = compare([tmp_path])
-    assert c.differing == ()
-    assert len(c.settings) == 1
+    answer = llmexp.compare(sweep)
+    assert len(answer.data["runs"]) == 2
+    assert sum(said in problem for problem in answer.problems) == 1
 
 
 def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):
-    sweep = make_sweep(
-        tmp_path / "out" / "x" / "s", {str(i): {"max_norm": i + 1.0} for i in range(11)}, []
-    )
-    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    found, problems = find(
-        [
-            "out",
-            str(sweep / "1-*"),
-            "out/x/s/sweep.json",
-            "empty",
-            "nowhere",
-            "out/x/*/2-2/run.json",
-        ]
-    )
-    assert [path.name for path, _ in found] == [
-        f"{i}-{i}" for i in range(11)
-    ]  # by number: 10 after 9
+    sweep = make_sweep(Path("out/x/s"), {str(i): {"max_norm": i + 1.0} for i in range(11)}, [])
+    (tmp_path / "empty").mkdir()
+    globs = ["out", str(sweep / "1-*"), "out/x/s/sweep.json", "empty", "nowhere"]
+    found, problems = find([*globs, "out/x/*/2-2/run.json"])
+    by_number = [f"{i}-{i}" for i in range(11)]  # 10 after 9
+    assert [path.name for path, _ in found] == by_number
     assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
-    assert not compare(["empty"]).settings
+    Path("link").symlink_to(sweep)
+    for first in ("link/0-0", "out/x/s/../s/0-0"):  # the same sweep by another name
+        found, problems = find([first, sweep])
+        assert [of.point_of(run).number for run, of in found] == list(range(11))
+        assert not problems
+    (sweep / "0-0" / "checkpoints").mkdir()
+    monkeypatch.chdir(sweep / "0-0")
+    for here in (".", "checkpoints/.."):
+        ((run, of),) = find([here])[0]
+        assert of.point_of(run).number == 0
+
+
+def test_a_run_in_a_deeper_folder_is_of_the_sweep_whose_ledger_has_it(tmp_path):
+    path = make_sweep(tmp_path / "s", {"a": {}}, ["optimizer.lr"])
+    (path / "x").mkdir()
+    (path / "0-a").rename(path / "x" / "0-a")
+    text = (path / "sweep.json").read_text()
+    (path / "sweep.json").write_text(text.replace('"folder": "0-a"', '"folder": "x/0-a"'))
+    make_run(path / "y" / "alone")  # trained where the sweep is, and none of its points
+    found = {run.name: (sweep.path, sweep.point_of(run)) for run, sweep in find([path])[0]}
+    where, point = found["0-a"]
+    assert (where, point.number) == (path, 0)
+    assert found["alone"] == (None, None)
 
 
 def test_names_are_unique_and_control_characters_are_gone(tmp_path):
     for parent in ("p", "q"):
-        make_run(tmp_path / parent / "same\x1b[2J\u202e")
-    records = read(find([tmp_path])[0])
-    assert len({r.name for r in records}) == 2
-    assert all(r.name.isprintable() for r in records)
-    assert clean("a\nb\x1b]0;x\x07\udc80") .isprintable()  # fmt: skip
+        make_run(tmp_path / parent / "same\x1b[2J\u202e", steps=20)
+    names = {r.name for r in read(find([tmp_path])[0])}
+    assert len(names) == 2
+    assert all(map(str.isprintable, [*names, clean("a\nb\x1b]0;x\x07\udc80")]))
 
 
 def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
@@ -179,30 +218,26 @@ def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
         assert read(find([run])[0])[0].state == "running"
 
 
-def test_time_is_the_sum_of_the_steps_it_took():
-    columns = {"step": np.array([10.0, 20.0, 50.0]), "step_time": np.array([1.0, np.nan, 0.5])}
-    assert elapsed(columns).tolist() == [10.0, 10.0, 25.0]
-    assert len(elapsed({"step": np.array([1.0])})) == 0
-
-
 @pytest.mark.parametrize("kept", [0, 4, 399])
 def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kept):
-    make_run(tmp_path / "a")
-    make_run(tmp_path / "b", max_norm=2.0, offset=0.1)
-    torn = make_run(tmp_path / "torn", max_norm=3.0, offset=-1.0)
-    rows = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (torn / "metrics.jsonl").write_text("".join(rows[:kept]))
-    c = compare([tmp_path])
-    said = "says finished at step 400, but " + (
-        f"its rows end at {kept}" if kept else "it has no rows"
+    rows = [{"name": "a"}, {"name": "b", "max_norm": 2.0, "offset": 0.1}]
+    make_case(tmp_path / "s", rows)
+    torn = make_run(tmp_path / "s" / "torn", max_norm=3.0, offset=-1.0)
+    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (torn / "metrics.jsonl").write_text("".join(lines[:kept]))
+    answer = llmexp.compare(tmp_path)
+    said = "says finished at step 400, but it" + (
+        f"s rows end at {kept}" if kept else " has no rows"
     )
-    assert sum(said in p for p in c.problems) == 1
-    assert c.align_at == 400 * 8 * 128
-    assert [e.name for e in c.settings] == ["a", "b", "torn"]
-    assert said in c.settings[-1].note
-    assert not {"val/loss", "final val/loss", "train/loss"} & set(c.settings[-1].figures)
-    assert "Left out: 1 run with lost rows (clip=3.0)." in c.notes
-    assert "clip=1.0 has the lowest" in c.headline
+    assert sum(said in problem for problem in answer.problems) == 1
+    assert answer.data["align_at"] == 400 * 8 * 128
+    runs = answer.data["runs"]
+    assert [(r["name"], r["mark"]) for r in runs] == [
+        ("a", "lowest"), ("b", "undecided"), ("torn", "rows lost")
+    ]  # fmt: skip
+    assert said in runs[-1]["note"]
+    assert {runs[-1][key] for key in ("val/loss", "train/loss")} == {None}
+    assert "Left out: 1 run with lost rows (clip=3.0)." in answer.data["notes"]
 
 
 @pytest.mark.parametrize(
@@ -228,66 +263,33 @@ def test_where_the_rows_should_end(tmp_path, state, ended, most, log_every, last
     assert bool(RunFolder(tmp_path).lost()) == lost
 
 
-def test_a_run_in_a_deeper_folder_is_of_the_sweep_whose_ledger_has_it(tmp_path):
-    path = make_sweep(tmp_path / "s", {"a": {}}, ["optimizer.lr"])
-    (path / "x").mkdir()
-    (path / "0-a").rename(path / "x" / "0-a")
-    text = (path / "sweep.json").read_text()
-    (path / "sweep.json").write_text(text.replace('"folder": "0-a"', '"folder": "x/0-a"'))
-    make_run(path / "y" / "alone")  # trained where the sweep is, and none of its points
-    found = {run.name: (sweep.path, sweep.point_of(run)) for run, sweep in find([path])[0]}
-    where, point = found["0-a"]
-    assert (where, point.number) == (path, 0)
-    assert found["alone"] == (None, None)
-
-
-def test_a_sweep_that_paths_name_in_two_ways_is_one_sweep(tmp_path, monkeypatch):
-    path = make_sweep(tmp_path / "s", {"a": {}, "b": {}}, ["optimizer.lr"])
-    (tmp_path / "link").symlink_to("s")
-    for first in (tmp_path / "link" / "0-a", tmp_path / "s" / ".." / "s" / "0-a"):
-        found, problems = find([first, path])
-        assert [sweep.point_of(run).number for run, sweep in found] == [0, 1]
-        assert not problems
-    monkeypatch.chdir(path / "0-a")
-    for here in (".", "checkpoints/.."):
-        (path / "0-a" / "checkpoints").mkdir(exist_ok=True)
-        ((run, sweep),) = find([here])[0]
-        assert sweep.point_of(run).number == 0
-
-
-STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_size": 8,
-         "gradient_accumulation_steps": 1}  # fmt: skip
+SPIKES = {
+    "calm": {"spikes": {"spikes": 0, "spike_tokens": 0}},
+    "three": {"spikes": {"spikes": 3, "spike_tokens": 5000,
+                         "rose_first": {"module": "blocks.1.mlp", "spikes": 1}}},
+    "one": {"spikes": {"spikes": 1, "spike_tokens": 1000,
+                       "rose_first": {"module": "blocks.1.mlp", "spikes": 1}}},
+    "damaged": {"spikes": {"spikes": "x", "rose_first": 3}}, "unknown": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("calm", "wild", "told"),
     [
-        {"stages": [STAGE | {"of_tomorrow": 1}]},
-        {"stages": [STAGE | {"real_batch_size": "x"}]},
-        {"stages": "x"},
-        {"sequence_length": "x"},
-        {"parent": 0.5},
-        {"parent": {"step": [], "setting": ["x"]}},
+        (("calm", "calm"), ("three", "one"), [(0, 0, None), (2, 3000, "blocks.1.mlp")]),
+        (("unknown", "unknown"), ("damaged", "one"),
+         [(None, None, None), (1, 1000, "blocks.1.mlp")]),
+        (("unknown", "unknown"), ("unknown", "unknown"), [(None, None, None)] * 2),
     ],
-)
-def test_a_run_json_whose_numbers_are_none_does_not_hide_the_other_runs(tmp_path, facts):
-    for name, more in (("good", {}), ("bad", facts)):
-        make_run(tmp_path / name, facts=more, batch__document_mask=True)
-    found = compare([tmp_path])
-    assert {r.name for r in found.runs} == {"good", "bad"}
-    (key,) = facts
-    assert any(f"bad/run.json: {key}=" in p for p in found.problems)
-    compare([tmp_path], align="steps")
-
-
-def test_a_run_json_without_the_batch_is_compared_by_its_rows(tmp_path):
-    for seed in (1, 2):
-        make_run(tmp_path / f"{seed}", seed=seed, batch__document_mask=True)
-    path = tmp_path / "1" / "run.json"
-    facts = json.loads(path.read_text())
-    del facts["real_batch_size"], facts["sequence_length"]
-    path.write_text(json.dumps(facts | {"stages": [STAGE]}))
-    assert len(compare([tmp_path]).taking_part) == 2
-    del facts["tokens_per_step"]
-    path.write_text(json.dumps(facts | {"sequence_length": 128}))
-    assert len(compare([tmp_path]).taking_part) == 2
+)  # fmt: skip
+def test_spikes_are_told_of_each_setting(tmp_path, words, calm, wild, told):
+    rows = [{"max_norm": limit, "seed": seed, "status": SPIKES[kind]}
+            for limit, kinds in ((0.5, calm), (1.0, wild))
+            for seed, kind in enumerate(kinds)]  # fmt: skip
+    found = llmexp.compare(make_case(tmp_path / "s", rows)).data
+    by = {run["clip.max_norm"]: run for run in found["runs"]}
+    keys = ("spikes", "spike_tokens", "rose_first")
+    assert [tuple(by[limit].get(key) for key in keys) for limit in (0.5, 1.0)] == told
+    notes = [note for note in found["notes"] if note.startswith("Spikes")]
+    assert ("spikes" in found["runs"][0]) == bool(notes)
+    words("compare/spikes", "\n".join(notes), " ".join(wild))
