@@ -7,6 +7,7 @@ had not stopped, and what its steps change.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,20 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     optimizers = [built] if isinstance(built, Optimizer) else list(built)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
+    for optimizer in optimizers:  # a window's gradients are there before its update
+        needed = [
+            name
+            for name, one in inspect.signature(optimizer.step).parameters.items()
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+        if needed:
+            text = (
+                f"the step of {type(optimizer).__name__} needs `{needed[0]}`, where a run calls it"
+            )
+            text += (
+                " once a step, with nothing, after the backward pass; choose one that needs none"
+            )
+            raise ConfigError(f"optimizer: {text}, such as optimizer=adamw")
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group.get("lr")
         if isinstance(rate, Tensor) and not rate.is_meta:

@@ -81,6 +81,8 @@ def faulty(model, lr, kind):
         lr = float("nan")
     elif kind == "no rate":
         return torch.optim.SGD([{"params": given, "initial_lr": None}], lr=lr)
+    elif kind == "closure":
+        return torch.optim.LBFGS(given, lr=lr)
     found = [torch.optim.SGD(given, lr=lr)]
     return found + [torch.optim.SGD(given[1:2], lr=lr)] * (kind == "twice in two")
 
@@ -207,6 +209,7 @@ def test_a_state_that_a_checkpoint_does_not_hold_is_found(planned, kind, more, s
         ("frozen", "other parameters are trained than before its function was called: embed"),
         ("rate", "the base rate `initial_lr` of its group 0 is nan"),
         ("no rate", "the base rate `initial_lr` of its group 0 is None"),
+        ("closure", "the step of LBFGS needs `closure`, where a run calls it once a step, with"),
     ],
 )
 def test_what_an_optimizer_may_not_hold_is_refused_by_name(planned, folder, kind, says):
