@@ -283,7 +283,7 @@ def test_the_dropout_of_a_folder_applies_and_is_named(
     assert command(["plan", "model=hf", f"model.path={folder}", *rest, "data.max_tokens=9999"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "dropout 0.3 in training" in out
-    assert "stays in evaluation" not in out
+    assert "in evaluation, as its code says" not in out
     assert all(module.training for module in HuggingFace(str(folder)).modules())
 
 

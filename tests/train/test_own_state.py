@@ -17,6 +17,7 @@ from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.loss import looking
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.opening import open_run
+from llmexp.train.assembly.parts import left_in_evaluation
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up
@@ -209,7 +210,7 @@ def test_evaluate_finds_the_loss_of_the_row(own, unseen):
 
 
 def test_modules_stay_in_the_mode_that_their_code_chose(own, unseen):
-    assert "model: off, still stays in evaluation" in " ".join(unseen.out.split())
+    assert "model: off, still stay in evaluation, as its code says" in " ".join(unseen.out.split())
     assert "dropout 0.2 in training" in " ".join(unseen.out.split())
 
 
@@ -338,3 +339,8 @@ def test_ranks_that_share_a_model_run_the_same_blocks(own, since):
     assert "the same blocks in the same order on all ranks" in done.err
     assert "Traceback" not in done.err
     trained(own, f"dropped_{since}", *shared[len(BASE) :], "parallelism=ddp")
+
+
+def test_a_model_that_is_in_evaluation_as_a_whole_is_named_once():
+    (said,) = left_in_evaluation(nn.Sequential(nn.Dropout(), nn.Linear(1, 1)).eval())
+    assert said.startswith("model: all of it stays in evaluation, as its code says")

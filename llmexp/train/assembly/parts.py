@@ -296,9 +296,12 @@ def group_shares(
 
 def left_in_evaluation(model: nn.Module) -> list[str]:
     """Return a warning of the modules that the model's code has put into evaluation."""
-    names = [name or "all of it" for name, m in model.named_modules() if not m.training]
-    text = "as its code has put it there: no dropout, and running statistics stand still"
-    return [f"model: {first_of(names, 4)} stays in evaluation, {text}"] if names else []
+    names = [name for name, module in model.named_modules() if not module.training]
+    if not all(names):  # its root
+        names = ["all of it"]
+    verb = "stays" if len(names) == 1 else "stay"
+    text = f"{verb} in evaluation, as its code says: no dropout, and running statistics stand still"
+    return [f"model: {first_of(names, 4)} {text}"] if names else []
 
 
 def dropout_words(model: nn.Module) -> str:
