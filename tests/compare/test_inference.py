@@ -15,14 +15,16 @@ from scipy import stats
 from scipy.optimize import brentq
 from scipy.special import polygamma
 
-from llmexp.compare import inference, looks
-from llmexp.compare.records import Setting
-from llmexp.compare.statistics import quantile, tail
+from llmexp.compare import inference
+from llmexp.compare.statistics import quantile
 
 
-def table(y_kn: np.ndarray) -> list[dict[str, float]]:
-    """The figures of settings over shared seeds."""
-    return [{str(j): float(y) for j, y in enumerate(row) if np.isfinite(y)} for row in y_kn]
+def table(y_kn: np.ndarray, shared: bool = True) -> list[dict[str, float]]:
+    """The figures of settings over shared seeds, or over seeds of their own."""
+    return [
+        {str(j) if shared else f"{i}-{j}": float(y) for j, y in enumerate(row) if np.isfinite(y)}
+        for i, row in enumerate(y_kn)
+    ]
 
 
 def judged(seeds) -> tuple[int, set[int], dict[int, inference.Difference]]:
@@ -79,13 +81,6 @@ def test_variances_are_drawn_to_the_common_one_as_in_limma():
     assert model.df == pytest.approx([d0 + d] * 8)
 
 
-@pytest.mark.parametrize(("count", "df"), [(2, 4.0), (3, 2.5), (12, 22.0), (40, 90.0)])
-def test_the_studentized_range_is_scipys(count, df):
-    q = quantile(count, df)
-    assert q == pytest.approx(stats.studentized_range.ppf(0.95, count, df), rel=1e-5)
-    assert tail(q, count, df) == pytest.approx(0.05, abs=1e-6)
-
-
 def test_a_setting_that_nearly_diverged_takes_nothing_from_the_others():
     rng = np.random.default_rng(3)
     y = rng.normal(size=(6, 4)) * 0.01 + [[2.6], [2.7], [2.7], [2.7], [2.7], [5.6]]
@@ -116,21 +111,10 @@ def test_settings_with_few_seeds_or_unshared_ones_are_held_to_nine_tenths(seeds,
     error = math.sqrt((noise**2).sum() / df / seeds)
 
     def verdict(size: float) -> set[int]:
-        own = table(noise + size * (np.arange(count) == count - 1)[:, None])
-        if not shared:
-            own = [{f"{i}-{s}": y for s, y in one.items()} for i, one in enumerate(own)]
-        return judged(own)[1]
+        return judged(table(noise + size * (np.arange(count) == count - 1)[:, None], shared))[1]
 
     edge = quantile(count, df, level) * error
     assert (verdict(0.999 * edge), verdict(1.001 * edge)) == (set(), {count - 1})
-
-
-def test_the_interval_that_is_shown_is_that_of_the_verdict():
-    seeds = [{f"{i}-{s}": i + 0.1 * s * s for s in range(3)} for i in range(3)]
-    rows = [Setting(str(i), (), {}, {}, {}, "", seeds=s, identity=i) for i, s in enumerate(seeds)]
-    _, found = inference.judged(inference.fit_model(seeds))
-    shown = looks.stood(rows, [(None, 0.05)], 1.0).found
-    assert [shown[i][0].half for i in (1, 2)] == [found[i][0].half for i in (1, 2)]
 
 
 def multiplied(rng, count: int, seeds: int, times: float = 4.0) -> np.ndarray:
@@ -170,17 +154,12 @@ def test_two_settings_over_shared_seeds_are_not_widened():
         assert inference.fit_model(table(y)).swing is None
 
 
-def alone(y: np.ndarray, shared: bool) -> list[dict[str, float]]:
-    rows = [{f"{i}-{j}": v for j, v in enumerate(row)} for i, row in enumerate(y.tolist())]
-    return table(y) if shared else rows
-
-
 @pytest.mark.parametrize(("count", "seeds", "shared"), [(3, 4, True), (5, 3, False), (1, 6, False)])
 def test_a_seed_that_is_far_off_is_named_and_no_other(count, seeds, shared):
     for number in range(10):
         y = multiplied(np.random.default_rng(number), count, seeds, 1.0) * 0.01
         y[0, 1] += 5  # the whole setting would be called wild for it
-        found = inference.far_off(alone(y, shared))
+        found = inference.far_off(table(y, shared))
         assert found == [(0, "1" if shared else "0-1")]
 
 
@@ -204,7 +183,7 @@ def test_few_seeds_are_named_where_none_is_off(sweeps, sizes):
         for at, unlike in enumerate((0.0, 0.35, 0.7)):
             for _ in range(sweeps if sweeps > 100 or not unlike else 0):
                 y = rng.normal(size=(count, seeds)) * np.exp(unlike * rng.normal(size=(count, 1)))
-                named[at] += bool(inference.far_off(alone(y, shared)))
+                named[at] += bool(inference.far_off(table(y, shared)))
         print(f"{count} x {seeds}, {shared=}: named in {[n / sweeps for n in named]}")
         alike = 0.01 if shared or count > 3 else 0.04  # spreads of three tell little of each other
         limits = [stats.binom.ppf(0.999, sweeps, limit) for limit in (alike, 0.06, 0.12)]
@@ -243,9 +222,7 @@ def sweep(rng, means, seeds: int, unlike: float, t5: bool = False, shared: bool 
     size = len(means), seeds
     noise = rng.standard_t(5, size) / math.sqrt(5 / 3) if t5 else rng.normal(size=size)
     y = np.asarray(means)[:, None] + noise * np.exp(unlike * rng.normal(size=(size[0], 1)))
-    if shared:
-        return table(y + rng.normal(size=seeds))
-    return [{f"{i}-{j}": v for j, v in enumerate(row)} for i, row in enumerate(y)]
+    return table(y + rng.normal(size=seeds) if shared else y, shared)
 
 
 def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> list[float]:

@@ -12,27 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.compare.comparing import compare
+import llmexp
 from llmexp.compare.figures import TAIL
 from llmexp.compare.page import page
 from llmexp.compare.reading import read
 from llmexp.laws.points import decayed, law_points
 from llmexp.runs.find import find
-from llmexp.runs.rows import read_rows
 from llmexp.runs.steps import FIELDS
 from llmexp.sweep.running import score
-from tests.compare.synthetic import make_run, write_steps
-from tests.conftest import TINY, llmexp
+from tests.compare.synthetic import make_case, make_run, read_rows, write_rows, write_steps
+from tests.conftest import TINY
+from tests.conftest import llmexp as command
 
 STEPS = 24
 KNOBS = [*TINY, "data=synthetic", "optimizer.lr=0.02", "train.seed=3", "hydra.run.dir=run"]
-DYING = """
-import os, signal
-
-def hook(event, context):
-    if (event, context.step) == ("step_start", int(os.environ["DIES_AT"])):
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 # What differs between runs that compute the same: times, the machine, places, how they were made.
 APART = re.compile(
     r"time|per_sec|outside|mfu|memory|eta|path|folder|started|ended|updated|pid|host|hours|cost"
@@ -45,15 +38,6 @@ def plain(found: Any) -> Any:
     return [plain(v) for v in found] if isinstance(found, list) else found
 
 
-def trained(where: Path, *commands: list[str], **env: str) -> Path:
-    """The run that the commands leave, the last of which ends it."""
-    where.mkdir()
-    (where / "dying.py").write_text(DYING)
-    done = [llmexp(*command, cwd=where, **env) for command in commands]
-    assert done[-1].code == 0, done[-1].err + done[-1].out
-    return where / "run"
-
-
 def ways(chance: random.Random, given: list[str]) -> dict[str, list[list[str]]]:
     """Commands that train one run in several ways, with intervals and places by chance."""
 
@@ -64,38 +48,39 @@ def ways(chance: random.Random, given: list[str]) -> dict[str, list[list[str]]]:
     whole = f"train.max_steps={STEPS}"
     keys = ("train.stop_step", "train.max_steps")
     stop, end = (f"{key}={chance.randint(2, STEPS - 1)}" for key in keys)
-    kill = ["--allow", "dying", "hooks=[dying.hook]", "checkpoint.every=3"]
+    kill = ["--allow", "own", "hooks=[own.faults.act]", "checkpoint.every=3"]
     return {
         "rare": [[*train, whole, f"train.log_every={2 * STEPS}"]],
         "each": [[*train, whole, "train.log_every=1"]],
         "stopped": [[*train, whole, every(), stop], [*resume, every()]],
-        "killed": [[*train, whole, every(), *kill], [*resume, "--allow", "dying", "hooks=[]"]],
+        "killed": [[*train, whole, every(), *kill], [*resume, "--allow", "own", "hooks=[]"]],
         "extended": [[*train, every(), end], [*resume, whole]],
     }  # fmt: skip
 
 
+def trained(where: Path, commands: list[list[str]], plan: str) -> Path:
+    """The run that the commands leave, the last of which ends it."""
+    where.mkdir()
+    done = [command(*words, cwd=where, FAULT_PLAN=plan) for words in commands]
+    assert done[-1].code == 0, done[-1].err + done[-1].out
+    return where / "run"
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_one_run_in_several_ways_is_one_run_in_every_figure(tmp_path, seed):
+    """The second has no validation data."""
     chance = random.Random(seed)
-    given = [
-        "schedule=constant",
-        "schedule.warmup_steps=2",
-        f"train.eval_every={chance.choice([5, 8])}",
-    ]
-    given += ["data.val_ratio=0"] if seed == 2 else []
-    runs = {
-        name: trained(tmp_path / name, *commands, DIES_AT=str(chance.randint(5, STEPS)))
-        for name, commands in ways(chance, given).items()
-    }
+    given = ["schedule=constant", "schedule.warmup_steps=2"]
+    given += ["train.eval_every=8", "data.val_ratio=0"] if seed == 2 else ["train.eval_every=5"]
+    plan = f"step_start-{chance.randint(5, STEPS)}:kill"
+    runs = {name: trained(tmp_path / name, commands, plan)
+            for name, commands in ways(chance, given).items()}  # fmt: skip
     read_as = {}
     for name, run in runs.items():
-        printed = [
-            json.loads(llmexp(command, "run", "--json", cwd=run.parent).out)
-            for command in ("compare", "next")
-        ]
+        answers = [llmexp.compare(run).data, llmexp.next_step(run).data]
         status = json.loads((run / "status.json").read_text())
-        row = {k: v for k, v in read_rows(run / "metrics.jsonl")[-1].items() if k != "off_interval"}
-        read_as[name] = plain([printed, status["summary"], status.get("clip"), row])
+        row = {k: v for k, v in read_rows(run)[-1].items() if k != "off_interval"}
+        read_as[name] = plain([answers, status["summary"], status.get("clip"), row])
         assert (run / "steps.bin").read_bytes() == (runs["each"] / "steps.bin").read_bytes()
     for name, found in read_as.items():
         assert found == read_as["each"], name
@@ -103,13 +88,14 @@ def test_one_run_in_several_ways_is_one_run_in_every_figure(tmp_path, seed):
     points, _ = law_points(records)
     assert len({(p.loss, p.tokens, p.flops) for p in points.values()}) == (seed == 1)
     assert len(set(map(decayed, records))) == 1
-    for more in ([], ["--sort", "best val/loss"] if seed == 1 else []):
-        all_of_them = llmexp("compare", *map(str, runs.values()), *more, cwd=tmp_path).out
-        assert "the same to the last bit." in all_of_them.splitlines()[0]
+    sorts = [None, "best val/loss"] if seed == 1 else [None]
+    for sort in sorts:
+        whole = llmexp.compare(*runs.values(), sort=sort)
+        assert {run["mark"] for run in whole.data["runs"][1:]} == {"same"}
+        assert whole.headline.endswith("the same to the last bit.")
     if seed == 1:
-        reached = llmexp("compare", *map(str, runs.values()), "--target", "val/loss=5", "--json",
-                         cwd=tmp_path)  # fmt: skip
-        assert len({str(r.get("target/tokens")) for r in json.loads(reached.out)["runs"]}) == 1
+        reached = llmexp.compare(*runs.values(), target="val/loss=5").data["runs"]
+        assert len({str(run.get("target/tokens")) for run in reached}) == 1
 
 
 def test_the_train_loss_is_that_of_all_targets_of_the_last_steps(tmp_path):
@@ -121,28 +107,24 @@ def test_the_train_loss_is_that_of_all_targets_of_the_last_steps(tmp_path):
     losses[390], targets[390] = np.nan, 0
     losses[395] = np.nan
     write_steps(run, losses.tolist(), targets.tolist())
-    (setting,) = compare([run]).settings
     tail = slice(400 - round(TAIL * 400), 400)
     known = np.isfinite(losses[tail])
     wanted = np.average(losses[tail][known], weights=targets[tail][known])
-    assert setting.figures["train/loss"] == pytest.approx(wanted, rel=1e-14)
+    assert llmexp.compare(run).data["runs"][0]["train/loss"] == pytest.approx(wanted, rel=1e-14)
 
 
 def test_runs_that_are_evaluated_unlike_are_read_where_all_were(tmp_path):
     """More looks find a lower loss, and a closer place of a target."""
-    for every in (1, 50):
-        wobble = {"offset": -1.0 * (every == 1)}
-        make_run(tmp_path / str(every), val_every=every, max_norm=float(every), **wobble)
-    rows = tmp_path / "1/metrics.jsonl"
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    lines[170]["val/loss"] = 0.5  # at step 171, where the other one was not evaluated
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    c = compare([tmp_path], sort="best val/loss")
-    assert [e.figures["best val/loss"] for e in c.settings] == [
-        e.figures["final val/loss"] for e in c.settings
-    ]
-    reached = compare([tmp_path], target="val/loss=3.1", align="steps").settings
-    between = [(e.figures["target/after"], e.figures["target/by"]) for e in reached]
+    folder = make_case(tmp_path / "s", [
+        {"max_norm": 1.0, "val_every": 1, "offset": -1.0}, {"max_norm": 50.0, "val_every": 50},
+    ])  # fmt: skip
+    rows = read_rows(folder / "0")
+    rows[170]["val/loss"] = 0.5  # at step 171, where the other one was not evaluated
+    write_rows(folder / "0", rows)
+    for found in llmexp.compare(folder, sort="best val/loss").data["runs"]:
+        assert found["best val/loss"] == found["final val/loss"]
+    reached = llmexp.compare(folder, target="val/loss=3.1", align="steps").data["runs"]
+    between = [(run["target/after"], run["target/by"]) for run in reached]
     assert between == [(50.0, 100.0), (100.0, 150.0)]
 
 
@@ -150,39 +132,36 @@ def test_runs_that_are_evaluated_unlike_are_read_where_all_were(tmp_path):
 def test_halving_goes_by_what_was_evaluated_else_by_the_step(tmp_path, log_every):
     """A row that only train.log_every makes is no evaluation, and no run needs one."""
     run = make_run(tmp_path / "a", steps=100, val_every=50)
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] % log_every == 0]
-    own = {row["step"]: row for row in rows}
+    rows = [row for row in read_rows(run) if row["step"] % log_every == 0]
+    at_end = next(row["val/bits_per_byte"] for row in rows if row["step"] == 50)
+    losses = np.fromfile(run / "steps.bin")[:: len(FIELDS)]
     for keys in ((), ("val/loss", "val/ppl", "val/bits_per_byte")):
-        kept = [{k: v for k, v in row.items() if k not in keys} for row in rows]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-        losses = np.fromfile(run / "steps.bin")[:: len(FIELDS)]
-        for step in (14, 50):
-            byte = own[50]["val/bits_per_byte"] if 50 in own and step == 50 else math.inf
+        write_rows(run, [{k: v for k, v in row.items() if k not in keys} for row in rows])
+        for step, byte in ((14, math.inf), (50, at_end)):
             assert score(run, step) == (losses[step - 1] if keys else byte)
         assert score(run, 101) == math.inf
 
 
-def damaged(data: bytes) -> dict[str, bytes]:
-    record = 8 * len(FIELDS)
-    return {
-        "gone": b"",
-        "cut": data[: -3 * record],
-        "a hole": data[:record] + bytes(record) + data[2 * record :],
-        "negative": (-np.frombuffer(data)).tobytes(),
-        "huge": b"\x7f" * len(data),
-    }
+RECORD = 8 * len(FIELDS)
+DAMAGE = {
+    "gone": None,
+    "cut": lambda data: data[: -3 * RECORD],
+    "a hole": lambda data: data[:RECORD] + bytes(RECORD) + data[2 * RECORD :],
+    "negative": lambda data: (-np.frombuffer(data)).tobytes(),
+    "huge": lambda data: b"\x7f" * len(data),
+}
 
 
-@pytest.mark.parametrize("kind", ["gone", "cut", "a hole", "negative", "huge"])
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_a_run_whose_steps_are_lost_is_not_compared(tmp_path, kind):
-    for name in ("a", "b", "bad"):
-        make_run(tmp_path / name, max_norm=float(ord(name[0])), offset=-1.0 * (name == "bad"))
-    file = tmp_path / "bad/steps.bin"
-    file.write_bytes(damaged(file.read_bytes())[kind])
-    if kind == "gone":
+    rows = [{"max_norm": {1.0: 0.0, 2.0: 0.0}}, {"name": "bad", "max_norm": 3.0, "offset": -1.0}]
+    file = make_case(tmp_path / "s", rows) / "bad/steps.bin"
+    if DAMAGE[kind]:
+        file.write_bytes(DAMAGE[kind](file.read_bytes()))
+    else:
         file.unlink()
-    c = compare([tmp_path])
-    page(c)  # it still has its rows
-    assert sum("steps.bin" in p for p in c.problems) == 1
-    assert [e.out for e in c.settings] == ["", "", "rows lost"]
-    assert "train/loss" not in c.settings[-1].figures
+    answer = llmexp.compare(tmp_path)
+    page(answer.comparison)  # it still has its rows
+    assert sum("steps.bin" in problem for problem in answer.problems) == 1
+    assert [run["mark"] for run in answer.data["runs"]][-1] == "rows lost"
+    assert answer.data["runs"][-1]["train/loss"] is None

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from llmexp.compare import inference
-from llmexp.compare.inference import Difference
-from llmexp.compare.statistics import mean_interval, seeds_needed
+from llmexp.compare.inference import Difference, fit_model
+from llmexp.compare.statistics import mean_interval, quantile, seeds_needed, tail
 
 
 def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(2000):
-        interval = mean_interval(list(rng.standard_normal(4) + 3))[1]
-        hits += interval[0] <= 3 <= interval[1]
+        low, high = mean_interval(list(rng.standard_normal(4) + 3))[1]
+        hits += low <= 3 <= high
     # 95 % of 2000, whose standard deviation is sqrt(2000 * .95 * .05) = 9.7: within four of them.
     assert abs(hits - 1900) < 39
     assert mean_interval([2.5]) == (2.5, None)
@@ -26,14 +25,9 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
 
 @pytest.mark.parametrize(
     ("mean", "half", "real"),
-    [
-        (0.0030, 0.0030, False),
-        (0.00304, 0.00301, False),
-        (0.0031, 0.0030, True),
-        (0.1, 0.0, True),
-        (0.0, 0.0, False),
-    ],
-)
+    [(0.0030, 0.0030, False), (0.00304, 0.00301, False), (0.0031, 0.0030, True), (0.1, 0.0, True),
+     (0.0, 0.0, False)],
+)  # fmt: skip
 def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
     error = half / stats.t.ppf(0.975, 2)
     for size in (mean, -mean):
@@ -41,7 +35,7 @@ def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
 
 
 def test_a_difference_and_its_interval_against_the_formula():
-    model = inference.fit_model([{"1": 0.0, "2": 0.0, "3": 0.0}, {"1": 0.1, "2": 0.2, "3": 0.3}])
+    model = fit_model([{"1": 0.0, "2": 0.0, "3": 0.0}, {"1": 0.1, "2": 0.2, "3": 0.3}])
     d = model.contrast(np.array([-1.0, 1.0]))
     half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
     assert (d.mean, d.half) == (pytest.approx(0.2), pytest.approx(half, rel=1e-5))
@@ -62,3 +56,10 @@ def test_as_many_seeds_as_are_named_find_a_difference_four_times_in_five(size):
     assert found(n) > 0.8 - 3 * math.sqrt(0.8 * 0.2 / 1000) - 0.03
     assert found(max(2, n // 2)) < 0.75
     assert seeds_needed(1.0, 1e-6) is None
+
+
+@pytest.mark.parametrize(("count", "df"), [(2, 4.0), (3, 2.5), (12, 22.0), (40, 90.0)])
+def test_the_studentized_range_is_scipys(count, df):
+    q = quantile(count, df)
+    assert q == pytest.approx(stats.studentized_range.ppf(0.95, count, df), rel=1e-5)
+    assert tail(q, count, df) == pytest.approx(0.05, abs=1e-6)
