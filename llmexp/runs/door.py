@@ -123,36 +123,26 @@ def scan_rows(
                 rest = file.readline(ROW_BYTES)
             if not rest:  # it was never finished
                 return
-            found: dict[str, Any] | ValueError
-            try:
-                found = _row(line if rest is line else b"", layers)
-            except (ValueError, RecursionError) as error:
-                found = ValueError(str(error))
-            yield number, file.tell(), found
+            yield number, file.tell(), row_in(line if rest is line else b"", layers)
 
 
-def as_row(line: bytes) -> dict[str, Any]:
-    """Return the row of metrics.jsonl that a line holds; empty where it is none."""
-    try:
-        return _row(line, layers=False)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _row(line: bytes, layers: bool) -> dict[str, Any]:
-    """Return the row that a line holds. Raises ValueError."""
+def row_in(line: bytes, layers: bool = False) -> dict[str, Any] | ValueError:
+    """Return the row that a line of metrics.jsonl holds, or why it holds none."""
     if not line:
-        raise ValueError(f"is longer than {ROW_BYTES / 2**20:g} MiB")
-    row = JSON.decode(line.decode())
+        return ValueError(f"is longer than {ROW_BYTES / 2**20:g} MiB")
+    try:
+        row = JSON.decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        return ValueError(str(error))
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < 2**53:
-        raise ValueError("has no step")
+        return ValueError("has no step")
     for key, value in row.items():
         named = value if layers and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
             a_number = type(figure) in _NUMBERS and abs(figure) <= _LARGEST
             if not a_number and not (name == "data_digest" and _DIGEST.fullmatch(str(figure))):
-                raise ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
+                return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return dict(row)
 
 

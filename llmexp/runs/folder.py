@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import door, ending, rundir
-from llmexp.runs.door import as_row
+from llmexp.runs.door import row_in
 from llmexp.runs.rows import read_rows
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import open_plain
@@ -81,7 +81,8 @@ class RunFolder:
         wanted = json.dumps(key).encode()
         with contextlib.suppress(OSError):
             for line in _backwards(self.path / rundir.METRICS):
-                if wanted in line and key in (row := as_row(line)):
+                row = row_in(line) if wanted in line else {}
+                if isinstance(row, dict) and key in row:
                     return row
         return {}
 
