@@ -215,7 +215,7 @@ def figures(
 
     Losses are those where all are `read`, never interpolated; a run that was not evaluated there
     has no `val/loss`. None: at its own end. `more`: other keys of rows, each with its last value up
-    to there. These, and the lowest loss, are of the rows that are `counted`.
+    to there. These, and the lowest loss, are of the rows that are `counted`, if it has any there.
     """
     columns, where = record.columns, positions(record, align)
     common = (counted or record).columns
@@ -233,8 +233,8 @@ def figures(
         keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
         found |= {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
         found["final val/loss"] = _last(finite(columns, "val/loss"))
-        if len(seen := finite(common, "val/loss", rows)):
-            found["best val/loss"] = float(seen.min())
+        losses = (finite(of, "val/loss", rows) for of in (common, columns))
+        found["best val/loss"] = min(map(float, next(filter(len, losses), ())), default=None)
         found["train/loss"] = _train_loss(record, step)
     own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
@@ -244,7 +244,7 @@ def figures(
     spikes = record.status.get("spikes", {})
     found |= {key: spikes.get(key) for key in ("spikes", "spike_tokens")}
     for key in filter(is_other, more):
-        found[key] = _last(finite(common, key, rows))
+        found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
         found[key] = _last(finite(columns, key))
     if found["train_time"] is None and record.state != "finished":
