@@ -147,11 +147,10 @@ def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:
                 below = walk(key, place, left)
                 found |= {place, *(p for p in below if os.path.basename(p)[0] != ".")}
                 continue
-            names = [part]
-            if is_folder and glob.has_magic(part):
+            names = [part]  # also where it is there as it stands
+            if is_folder and glob.has_magic(part) and not _exists(os.path.join(place, part)):
                 there = os.listdir(place or ".")
-                seen = [name for name in there if name[0] != "." or part[0] == "."]
-                names = [part] if part in there else fnmatch.filter(seen, part)
+                names = fnmatch.filter([n for n in there if n[0] != "." or part[0] == "."], part)
             found |= {os.path.join(place, name) for name in names}
     return {path for path in found if path and _exists(path)}
 
