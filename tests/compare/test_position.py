@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import llmexp
 from llmexp.compare.figures import figures
-from llmexp.compare.position import common_position
+from llmexp.compare.position import common_position, common_rows
 from llmexp.compare.records import Record
 from llmexp.compare.rows import elapsed
 from tests.compare.made import steps_of
@@ -68,6 +68,16 @@ def test_the_last_position_at_which_all_were_evaluated_to_a_step(runs):
     steps = [r.facts["tokens_per_step"] for r in runs]
     for (a, s), (b, t) in itertools.combinations(zip(read, steps, strict=True), 2):
         assert abs(a - b) * TOKENS <= max(s, t)  # the losses that are compared
+
+
+@given(st.lists(RUN, min_size=2, max_size=4))
+def test_no_run_that_was_evaluated_lacks_its_lowest_loss(runs):
+    """It is at rows that count for all, and at its own where none of them does."""
+    found = common_position(runs, "tokens", "val/loss")
+    for r, counted in common_rows(runs, "tokens", ["val/loss"]).items():
+        own, read = (figures(r, "tokens", found, (), rows) for rows in (None, counted))
+        assert read.keys() == own.keys()
+        assert read.get("best val/loss", 0.0) >= own.get("best val/loss", 0.0)
 
 
 def test_runs_that_end_within_a_step_are_compared_at_their_ends(tmp_path):
