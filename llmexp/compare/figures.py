@@ -122,7 +122,8 @@ def _last(values: Sequence[float] | np.ndarray) -> float | None:
 def broken(record: Record) -> str:
     """Return why a run has no say in how far all have come, in a word or two; "" where it has.
 
-    It has none where it broke off, was left out, or is short of rows or steps.
+    It has none where it broke off, was left out, is short of rows or steps, or where nobody can say
+    what was trained.
     """
     if record.rung is not None:
         return f"out at {record.rung:.0%}"
@@ -130,6 +131,8 @@ def broken(record: Record) -> str:
         return record.state
     if record.lost:
         return "rows lost"
+    if not record.config:
+        return "no config"
     return "" if record.step > record.parent.get("step", 0) else "no steps"
 
 

@@ -25,6 +25,7 @@ SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
     "other task": "of another task",
     "rows lost": "with lost rows",
+    "no config": "without a config.yaml that can be read",
     "no steps": "without steps",
 }
 _BATCH = {  # Result.batch, with the sizes

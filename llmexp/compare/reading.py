@@ -43,6 +43,7 @@ def _fill_in(configs: Sequence[dict[str, Any]]) -> None:
     def part(config: dict[str, Any], key: str) -> Any:
         return config.get(f"{key.partition('.')[0]}._target_")
 
+    configs = [config for config in configs if config]  # what cannot be read stays empty
     known = [(k, part(config, k)) for config in configs for k in config if k in defaults()]
     for key, target in dict.fromkeys(known):
         for config in configs:

@@ -117,9 +117,12 @@ FULL = "a0: &a0 {x: 1, y: 2}\n" + "".join(
 )
 def test_damaged_files_are_reported_and_passed_over(tmp_path, name, text):
     (make_run(tmp_path / "bad") / name).write_text(text)
-    problems = good_and(tmp_path / "bad")["problems"]
+    answer = good_and(tmp_path / "bad")
     if text == FULL:
-        assert any(f"bad/{name}: cannot be read" in problem for problem in problems)
+        assert any(f"bad/{name}: cannot be read" in problem for problem in answer["problems"])
+    if name == "config.yaml" and "state" not in text:  # no one can say what was trained
+        assert {run["name"]: run["mark"] for run in answer["runs"]}["bad"] == "no config"
+        assert "the only run that takes part" in answer["headline"]
 
 
 STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_size": 8,
