@@ -48,7 +48,8 @@ def rest(k: Known) -> Step | None:
     """Train what the sweep, or a run, has still to train; what failed is tried once more."""
     records = {r.path.resolve(): r for r in k.runs}
     if going := [r for r in k.runs if r.state == "running"]:
-        return Step("wait", f"{plural(len(going), 'run')} did not come to the end yet.")
+        verb = "is" if len(going) == 1 else "are"
+        return Step("wait", f"{plural(len(going), 'run')} {verb} training now.")
     if any(ledger.is_running(r.sweep) for r in k.runs if r.sweep):
         return Step("wait", "the sweep is still running.")
     unchosen, more = 0, ""
