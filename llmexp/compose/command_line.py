@@ -19,7 +19,7 @@ from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.runs.rundir import built_config
 from llmexp.settings.rules import LIBRARY_TARGET
-from llmexp.settings.values import ConfigError, Parser, pasteable, typed
+from llmexp.settings.values import ConfigError, Parser, override_value, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -166,6 +166,13 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override}: {_no_override(override, overrides)}")
 
 
+def _parses(name: str, value: str) -> bool:
+    try:
+        return bool(parsed([f"{name}={value}"]))
+    except HydraException:
+        return False
+
+
 def _no_override(override: str, overrides: Sequence[str]) -> str:
     """Return why a word of the command line is no override, and what may have been meant."""
     name, _, value = override.partition("=")
@@ -180,6 +187,11 @@ def _no_override(override: str, overrides: Sequence[str]) -> str:
     text = "is not an override; one looks like train.max_steps=100"
     if name and value:
         text += f"; special characters need quotes: {typed(name, value)}"
+        parts = value.split(",")
+        if len(parts) > 1 and not set(value) & set("[]{}()\"'"):
+            quoted = (one if _parses(name, one) else override_value(one) for one in parts)
+            several = pasteable(f"{name}={','.join(quoted)}")
+            text += f", or if it is {len(parts)} values of a sweep: {several}"
     return text
 
 
