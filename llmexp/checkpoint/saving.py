@@ -89,60 +89,51 @@ def snapshot(
     spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
-    looked: list[tuple[str, Tensor, bool]] = []
+    looked: dict[str, Tensor] = {}  # by kind and name
     for kind, named in tensors.items():
         own = {name: piece_of(t) for name, t in named.items() if is_writer(t, rank)}
         # of an uneven cut some ranks hold nothing
         own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
-        for name, p in own.items():
-            with_inf = _may_hold_inf(kind, name, named[name], optimizers)
-            looked.append((f"{kind} {name}", p.local, with_inf))
+        looked |= {f"{kind} {name}": p.local for name, p in own.items()}
         if copy:
             own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
     others = other_buffers(model)
     if rank == 0:  # the one that writes them
-        looked += [(f"model {name}", buffer.detach(), True) for name, buffer in others.items()]
+        looked |= {f"model {name}": buffer.detach() for name, buffer in others.items()}
     on_host = {id(b): _to_host(b.detach()) for b in others.values()}
     buffers = {name: on_host[id(b)] for name, b in others.items()}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(rank, world, files, described, buffers, _not_finite(looked))
+    bad = _not_finite(looked, tensors["model"], optimizers)
+    return Pieces(rank, world, files, described, buffers, bad)
 
 
-def _may_hold_inf(kind: str, name: str, tensor: Tensor, optimizers: list[Optimizer]) -> bool:
-    """Return whether infinities are in their place in a tensor.
-
-    They are in a buffer, as in a mask of attention, and in a state of an optimizer that is none of
-    ours, as in a smallest value so far; not in weights, of which such a state may hold a copy.
-    """
-    if kind == "optimizer":
-        traits = traits_of(optimizers[int(name.partition("/")[0])])
-        return traits is not None and not name.endswith(f"/{TRAINED}")
-    return kind == "model" and not isinstance(tensor, nn.Parameter)
-
-
-def _not_finite(looked: list[tuple[str, Tensor, bool]]) -> list[str]:
+def _not_finite(
+    looked: Mapping[str, Tensor], model: Mapping[str, Tensor], optimizers: list[Optimizer]
+) -> list[str]:
     """Return the names of tensors with values that are not finite, found by norms on the device.
 
-    The host waits for them once. NaN is never finite, infinities are where they may be, and the
-    norm of finite values may overflow.
+    NaN is never in its place. Infinities are in a buffer, as in a mask of attention, and in a state
+    of an optimizer that is none of ours, as in a smallest value so far; not in weights, of which
+    such a state may hold a copy. The norm of finite values may overflow.
     """
-    given = [
-        (n, torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, w) for n, t, w in looked
-    ]
+    real = {
+        k: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for k, t in looked.items()
+    }
     # types of one byte are codes, whose scales are tensors of their own
-    given = [one for one in given if one[1].is_floating_point() and one[1].itemsize > 1]
-    if not given:
-        return []
-    device = given[0][1].device
-    norms = torch.stack([torch.linalg.vector_norm(t).double().to(device) for _, t, _ in given])
-    return [
-        name
-        for norm, (name, t, with_inf) in zip(norms.tolist(), given, strict=True)
-        if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t))
-    ]
+    real = {k: t for k, t in real.items() if t.is_floating_point() and t.itemsize > 1}
+    norms = [torch.linalg.vector_norm(t) for t in real.values()]  # the host waits for all of them
+    found = []
+    for norm, (place, t) in zip(map(float, norms), real.items(), strict=True):
+        kind, _, name = place.partition(" ")
+        with_inf = kind == "model" and not isinstance(model.get(name), nn.Parameter)
+        if kind == "optimizer" and not name.endswith(f"/{TRAINED}"):
+            with_inf = traits_of(optimizers[int(name.partition("/")[0])]) is not None
+        if not math.isfinite(norm) and (t.isnan().any() if with_inf else not all_finite(t)):
+            found.append(place)
+    return found
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:
