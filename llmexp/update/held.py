@@ -81,16 +81,14 @@ def not_updated(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
 
 def check_limited(optimizers: Sequence[Optimizer]) -> None:
     """Raise ConfigError for optimizers whose update has no RMS that `clip=update` could limit."""
-    reasons = {
-        Muon: "",  # beside AdamW, which has the rest
-        torch.optim.AdamW: "",
+    reasons: dict[type, str] = {
         SGD: "sgd's update is as large as its gradients",
         Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
     }
     for optimizer in optimizers:
-        known = [why for kind, why in reasons.items() if isinstance(optimizer, kind)]
-        why = known[0] if known else f"{type(optimizer).__name__} is not torch's AdamW"
-        if why:
+        if not isinstance(optimizer, (Muon, torch.optim.AdamW)):  # AdamW is beside Muon
+            kind = type(optimizer)
+            why = reasons.get(kind, f"{kind.__name__} is not torch's AdamW")
             text = f"is the limit of StableAdamW, for AdamW's update; {why}"
             raise refuse("clip", "update", text, "norm")
 

@@ -335,7 +335,6 @@ def label_of(model: dict[str, Any]) -> str:
     layers = "layer" if model.get("n_layers") == 1 else "layers"
     width, inner = model.get("d_model"), model.get("d_ff")
     sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", width)) if v]
-    # a new width alone leaves the MLP as it was
     if isinstance(width, int) and isinstance(inner, int) and width:
         sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
     return ", ".join([name, *sizes])

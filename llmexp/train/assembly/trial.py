@@ -71,10 +71,9 @@ def try_model(
         if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-    if not unused:
-        return []
     text = f"{len(unused)} of its parameters had no part in the logits of a trial"
-    return [f"model: {dotted}: {text}: {first_of(unused)}; the loss does not train such"]
+    text = f"model: {dotted}: {text}: {first_of(unused)}; the loss does not train such"
+    return [text] if unused else []
 
 
 def try_optimizers(
