@@ -201,26 +201,22 @@ class _Repository(TypedDict, total=False):
     changed: list[str]
 
 
-class _Origins(TypedDict, total=False):
-    repositories: list[_Repository]
-
-
-# The files that hold an object, and what describes its keys, as far as they are looked into.
-OBJECTS = {
-    "run.json": (Layout, Run, _Facts),
-    "status.json": (_Status,),
-    "provenance.json": (_Origins,),
-}
-
-
 def kinds_of(*described: Any) -> dict[str, Any]:
     """Return the kinds of the keys that classes describe."""
     return {key: kind for one in described for key, kind in typing.get_type_hints(one).items()}
 
 
+# The files that hold an object, and the kinds of its keys, as far as they are looked into.
+OBJECTS = {
+    "run.json": kinds_of(Layout, Run, _Facts),
+    "status.json": kinds_of(_Status),
+    "provenance.json": {"repositories": list[_Repository]},
+}
+
+
 def object_in(path: Path) -> dict[str, Any]:
     """Return what a file of OBJECTS holds. Raises ConfigError, also for a key of another kind."""
-    found, kinds = read_json(path), kinds_of(*OBJECTS[path.name])
+    found, kinds = read_json(path), OBJECTS[path.name]
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no object")
     for key in kinds.keys() & found:

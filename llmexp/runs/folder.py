@@ -40,17 +40,17 @@ class RunFolder:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Return run.json: every derived number."""
-        return self._read(rundir.RUN, rundir.read_run, door.object_in)
+        return self._read(rundir.RUN, rundir.read_run)
 
     @cached_property
     def status(self) -> dict[str, Any]:
         """Return status.json: state, times, exit code, error and summary."""
-        return self._read(rundir.STATUS, rundir.read_status, door.object_in)
+        return self._read(rundir.STATUS, rundir.read_status)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values."""
-        return self._read(rundir.CONFIG, rundir.read_config, door.read_yaml)
+        return self._read(rundir.CONFIG, rundir.read_config)
 
     @cached_property
     def flat_config(self) -> dict[str, Any]:
@@ -126,15 +126,14 @@ class RunFolder:
         rows = f"its rows end at {last:,}" if last else "it has no rows"
         return f"says {state} at step {ended:,}, but {rows}"
 
-    def _read(
-        self, name: str, strictly: Callable[[Path], Any], plainly: Callable[[Path], Any]
-    ) -> dict[str, Any]:
+    def _read(self, name: str, strictly: Callable[[Path], Any]) -> dict[str, Any]:
         """Return what is in a file of the folder: as it is read `strictly`, or cleaned."""
         if self.strict:
             return dict(strictly(self.path))
         path = self.path / name
         try:
-            return dict(cleaned(plainly(path)))
+            read = door.read_yaml if name == rundir.CONFIG else door.object_in
+            return dict(cleaned(read(path)))
         except ConfigError as error:
             there = os.path.lexists(path)
             self.problems.append(clean(error)[:300] if there else f"{path}: is missing")
