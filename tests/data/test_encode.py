@@ -4,10 +4,10 @@ not grow with the text."""
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,28 +46,23 @@ def test_no_boundary_changes_the_tokens(bpe: Tokenizer, text: str) -> None:
     whole = bpe.encode_ordinary(text)
     for match in BOUNDARY.finditer(text):
         at = match.start()
-        assert bpe.encode_ordinary(text[:at]) + bpe.encode_ordinary(text[at:]) == whole, (
-            text[:at],
-            text[at:],
-        )
+        cut = text[:at], text[at:]
+        assert [i for part in cut for i in bpe.encode_ordinary(part)] == whole, cut
 
 
 @functools.cache
 def ending_in(bpe: Tokenizer, end: str) -> Tokenizer:
     """The same encoding with another end of text."""
     ranks = bpe._mergeable_ranks
-    given = tiktoken.Encoding(
-        "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
-    )
+    special = {"special_tokens": {end: len(ranks)}}
+    given = tiktoken.Encoding("named", pat_str=bpe._pat_str, mergeable_ranks=ranks, **special)
     return as_tokenizer(given)
 
 
 @settings(max_examples=30)
 @given(some=st.lists(texts, max_size=6), end=st.sampled_from(["<|endoftext|>", "aba"]))
 @example(some=["ab", "aba", "b"], end="aba")  # a name that may overlap with itself
-def test_texts_encoded_at_once_are_each_text_with_its_end(
-    bpe: Tokenizer, some: list[str], end: str
-) -> None:
+def test_texts_encoded_at_once_are_each_text_with_its_end(bpe, some, end):
     named = ending_in(bpe, end)
     ids, stops = named.encode_documents(some, len(some) < 6)
     found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
@@ -85,14 +80,7 @@ def test_pieces_are_the_text(blocks: list[str], size: int) -> None:
 
 
 def test_a_text_without_boundaries_is_one_growing_piece() -> None:
-    asked: list[int] = []
-
-    def blocks() -> Iterator[str]:
-        for i in range(1000):
-            asked.append(i)
-            yield "a" * 10
-
-    assert list(split_text(blocks(), 10)) == ["a" * 10_000]
+    assert list(split_text(iter(["a" * 10] * 1000), 10)) == ["a" * 10_000]
     assert next(split_text(iter(["a" * 50, " b" * 50]), 10)) == "a" * 50 + " b" * 49
 
 
@@ -116,12 +104,7 @@ def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: in
     contents=st.lists(texts.filter(lambda t: "\0" not in t), min_size=1, max_size=4),
     piece=st.integers(1, 50),
 )
-def test_streamed_tokens_equal_whole_documents(
-    bpe: Tokenizer,
-    tmp_path_factory: pytest.TempPathFactory,
-    contents: list[str],
-    piece: int,
-) -> None:
+def test_streamed_tokens_equal_whole_documents(bpe, tmp_path_factory, contents, piece):
     raw = [b"x" + content.encode() for content in contents]  # text by its first bytes
     for tokenizer in (bpe, byte_level()):
         wanted: list[int] = []
@@ -132,12 +115,11 @@ def test_streamed_tokens_equal_whole_documents(
 
 def test_an_encoding_of_ones_own_is_not_cut(tmp_path: Path) -> None:
     """The boundaries are proven for known patterns only: this one joins words across spaces."""
-    given = tiktoken.Encoding(
-        "own", pat_str=r"[a-z ]+", mergeable_ranks={**{bytes([b]): b for b in range(256)},
-        b"a ": 256, b"a b": 257},
-        special_tokens={"<|endoftext|>": 258},
-    )  # fmt: skip
-    own = as_tokenizer(given)
+    ranks = {**{bytes([b]): b for b in range(256)}, b"a ": 256, b"a b": 257}
+    special = {"special_tokens": {"<|endoftext|>": 258}}
+    own = as_tokenizer(
+        tiktoken.Encoding("own", pat_str=r"[a-z ]+", mergeable_ranks=ranks, **special)
+    )
     found = encoded(tmp_path, [b"a b" * 50], own, 7)
     assert found == [*own.encode_ordinary("a b" * 50), 258]
     assert 257 in found
@@ -148,19 +130,16 @@ def test_an_encoding_of_ones_own_is_not_cut(tmp_path: Path) -> None:
     ("document", "offset"),
     [(b"abc\xff", 3), (b"ab\xe5\xad", 2), (b"\x80", 0), ("字".encode() * 5 + b"\xe5a", 15)],
 )
-def test_what_is_not_utf8_is_refused_with_its_place(
-    tmp_path: Path, document: bytes, offset: int, piece: int
-) -> None:
+def test_what_is_not_utf8_is_refused_with_its_place(tmp_path, document, offset, piece):
     with pytest.raises(ValueError, match=rf"0\.txt: not UTF-8 at byte {offset} "):
         encoded(tmp_path, [document], byte_level(), piece)
 
 
 _PROGRAM = """
     import sys
-    sys.path.insert(0, sys.argv[1])
     from llmexp.data.sources import text
     from llmexp.data.tokenizers import byte_level
-    found = text(train_files=sys.argv[3], val_files=None, tokenizer=byte_level(), val_ratio=0.0,
+    found = text(train_files=sys.argv[1], val_files=None, tokenizer=byte_level(), val_ratio=0.0,
                  max_tokens=None, seed=0, cache_dir=sys.argv[2])
     peak = next((l for l in open("/proc/self/status") if l.startswith("VmHWM")), "VmHWM: 0")
     print(len(found.train), peak.split()[1])
@@ -177,9 +156,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     for mib in (1, 64):
         path = tmp_path / f"{mib}.txt"
         path.write_bytes(b"0123456789abcde " * 2**16 * mib)
-        arguments = [str(ROOT), str(tmp_path / "cache"), str(path)]
-        command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), *arguments]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        program, env = textwrap.dedent(_PROGRAM), {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", program, str(path), str(tmp_path / "cache")]
+        out = subprocess.run(command, stdout=-1, text=True, check=True, env=env).stdout
         assert out.split()[0] == str(mib << 20)
         peaks.append(int(out.split()[1]) / 1024)
     assert peaks[0] > 0

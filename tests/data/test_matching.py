@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp.__main__ import run
 from llmexp.data.hub import dataset_identity
 from llmexp.data.matching import match_files
 from llmexp.data.remote import RemoteCache
 from llmexp.settings.values import ConfigError
-from tests.conftest import TINY, llmexp
+from tests.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
@@ -67,18 +68,23 @@ def below(folder: Path, *way: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("tree")
+
+
+def planted(root: Path, tree) -> Path:
+    """Return a new tree."""
+    shutil.rmtree(root)
+    root.mkdir()
+    plant(root, tree)
+    return root
 
 
 @settings(max_examples=80)
 @given(tree=trees(PLAIN + ODD))
 def test_a_folder_stands_for_all_below_it_by_way_of_links_too(root: Path, tree) -> None:
-    shutil.rmtree(root)
-    root.mkdir()
-    plant(root, tree)
     try:
-        wanted = below(root.resolve())
+        wanted = below(planted(root, tree).resolve())
     except Endless:
         with pytest.raises(ConfigError, match=r"is a link to .* it has no end|cannot be read"):
             match_files("data.train_files", str(root), [])
@@ -98,19 +104,15 @@ def test_a_folder_stands_for_all_below_it_by_way_of_links_too(root: Path, tree) 
         assert os.path.isdir(path) or Path(path) in found or said & set(map(str, seen)), path
 
 
+PARTS = st.sampled_from([*PLAIN, "*", "**", "*.txt", "?", "[a-c]*"])
+
+
 @settings(max_examples=80)
-@given(
-    tree=trees(PLAIN),
-    pattern=st.lists(st.sampled_from([*PLAIN, "*", "**", "*.txt", "?", "[a-c]*"]), min_size=1,
-                     max_size=4),
-)  # fmt: skip
+@given(tree=trees(PLAIN), pattern=st.lists(PARTS, min_size=1, max_size=4))
 def test_a_glob_is_the_files_that_the_systems_glob_finds(root: Path, tree, pattern) -> None:
-    shutil.rmtree(root)
-    root.mkdir()
-    plant(root, tree)
     name = os.path.join(root, *pattern)
     try:
-        below(root.resolve())
+        below(planted(root, tree).resolve())
     except Endless:
         return  # the library's glob goes around until the system refuses
     if os.path.isdir(name):
@@ -129,10 +131,7 @@ def test_a_glob_is_the_files_that_the_systems_glob_finds(root: Path, tree, patte
 @given(tree=trees(PLAIN + ODD))
 def test_a_name_that_exists_is_meant_as_it_stands(root: Path, tree) -> None:
     """Also where only its folders exist and a glob follows."""
-    shutil.rmtree(root)
-    root.mkdir()
-    plant(root, tree)
-    for path in list(root.rglob("*")):
+    for path in list(planted(root, tree).rglob("*")):
         if path.is_file():
             assert match_files("k", str(path), []) == [path]
             here = {one for one in path.parent.iterdir() if not one.name.startswith(".")}
@@ -141,9 +140,10 @@ def test_a_name_that_exists_is_meant_as_it_stands(root: Path, tree) -> None:
                 assert {os.path.realpath(one) for one in found} == set(map(os.path.realpath, here))
 
 
-def test_what_a_folder_stands_for_at_the_command_line(tmp_path: Path) -> None:
+def test_what_a_folder_stands_for_at_the_command_line(tmp_path, monkeypatch, capsys):
     """A snapshot of a repository of data, whose files are links to another disk, and one split."""
-    cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
     for number in range(8):
         path = tmp_path / f"disk/{number}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -157,25 +157,16 @@ def test_what_a_folder_stands_for_at_the_command_line(tmp_path: Path) -> None:
         (tmp_path / "snap" / name).write_text("about the data")
 
     def prepared(*overrides: str, code: int = 0) -> str:
-        ended = llmexp("prepare", *TINY, *overrides, cwd=tmp_path, **cache)
-        assert ended.code == code, ended.err
-        return ended.out + ended.err
+        assert run(["prepare", *TINY, *overrides]) == code
+        return "".join(capsys.readouterr())
 
-    for data in (
-        ["data=text", "data.train_files=snap"],
-        ["data=corpus", "data.sources.x.files=snap"],
-    ):
-        out = prepared(*data)
+    for data in ("data=text data.train_files=snap", "data=corpus data.sources.x.files=snap"):
+        out = prepared(*data.split())
         for name in ("README.md", "LICENSE", ".gitattributes", "data/_SUCCESS", "data/once more"):
             assert f"snap/{name}" in out, out
     assert "8 documents" in prepared("data=text", "data.train_files=snap")
     assert "11 documents" in prepared("data=text", "data.train_files=[snap,'snap/*','snap/**']")
 
-    os.symlink(tmp_path / "snap", tmp_path / "disk/home")
-    for pattern in ("snap", "snap/**/*.txt"):
-        refused = prepared("data=text", f"data.train_files='{pattern}'", code=2)
-        assert "more/home is a link to" in refused
-    os.unlink(tmp_path / "disk/home")
     os.rename(tmp_path / "snap/data/0.txt", tmp_path / "snap/data/test-0.txt")
     refused = prepared("data=text", "data.train_files=snap", code=2)
     assert "train (snap/data/1.txt)" in refused
@@ -211,9 +202,7 @@ def test_a_folder_stands_for_one_split(root: Path, names: set[str]) -> None:
     assert {str(path.relative_to(root)) for path in match_files("k", every, [])} == names
 
 
-def test_a_folder_that_cannot_be_read_is_no_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "b.txt").write_text("b")
     listdir = os.listdir

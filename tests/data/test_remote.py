@@ -45,7 +45,7 @@ class Server:
 
     def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
         self.requests += 1
-        body, code = self.content, 200
+        body, code, place = self.content, 200, None
         found = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
         if found and self.ranges:
             code = 206
@@ -53,13 +53,11 @@ class Server:
             place = f"bytes {found[1]}-{last}/{len(body)}"
             body = body[int(found[1]) : last + 1]
         request.send_response(code)
-        request.send_header("Content-Length", str(len(body)))
-        if self.mark is not None:
-            request.send_header("ETag", self.mark)
-        if self.ranges:
-            request.send_header("Accept-Ranges", "bytes")
-        if code == 206:
-            request.send_header("Content-Range", place)
+        headers = {"Content-Length": len(body), "ETag": self.mark, "Content-Range": place}
+        headers["Accept-Ranges"] = "bytes" if self.ranges else None
+        for name, value in headers.items():
+            if value is not None:
+                request.send_header(name, str(value))
         request.end_headers()
         if not with_body:
             return
@@ -159,6 +157,7 @@ def test_a_large_file_of_a_web_server(tmp_path, ranges):
 
 
 def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
+    """And another source needs no answer of the first."""
     monkeypatch.setattr(remote, "ANSWER_S", 2.0)
     with serving(plain(tmp_path)) as (_, address):
         first = corpus_of(tmp_path, address)
@@ -168,11 +167,6 @@ def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
     assert re.search(r"not asked now: .*cannot be read", checked.description)
     with pytest.raises(ValueError, match=r"data\.sources\.web\.files=http.*cannot be read"):
         corpus_of(tmp_path, address, cache_dir=f"{tmp_path}/other")
-
-
-def test_another_source_needs_no_answer_of_the_first(tmp_path):
-    with serving(plain(tmp_path)) as (_, address):
-        corpus_of(tmp_path, address)
     both = {"web": {"files": address}, "val": {"files": f"{tmp_path}/other.jsonl"}}
     json_lines(tmp_path / "other.jsonl", texts_of("other", 20))
     assert set(made(tmp_path, sources=both).mixed.tokens) == {"web", "val"}
@@ -240,15 +234,15 @@ def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, mon
 
     library = SimpleNamespace(HfApi=Api, load_dataset=load_dataset)
     monkeypatch.setattr(hub, "need_package", lambda *arguments: library)
-    json_lines(tmp_path / "val.jsonl", texts_of("val", 10))
     sources = {"web": {"hf": "someone/corpus"}}
-    first = made(tmp_path, sources=sources)
+    first = made(tmp_path, sources=sources, val={})
     assert read == [("someone/corpus", commits[0], "train", True)]
     assert f"someone/corpus at {commits[0][:12]}" in first.description
     commits.pop(0)
-    assert all_ids(made(tmp_path, sources=sources).train) == all_ids(first.train)
+    assert all_ids(made(tmp_path, sources=sources, val={}).train) == all_ids(first.train)
     assert len(read) == 1
-    assert all_ids(made(tmp_path, sources=sources, ask_again=True).train) != all_ids(first.train)
+    asked = made(tmp_path, sources=sources, val={}, ask_again=True)
+    assert all_ids(asked.train) != all_ids(first.train)
     assert read[1][1] == commits[0]
 
 
@@ -266,11 +260,11 @@ def test_the_proof_of_data_asks_a_server_and_remembers_nothing(tmp_path, monkeyp
     monkeypatch.setenv("LLMEXP_CACHE_DIR", f"{tmp_path}/cache")
     with serving(plain(tmp_path)) as (server, address):
         data = ["data=corpus", f"data.sources.web.files={address}"]
-        proof = ["verify", "data", *TINY, *data, "hydra.run.dir"]
-        assert command([*proof[:-1], f"{proof[-1]}={tmp_path}/one"]) == 0
+        proof = ["verify", "data", *TINY, *data]
+        assert command([*proof, f"hydra.run.dir={tmp_path}/one"]) == 0
         server.content, server.mark = server.content.replace(b"web", b"bew"), "two"
         kept = {path: path.read_bytes() for path in (tmp_path / "cache/notes").iterdir()}
-        assert command([*proof[:-1], f"{proof[-1]}={tmp_path}/two"]) == 1
+        assert command([*proof, f"hydra.run.dir={tmp_path}/two"]) == 1
         record = json.loads((tmp_path / "two/verify.json").read_text())
         (failed,) = [check["what"] for check in record["checks"] if check["passed"] is False]
         assert failed == "data.sources.web.files was prepared from what is there now"

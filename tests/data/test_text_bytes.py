@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 
 from llmexp.__main__ import run as command
-from llmexp.data.corpus import corpus
 from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.sources import text as text_files
+from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizer_files import from_file
 from llmexp.data.tokenizers import Tokenizer
 from tests.conftest import train
+
+from .common import json_lines
+from .common import made as made_of
 
 library = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -89,19 +92,13 @@ def made(request, tmp_path_factory) -> tuple[Path, Tokenizer]:
     return path, from_file(str(path), None, None)
 
 
-def knobs(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "sources": {"web": {"files": f"{folder}/web.jsonl"}}, "stages": [], "val_main": None,
-        "val": {"far": {"files": f"{folder}/far.jsonl"}}, "max_epochs": None,
-        "on_bad_record": "refuse", "cache_dir": f"{folder}/cache", "tokenizer": tokenizer,
-        "sequence_length": 7,
-    }  # fmt: skip
-
-
-def write(folder: Path) -> None:
-    for name, texts in (("web", TEXTS * 3), ("far", TEXTS)):
-        lines = "".join(json.dumps({"text": f"{name} {t}"}) + "\n" for t in texts)
-        (folder / f"{name}.jsonl").write_text(lines)
+def held_out(folder: Path, tokenizer: Tokenizer) -> TokenStream:
+    """Write documents, and return the stream of those that are held out."""
+    json_lines(folder / "web.jsonl", [f"web {text}" for text in TEXTS * 3])
+    json_lines(folder / "val.jsonl", [f"val {text}" for text in TEXTS])
+    found = made_of(folder, tokenizer=tokenizer, sequence_length=7).val
+    assert found is not None
+    return found
 
 
 def by_document(found: TextBytes, stream, end: int | None) -> list[float]:
@@ -114,10 +111,9 @@ def by_document(found: TextBytes, stream, end: int | None) -> list[float]:
 
 def test_the_bytes_of_each_document(made, tmp_path):
     _, tokenizer = made
-    write(tmp_path)
-    stream = corpus(**knobs(tmp_path, tokenizer)).val
+    stream = held_out(tmp_path, tokenizer)
     found, end = TextBytes(tokenizer, True, None), tokenizer.eot_token
-    wanted = [len(f"far {text}".encode()) for text in TEXTS]
+    wanted = [len(f"val {text}".encode()) for text in TEXTS]
     assert by_document(found, stream, end) == pytest.approx([*wanted, 0], rel=1e-12)
     assert not sum(by_document(TextBytes(tokenizer, False, None), stream, end))
     # A stream in windows: each target counts once, and what is no target does not.
@@ -159,19 +155,18 @@ def test_the_bytes_of_text_files(made, tmp_path, most):
 @pytest.mark.parametrize("made", ["unigram", "llama"], indirect=True)
 def test_rows_and_evaluate_have_bits_per_byte(made, tmp_path, monkeypatch, capsys):
     path, tokenizer = made
-    write(tmp_path)
+    stream = held_out(tmp_path, tokenizer)
     train(
         tmp_path, "run", "data=corpus", "data.sources.web.files=web.jsonl", "tokenizer=file",
-        f"tokenizer.path={path}", "data.val.far.files=far.jsonl", "data.cache_dir=cache",
+        f"tokenizer.path={path}", "data.val.far.files=val.jsonl", "data.cache_dir=cache",
         "train.max_steps=2", "train.ema=0.5", "train.eval_tokens=null", "batch.sequence_length=1",
         "batch.document_mask=false",
     )  # fmt: skip
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    stream = corpus(**knobs(tmp_path, tokenizer)).val
     # Sequences of one target: every id but the first is one.
     ids = stream.read(0, len(stream))
     first = TextBytes(tokenizer, True, None).at(stream, np.array([-1]), ids[None])[0, 0]
-    whole = sum(len(f"far {text}".encode()) for text in TEXTS) - first
+    whole = sum(len(f"val {text}".encode()) for text in TEXTS) - first
     for key in ("val", "val/far", "val/ema"):
         wanted = row[f"{key}/loss"] * (len(stream) - 1) / math.log(2) / whole
         assert row[f"{key}/bits_per_byte"] == pytest.approx(wanted, rel=1e-6)
@@ -183,4 +178,4 @@ def test_rows_and_evaluate_have_bits_per_byte(made, tmp_path, monkeypatch, capsy
         one["loss"] * one["tokens"] / math.log(2) / one["bits_per_byte"]
         for one in found["documents"]
     ]
-    assert sizes[1:] == pytest.approx([len(f"far {text}".encode()) for text in TEXTS[1:]])
+    assert sizes[1:] == pytest.approx([len(f"val {text}".encode()) for text in TEXTS[1:]])

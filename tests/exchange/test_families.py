@@ -30,12 +30,8 @@ SIZES = {
     "vocab_size": 61, "max_position_embeddings": 32, "n_layers": 2, "n_heads": 6, "d_model": 48,
     "d_ff": 80,
 }  # fmt: skip
-SCALING = {
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING["original_max_position_embeddings"] = 16
 # Multipliers 1/4 and 8 / sqrt(16): powers of two, so that weights come back as they were.
 MUP = {"parametrization": "mup", "base_width": 12}
 GROUPED: dict[str, Any] = SIZES | {"n_kv_heads": 2, "rope_theta": 100.0, "norm_eps": 1e-4}
@@ -48,10 +44,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "llama": (Llama, GROUPED),
     "llama, one group": (Llama, GROUPED | {"n_kv_heads": 1}),
     "llama, no groups": (Llama, GROUPED | {"n_kv_heads": 6}),
-    "llama, scaled, head of its own": (
-        Llama,
-        GROUPED | {"rope_scaling": SCALING, "tied_head": False},
-    ),
+    "llama, scaled, head": (Llama, GROUPED | {"rope_scaling": SCALING, "tied_head": False}),
     "llama, biases": (Llama, GROUPED | {"biases": "all", "head_dim": 10}),
     "qwen2": (Llama, GROUPED | {"biases": "qkv"}),
     "qwen3": (Llama, GROUPED | {"qk_norm": "head", "head_dim": 12}),

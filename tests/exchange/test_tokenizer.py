@@ -68,11 +68,8 @@ def test_ids_are_the_same(kind: str, tmp_path: Path) -> None:
 def test_ids_of_sentencepiece_are_the_same(kind: str, rule: str, tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     pytest.importorskip("google.protobuf")
-    texts = [
-        "the cat sat on the mat, 12345",
-        "caf\u00e9 \u4f60\u597d \ufb01ne aaaa",
-        *WORDS[:2],
-    ] * 9
+    texts = ["the cat sat on the mat, 12345", "caf\u00e9 \u4f60\u597d \ufb01ne aaaa"]
+    texts = [*texts, *WORDS[:2]] * 9
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts * 9), model_prefix=str(tmp_path / "own"), model_type=kind,
         vocab_size=330 if rule == "identity" else 70, byte_fallback=rule == "identity",
@@ -170,19 +167,12 @@ def test_qwen2_itself_needs_no_note_for_transformers() -> None:
 
 def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
     content = json.loads(tokenizer_files(byte_level(), 64)["tokenizer.json"])
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {
-            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
-        },
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    before = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    before = library.Tokenizer.from_str(json.dumps(content))
+    end = [("<|endoftext|>", 256)]
+    before.post_processor = library.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=end
+    )
+    before.save(str(tmp_path / "tokenizer.json"))
     assert before.encode("a").ids == [256, 97]
     tokenizer = from_file(str(tmp_path), None, None)
     assert there(tokenizer).encode("a").ids == tokenizer.encode_ordinary("a") == [97]
@@ -191,10 +181,8 @@ def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
 def test_ids_that_stand_for_nothing_move_no_other() -> None:
     ranks = {bytes([b]): b for b in range(256)} | {b"he": 258}
     special = {"<|a|>": 260, "<|endoftext|>": 263}
-    given = tiktoken.Encoding(
-        "holes", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
-    )
-    tokenizer = as_tokenizer(given)
+    more = {"mergeable_ranks": ranks, "special_tokens": special}
+    tokenizer = as_tokenizer(tiktoken.Encoding("holes", pat_str=r"[\s\S]+", **more))
     other = there(tokenizer)
     assert {name: other.token_to_id(name) for name in special} == special
     for text in ("he unused 257 <|a|>", "unused 257", "<|a|>"):
