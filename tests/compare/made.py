@@ -26,23 +26,18 @@ COLUMNS = (
 def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     step = np.arange(1.0, n + 1) * 10
-    columns = {
-        "step": step,
-        "tokens_seen": step * batch * 128,
-        "step_time": 0.05 + 0.02 * rng.random(n),
-    }
-    columns["train/loss"] = level + 3 / (1 + step / 200) + 0.05 * rng.standard_normal(n)
     evaluated = (np.arange(n) % 10 == 9) | (np.arange(n) == n - 1)
-    columns["val/loss"] = np.where(evaluated, level + 0.03 + 3 / (1 + step / 200), np.nan)
-    columns["grad_norm"] = np.exp(0.3 * rng.standard_normal(n)) * (1 + 30 / step)
-    columns["lr"] = 1e-3 * np.minimum(step / 100, 1)
-    columns["tokens_per_sec"] = batch * 128 / columns["step_time"]
-    columns["noise_scale"] = np.where(np.arange(n) >= 5, 20 + step / 20 + rng.random(n), np.nan)
-    columns["noise_scale_low"], columns["noise_scale_high"] = (
-        columns["noise_scale"] * 0.7,
-        columns["noise_scale"] * 1.4,
-    )
-    return columns
+    seconds = 0.05 + 0.02 * rng.random(n)
+    train = level + 3 / (1 + step / 200) + 0.05 * rng.standard_normal(n)
+    norm = np.exp(0.3 * rng.standard_normal(n)) * (1 + 30 / step)
+    noise = np.where(np.arange(n) >= 5, 20 + step / 20 + rng.random(n), np.nan)
+    return {
+        "step": step, "tokens_seen": step * batch * 128, "step_time": seconds, "train/loss": train,
+        "val/loss": np.where(evaluated, level + 0.03 + 3 / (1 + step / 200), np.nan),
+        "grad_norm": norm, "lr": 1e-3 * np.minimum(step / 100, 1),
+        "tokens_per_sec": batch * 128 / seconds, "noise_scale": noise,
+        "noise_scale_low": noise * 0.7, "noise_scale_high": noise * 1.4,
+    }  # fmt: skip
 
 
 def steps_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -86,68 +81,47 @@ def record(
         {"limit": c, "share": min(1.0, 1 / (1 + c * c)), "coefficient": c / (1 + c)}
         for c in (0.25, 0.5, 1, 2, 4)
     ]
+    near = f"real_batch_size={batch} is near the noise scale (31 to 66 sequences)."
     status = {
         "state": state, "host": "node-1", "summary": {},
         "clip": {"steps": n * 10, "share": 1 / (1 + limit), "table": table,
                  "quantiles": {"50": 1.1, "90": 2.7, "99": 9.25}},
         "noise": {"noise_scale": 45.2, "low": 31.0, "high": 66.0, "measurements": n,
-                  "verdict": f"real_batch_size={batch} is near the noise scale (31 to 66 "
-                             "sequences)."},
+                  "verdict": near},
     }  # fmt: skip
     facts = {
         "device": "cuda", "device_name": "NVIDIA H200", "world_size": 1, "parallelism": "single",
-        "precision": "bf16",
-        "commit": "4f1e9a0" if seed % 5 else "99be2c1", "real_batch_size": batch,
-        "versions": {"python": "3.11.7", "torch": "2.13.0"}, "overrides": [f"{k}={v}" for k,
-        v in values.items()],
+        "precision": "bf16", "commit": "4f1e9a0" if seed % 5 else "99be2c1",
+        "real_batch_size": batch, "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "overrides": [f"{k}={v}" for k, v in values.items()],
     }  # fmt: skip
-    config = {
-        "batch.micro_batch_size": 8,
-        "optimizer.lr": 1e-3,
-        "clip.kind": "norm",
-        "clip.max_norm": 1.0,
-    } | values
+    config = {"batch.micro_batch_size": 8, "optimizer.lr": 1e-3, "clip.kind": "norm",
+              "clip.max_norm": 1.0} | values  # fmt: skip
     return Record(
-        Path("/runs") / str(seed),
-        name,
-        Path("/runs/accumulation_x_clip"),
-        state,
-        config,
-        facts,
-        status,
-        columns,
-        steps=steps_of(columns),
-    )
+        Path("/runs") / str(seed), name, Path("/runs/accumulation_x_clip"), state, config, facts,
+        status, columns, steps=steps_of(columns),
+    )  # fmt: skip
 
 
 def entry(
     number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, state: str = "finished"
 ) -> Setting:
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()) or "a run"
-    level = 3.0 + 0.0173 * number
-    runs = tuple(
-        record(
-            name if seeds == 1 else f"{name},seed={s}",
-            values,
-            level + 0.004 * s,
-            n,
-            11 * number + s,
-            state,
-        )
-        for s in range(seeds)
-    )
+    level, runs = 3.0 + 0.0173 * number, []
+    for s in range(seeds):
+        own = name if seeds == 1 else f"{name},seed={s}"
+        runs.append(record(own, values, level + 0.004 * s, n, 11 * number + s, state))
     final = level + 0.03 + 3 / (1 + n / 20)
     figures = {
         "final val/loss": final, "best val/loss": final - 0.001,
         "tokens_seen": float(runs[0].columns["tokens_seen"][-1]),
         "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number,
-        "clipped_share": 0.31,
-        "peak_memory_gib": 11.25 + 0.5 * (number % 4),
+        "clipped_share": 0.31, "peak_memory_gib": 11.25 + 0.5 * (number % 4),
     }  # fmt: skip
     if state == "failed":
         figures = {"tokens_seen": figures["tokens_seen"]}
     intervals = {"final val/loss": (final - 0.006, final + 0.006)} if seeds > 1 else {}
-    return Setting(name, runs, values, figures, intervals, state)
+    return Setting(name, tuple(runs), values, figures, intervals, state)
 
 
 def comparison(entries: list[Setting], **more: Any) -> Result:
@@ -162,8 +136,7 @@ def comparison(entries: list[Setting], **more: Any) -> Result:
     )
     fields: dict[str, Any] = dict(
         settings=tuple(entries), differing=differing, columns=columns, metric=COLUMNS[0],
-        align="tokens",
-        align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
+        align="tokens", align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
     )  # fmt: skip
     judged = [e for e in entries if e.state == "finished" and "final val/loss" in e.figures]
     marks = {e: 0.0173 * i for i, e in enumerate(judged) if len(judged) > 1}

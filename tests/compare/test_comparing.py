@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.compare.synthetic import (
     write_rows,
     write_steps,
 )
+from tests.tools import printed
 
 HERE = Path(__file__).parent
 CASES = {case["case"]: case for case in yaml.safe_load((HERE / "cases.yaml").read_text())}
@@ -66,6 +68,7 @@ def test_what_is_reported_of(words, name, options):
     folder = make_case(Path("runs"), case["runs"], case.get("swept", ()))
     answer = llmexp.compare(folder, **given_to(options))
     assert list(marks(answer).items()) == list(case["marks"].items())
+    assert printed("compare", json.dumps(answer.data)) == answer.data
     if "at" in case:
         assert answer.data["align_at"] == pytest.approx(case["at"])
     if "differing" in case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from llmexp.compare.next_step import NEXT_RULES, compared
 from llmexp.compare.screening import design
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.runs.ledger import read_ledger
-from tests.compare.synthetic import make_run, make_sweep
+from tests.compare.synthetic import make_case, make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
 from tests.tools import amend, printed, run_here
@@ -88,12 +87,20 @@ def fail(path: Path) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
 def test_what_is_proposed(tmp_path, monkeypatch, words, row):
     monkeypatch.chdir(tmp_path)
-    given = {k: row[k] for k in ("losses", "seeds", "wobble", "key", "sweep", "fixed") if k in row}
-    path = planted(Path("SWEEP"), **given)
+    path = Path("SWEEP")
+    if "runs" in row:
+        runs = []
+        for one in row["runs"]:
+            more = told(*one["overrides"]) if "overrides" in one else {}
+            runs.append({k: v for k, v in one.items() if k != "overrides"} | more)
+        make_case(path, runs, row.get("swept", ()))
+    else:
+        names = ("losses", "seeds", "wobble", "key", "sweep", "fixed")
+        planted(path, **{key: row[key] for key in names if key in row})
     if "looks" in row:
         decided(path, row["looks"])
-    if "grid" in row:
-        amend(path / "sweep.json", grid=row["grid"])
+    if "ledger" in row:
+        amend(path / "sweep.json", **row["ledger"])
     if "failed" in row:
         fail(path)
     step = step_of(path)
@@ -102,10 +109,11 @@ def test_what_is_proposed(tmp_path, monkeypatch, words, row):
         assert step.words[-1] == row["last"]
     else:
         assert list(step.words) == row.get("words", [])
-    assert step.runs == row.get("runs", 0)
-    assert step.tokens == step.runs * 400 * 8 * 128
-    # 10 s until a process trains, where nothing was measured
-    assert (step.hours or 0) == pytest.approx(step.runs * (400 * 0.5 + 10) / 3600)
+    if "losses" in row:  # runs of 400 steps
+        assert step.runs == row.get("cost", 0)
+        assert step.tokens == step.runs * 400 * 8 * 128
+        # 10 s until a process trains, where nothing was measured
+        assert (step.hours or 0) == pytest.approx(step.runs * (400 * 0.5 + 10) / 3600)
     words("compare/next", step.why, row["case"])
 
 
@@ -121,29 +129,6 @@ def test_what_runs_take_beside_their_steps_counts_and_is_said(tmp_path):
     assert step_of(planted(tmp_path / "t", losses, status=again, **more)).beside_s == 10
 
 
-def test_a_grid_whose_settings_computed_the_same_gets_no_seeds(tmp_path):
-    points = {
-        f"c{limit}": dict(max_norm=limit, wobble=0.0, **told(f"clip.max_norm={limit}"))
-        for limit in (1.0, 2.0)
-    }
-    step = step_of(make_sweep(tmp_path / "s", points, ["clip.max_norm"]))
-    assert (step.rule, step.words) == ("nothing", ())
-    assert step.why.startswith("clip=1.0 and clip=2.0 computed the same")
-
-
-def test_of_each_step_more_micro_batches_may_be_proposed_than_there_are_steps(tmp_path):
-    points, key = {}, "batch.gradient_accumulation_steps"
-    for count, loss in ((8, 0.9), (16, 0.5), (32, 0.0)):
-        for seed in (1, 2, 3):
-            given = told("train.max_tokens=524288", f"{key}={count}", f"train.seed={seed}")
-            points[f"{count}-{seed}"] = dict(
-                offset=loss + NOISE[seed] - 3 * math.exp(-512 / count / 80), seed=seed,
-                steps=512 // count, accumulation=count, val_every=512 // count, **given,
-            )  # fmt: skip
-    step = step_of(make_sweep(tmp_path / "s", points, [key, "train.seed"]))
-    assert (step.rule, step.words[2]) == ("wider", f"{key}=64")  # of runs of 16 steps
-
-
 def test_what_is_left_or_failed_once_goes_first(tmp_path):
     path = planted(tmp_path / "s", {1e-3: 0.9, 3e-3: 0.5, 1e-2: 0.0})
     status = next(path.glob("0-*")) / "status.json"
@@ -154,11 +139,6 @@ def test_what_is_left_or_failed_once_goes_first(tmp_path):
     assert step_of(path).rule != "rest"
     amend(status, state="preempted")
     assert step_of(path).words == ("resume", str(path))
-    alone = make_run(tmp_path / "alone", state="preempted")
-    assert step_of(alone).words == ("resume", str(alone))
-    other = make_run(tmp_path / "other", state="preempted", seed=2)
-    assert step_of(alone, other).words == ("resume", str(alone))
-    assert step_of(alone, other).why.endswith("Of 2 such runs this is the first.")
 
 
 def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
@@ -181,34 +161,6 @@ def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
     ]  # fmt: skip
     assert "optimizer.beta2=0.1" in step.words
     assert "the 3 largest effects are asked for" in step.why
-
-
-def test_unequal_budgets_are_made_equal(tmp_path):
-    for steps, lr in ((400, 1e-3), (200, 3e-3)):
-        facts = {"overrides": [f"train.max_steps={steps}", "model=gpt_tiny", f"optimizer.lr={lr}"]}
-        make_run(tmp_path / str(steps), steps=steps, optimizer__lr=lr, facts=facts)
-    step = step_of(tmp_path)
-    assert step.rule == "budget"
-    grid = ("model=gpt_tiny", "tracker=none", "optimizer.lr=0.003,0.001", "train.seed=1")
-    assert step.words == ("train", "-m", *grid, f"train.max_tokens={200 * 8 * 128}")
-
-
-def test_a_sweep_anew_finds_the_same_options_and_hosts(tmp_path):
-    points = {str(micro): dict(micro=micro, **told("model=mine", f"batch.micro_batch_size={micro}"))
-              for micro in (4, 8)}  # fmt: skip
-    path = make_sweep(tmp_path / "s", points, ["batch.micro_batch_size"])
-    place = ["--config-dir", "my conf", "hydra/launcher=slurm", "hydra.launcher.partition=gpu"]
-    amend(path / "sweep.json", arguments=["-m", *place, "model=mine", "batch.micro_batch_size=4,8"])
-    step = step_of(path)
-    assert (step.rule, step.words[:7]) == ("budget", ("train", "-m", *place, "model=mine"))
-
-
-def test_runs_that_do_not_say_how_they_were_made_get_no_command(tmp_path):
-    for seed in (1, 2):
-        make_run(tmp_path / f"{seed}", seed=seed)
-    step = step_of(tmp_path)
-    assert (step.rule, step.words) == ("nothing", ())
-    assert step.why.startswith("no single command makes runs like these. seeds 1 and 2: ")
 
 
 def test_the_command_prints_what_python_returns(tmp_path, capfd, monkeypatch):

@@ -20,7 +20,7 @@ from tests.compare.synthetic import (
     val_loss,
     write_rows,
 )
-from tests.tools import amend, printed, run_here
+from tests.tools import amend
 
 TOKENS = 8 * 128  # a step
 
@@ -61,6 +61,8 @@ def test_the_figure_over_a_key_counts_the_settings_that_it_leaves_out(tmp_path):
         assert sum(len(trace.x) for trace in plot.figure.data) == 4 - int(left_out[0])
     (plot,) = over_keys(compare([folder]))
     assert "Left out" not in plot.caption
+    with pytest.raises(ConfigError, match=r"3\.28: a figure of the rows"):
+        compare([folder], target=3.28)
 
 
 def test_what_looks_and_a_search_chose_by_another_figure_is_not_told_of_a_target(tmp_path):
@@ -96,18 +98,6 @@ def test_a_fork_has_reached_what_its_parents_have(tmp_path):
                    for name in ("fork", "whole"))  # fmt: skip
     for key in ("target/tokens", "target/steps", "target/time", "target/after"):
         assert fork[key] == pytest.approx(whole[key])
-
-
-def test_the_command_prints_what_the_schema_says(tmp_path, capfd):
-    folder = make_case(tmp_path / "s", [{"optimizer.lr": {0.1: 0.0, 0.2: 0.3}, "val_every": 20}])
-    page, asked = tmp_path / "page.html", ["compare", str(folder), "--target", "val/loss=3.2"]
-    found = printed("compare", run_here(capfd, *asked, "--json", "--out", str(page)).out)
-    assert found["target"] == {"key": "val/loss", "value": 3.2}
-    assert found == llmexp.compare(folder, target="val/loss=3.2").data
-    assert llmexp.compare(folder).data["target"] is None
-    assert "tokens to target" in page.read_text()
-    with pytest.raises(ConfigError, match=r"3\.28: a figure of the rows"):
-        compare([folder], target=3.28)
 
 
 def test_a_trained_sweep_reaches_a_target_where_its_rows_say(runs):
