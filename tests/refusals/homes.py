@@ -15,6 +15,8 @@ from llmexp.data.train_tokenizer import train_bpe
 from tests.data.common import json_lines, llm_c, megatron, texts_of
 from tests.runs import Runs
 
+FOUR_STEPS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]
+
 
 def empty(work: Path, runs: Runs) -> None:
     """Nothing lies there."""
@@ -43,8 +45,7 @@ def files(work: Path, runs: Runs) -> None:
 
 def run(work: Path, runs: Runs) -> None:
     """A finished run of four steps in the folder `run`."""
-    more = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]
-    runs.copy(work / "run", *more)
+    runs.copy(work / "run", *FOUR_STEPS)
 
 
 def exported(work: Path, runs: Runs) -> None:
@@ -152,3 +153,8 @@ def compared(work: Path, runs: Runs) -> None:
     for i in (1, 2):
         make_run(work / "sweep" / str(i), max_norm=float(i), steps=20, val_every=10)
     (work / "empty").mkdir()
+
+
+def cut_run(work: Path, runs: Runs) -> None:
+    """The same, killed after step 2."""
+    runs.copy(work / "run", *FOUR_STEPS, step=2)

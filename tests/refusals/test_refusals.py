@@ -21,6 +21,7 @@ import yaml
 
 from llmexp.__main__ import run
 from tests import suggestions
+from tests.conftest import ROOT
 from tests.refusals import homes
 from tests.runs import Runs
 from tests.tiny import TINY
@@ -125,5 +126,5 @@ def test_it_is_refused(
     assert row["key"] in err
     assert re.search(r"^(llmexp|refused|usage): ", err, re.MULTILINE), err
     suggestions.check(err)
-    words.places = {work: "WORK", tmp_path: "HOME"}
+    words.places = {work: "WORK", tmp_path: "HOME", ROOT: "ROOT"}
     words(f"refusals/{name}", err, heading(row))

@@ -1,11 +1,12 @@
-"""What a model of the user's keeps beside its parameters: modes, buffers of any type, random
-numbers; and parameters and blocks that only some ranks use."""
+"""What a model of the user's keeps beside its parameters (modes, buffers of any type, random
+numbers): the same whoever looks, in resumed runs and forks, and where ranks differ in it."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from llmexp import mesh
+from llmexp.checkpoint import loading, saving
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.loss import looking
 from llmexp.train.assembly.assemble import assemble
@@ -23,167 +25,61 @@ from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
 from llmexp.update.precision import settings_kept
-from tests.conftest import llmexp
+from tests.conftest import Result, llmexp
 from tests.tools import cut_after, exact
+from tests.train.resumed import goes_on
 
-CODE = '''
-import os
-import random
-
-import numpy as np
-import torch
-from torch import nn
-
-
-class Base(nn.Module):
-    def __init__(self, vocab_size, width):
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
-
-
-class Restless(Base):
-    """Whatever a model may keep beside its parameters, so that each bit of it is in the loss.
-
-    With `looked` its state also moves, and it also draws random numbers, where it is evaluated.
-    """
-
-    def __init__(self, vocab_size, width, looked):
-        super().__init__(vocab_size, width)
-        self.looked = looked
-        self.drop, self.off, self.norm = nn.Dropout(0.2), nn.Dropout(0.9), nn.BatchNorm1d(width)
-        self.still = nn.BatchNorm1d(width)
-        self.off.eval()
-        self.scale = nn.Parameter(torch.tensor([np.random.rand() + random.random()]))
-        for name, start, kept in (
-            ("count", torch.zeros((), dtype=torch.int64), True),
-            ("flag", torch.zeros(3, dtype=torch.bool), True),
-            ("turn", torch.ones(2, dtype=torch.complex64), True),
-            ("wide", torch.ones(1, dtype=torch.complex128), True),
-            ("mean", torch.zeros(width), False),
-            ("short", torch.zeros(5, dtype=torch.uint16), False),
-            ("cache", None, False),
-        ):
-            self.register_buffer(name, start, persistent=kept)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.still.eval()
-        return self
-
-    @torch.no_grad()
-    def move(self, tokens, h):
-        self.count += tokens.sum()
-        self.flag = ~self.flag  # another tensor in its place
-        self.turn *= torch.polar(torch.tensor(1.0), tokens.float().mean()).to(self.turn.dtype)
-        self.wide = self.wide * 1j
-        self.mean.lerp_(h.mean((0, 1)).to(self.mean.dtype), 0.5)
-        self.short = (self.short.int() + 1).to(torch.uint16)
-        self.cache = tokens.new_ones(tokens.shape[1])
-
-    def forward(self, tokens):
-        h = self.off(self.drop(self.embed(tokens)))
-        h = self.still(self.norm(h.mT)).mT
-        if self.training or self.looked:
-            self.move(tokens, h)
-        kept = self.count % 97 + self.flag.sum() + self.turn.imag.sum() + self.wide.imag.sum()
-        h = h + self.mean + (kept + self.short.int().sum()) / 50
-        if self.looked:
-            h = h + torch.rand(()) / 9 + np.random.rand() / 9 + random.random() / 9
-        return self.head(h * self.scale)
-
-
-class Experts(nn.Module):
-    """A sequence goes to one of three experts by its first token, and to none of the fourth."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, h, tokens):
-        new = torch.zeros_like(h)
-        for number, expert in enumerate(self.experts):
-            part = tokens[:, 0] % 3 == number
-            if part.any():
-                new = new.masked_scatter(part[:, None, None], expert(h[part]))
-        return h + new.tanh()
-
-
-class Mixture(Base):
-    def __init__(self, vocab_size, width):
-        super().__init__(vocab_size, width)
-        self.blocks = nn.ModuleList(Experts(width) for _ in range(2))
-
-    def forward(self, tokens):
-        h = self.embed(tokens)
-        for block in self.blocks:
-            h = block(h, tokens)
-        return self.head(h)
-
-
-class Dropped(Base):
-    """One of two ranks drops a block, from a pass on."""
-
-    def __init__(self, vocab_size, width, since):
-        super().__init__(vocab_size, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.since, self.passes = since, 0
-
-    def forward(self, tokens):
-        h = self.embed(tokens)
-        drops = self.training and self.passes >= self.since and os.environ.get("RANK") == "1"
-        self.passes += 1
-        for number, block in enumerate(self.blocks):
-            h = h if drops and number == 1 else h + block(h)
-        return self.head(h)
-'''
-FILES = {
-    "mine.py": CODE,
-    "conf/model/restless.yaml": "_target_: mine.Restless\nvocab_size: null\nwidth: 8\n"
-    "looked: true\n",
-    "conf/model/mixture.yaml": "_target_: mine.Mixture\nvocab_size: null\nwidth: 200\n",
-    "conf/model/dropped.yaml": "_target_: mine.Dropped\nvocab_size: null\nwidth: 8\nsince: 0\n",
-}
 SMALL = [
-    "--config-dir=conf", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+    "--allow=own", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
     "metrics.picture=false", "data=synthetic", "data.n_tokens=3000", "train.log_every=1",
 ]  # fmt: skip
-BASE = ["--allow=mine", *SMALL]
 TWO = "parallelism.nproc_per_node=2"
+LAYOUTS = {"single": (), "ddp": (TWO,), "fsdp": (TWO,)}
 
 
-def written(folder: Path, files: dict[str, str]) -> Path:
-    """A package of own parts, with the options that choose them."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+def model(name: str, width: int = 8, **more: Any) -> list[str]:
+    arguments = {"_target_": f"own.kept.{name}", "vocab_size": "null", "width": width} | more
+    given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
+    return ["~model", f"+model={{{given}}}"]
+
+
+RESTLESS = [*model("Restless", looked="true"), "train.max_steps=5", "precision=fp64"]
+KEPT = [*model("Kept", theta=2), "train.max_steps=4", "precision=fp32", "checkpoint.every=2"]
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    return written(tmp_path_factory.mktemp("own"), FILES)
+    return tmp_path_factory.mktemp("own")
 
 
-def trained(own: Path, name: str, *overrides: str):
-    done = llmexp("train", *BASE, *overrides, f"hydra.run.dir={name}", cwd=own)
+@pytest.fixture
+def here(own, monkeypatch) -> Path:
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "own")
+    return own
+
+
+def trained(own: Path, name: str, *overrides: str) -> Result:
+    done = llmexp("train", *SMALL, *overrides, f"hydra.run.dir={name}", cwd=own)
     assert done.code == 0, done.err
     return done
 
 
+def resumed(run: Result, to: Path, step: int) -> Result:
+    return goes_on(Result(0, "", "", cut_after(run, to, step)), run, "--allow=own")
+
+
 def evaluated(own: Path, run: str) -> float:
-    done = llmexp("evaluate", run, "--allow=mine", "--json", cwd=own)
+    done = llmexp("evaluate", run, "--allow=own", "--json", cwd=own)
     assert done.code == 0, done.err
     return json.loads(done.out)["sets"][0]["loss"]
 
 
-RESTLESS = ["model=restless", "train.max_steps=5", "precision=fp64"]
-
-
 @pytest.fixture(scope="module")
-def unseen(own):
+def unseen(own) -> Result:
     """A run at which nobody looks before its end."""
-    return trained(own, "unseen", *RESTLESS, "train.eval_every=null", "checkpoint.last=true")
+    more = ["train.eval_every=null", "batch.sequence_length=64"]
+    return trained(own, "unseen", *RESTLESS, *more)
 
 
 @pytest.mark.parametrize(
@@ -196,52 +92,45 @@ def unseen(own):
 )
 def test_a_run_does_not_depend_on_who_looks(own, unseen, looks):
     name = looks[0].partition("=")[0].replace(".", "_")
-    seen = trained(own, name, *RESTLESS, *looks, "batch.sequence_length=64")
-    whole = trained(own, f"{name}_not", *RESTLESS, "batch.sequence_length=64")
+    seen = trained(own, name, *RESTLESS, "batch.sequence_length=64", *looks)
     keys = ("train/loss", "grad_norm", "step")
-    rows = [[[row[key] for key in keys] for row in run.rows()] for run in (seen, whole)]
+    rows = [[[row[key] for key in keys] for row in run.rows()] for run in (seen, unseen)]
     assert rows[0] == rows[1]
-    assert seen.rows()[-1]["val/loss"] == whole.rows()[-1]["val/loss"]
+    assert seen.rows()[-1]["val/loss"] == unseen.rows()[-1]["val/loss"]
 
 
-def test_evaluate_finds_the_loss_of_the_row(own, unseen):
-    """Drawn numbers and moved buffers included; float64 sums in another order."""
-    assert evaluated(own, "unseen") == pytest.approx(unseen.rows()[-1]["val/loss"], rel=1e-12)
-
-
-def test_modules_stay_in_the_mode_that_their_code_chose(own, unseen):
-    assert "model: off, still stay in evaluation, as its code says" in " ".join(unseen.out.split())
-    assert "dropout 0.2 in training" in " ".join(unseen.out.split())
-
-
-LAYOUTS = {"single": (), "ddp": (TWO,), "fsdp": (TWO,)}
+def test_evaluate_and_opening_find_all_that_the_run_had(here, unseen, parts):
+    """Drawn numbers and moved buffers included; float64 sums in another order. Modules stay in the
+    mode that their code chose."""
+    assert evaluated(here, "unseen") == pytest.approx(unseen.rows()[-1]["val/loss"], rel=1e-12)
+    out = " ".join(unseen.out.split())
+    assert "model: off, still stay in evaluation, as its code says" in out
+    assert "dropout 0.2 in training" in out
+    opened, fresh = open_run(unseen.folder, 5).model, parts.new_model()
+    types = [{n: b.dtype for n, b in m.named_buffers() if n != "cache"} for m in (opened, fresh)]
+    assert types[0] == types[1]
+    assert opened.count > 0
+    assert opened.short.tolist() == [5] * 5
+    assert opened.wide.tolist() == [1j**5]
+    assert "mean" not in opened.state_dict()
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_resumed_run_has_the_buffers_of_an_unbroken_one(own, tmp_path, kind):
     """On several ranks those of rank 0, in the next step, in evaluations and in checkpoints."""
     run = trained(
-        own, f"buffers_{kind}", "model=restless", "model.looked=false", "precision=fp64",
+        own, f"buffers_{kind}", *model("Restless", looked="false"), "precision=fp64",
         "train.max_steps=4", "train.eval_every=2", "checkpoint.every=2", f"parallelism={kind}",
         "batch.gradient_accumulation_steps=2", *LAYOUTS[kind],
     )  # fmt: skip
     assert evaluated(own, run.folder.name) == pytest.approx(run.rows()[-1]["val/loss"], rel=1e-12)
-    copy = cut_after(run, tmp_path, 2)
-    again = llmexp("resume", str(copy), "--allow=mine", cwd=own)
-    assert again.code == 0, again.err
-    assert [json.loads(line) for line in (copy / "metrics.jsonl").open()][-1]["val/loss"]
-    resumed = type(run)(0, "", "", copy)
-    assert exact(resumed) == exact(run)
+    resumed(run, tmp_path, 2)
 
 
 @pytest.fixture
-def parts(own, monkeypatch):
-    monkeypatch.chdir(own)
-    monkeypatch.setenv("LLMEXP_ALLOW", "mine")
-    monkeypatch.syspath_prepend(str(own))
-    overrides = [o for o in BASE if not o.startswith("--")]
-    overrides += [*RESTLESS, "batch.sequence_length=64", "train.tasks=[tiny_facts]"]
-    with hydra_app("conf", overrides) as hydra:
+def parts(here):
+    overrides = [*SMALL[1:], *RESTLESS, "batch.sequence_length=64", "train.tasks=[tiny_facts]"]
+    with hydra_app(None, overrides) as hydra:
         return assemble(typed_config(compose(hydra, overrides)[0]))
 
 
@@ -286,22 +175,10 @@ def test_the_first_weights_and_types_of_a_model_are_those_of_its_seed(parts):
     """Also where its code draws from numpy and Python; complex numbers stay complex."""
     one = state_of(parts.new_model())
     np.random.rand(), random.random()
-    assert state_of(parts.new_model()) == one
     model = parts.new_model()
+    assert state_of(model) == one
     assert (model.turn.dtype, model.wide.dtype) == (torch.complex64, torch.complex128)
     assert model.mean.dtype == torch.float64
-
-
-def test_a_checkpoint_opens_with_all_buffers(own, unseen, parts):
-    model = open_run(unseen.folder, 5).model
-    fresh = parts.new_model()
-    assert {n: b.dtype for n, b in model.named_buffers() if n != "cache"} == {
-        n: b.dtype for n, b in fresh.named_buffers()
-    }
-    assert model.count > 0
-    assert model.short.tolist() == [5] * 5
-    assert model.wide.tolist() == [1j**5]
-    assert "mean" not in model.state_dict()
 
 
 def test_a_cache_that_grew_while_somebody_looked_stays():
@@ -316,14 +193,12 @@ def test_a_cache_that_grew_while_somebody_looked_stays():
 @pytest.mark.parametrize("micro", [1, 2])
 def test_ranks_need_not_use_the_same_parameters(own, micro):
     """An expert without a sequence on a rank, and one that nobody uses: as on one rank."""
-    rows = {}
-    for kind, two in LAYOUTS.items():
-        size = [f"batch.micro_batch_size={micro}", "batch.real_batch_size=4"]
-        run = trained(
-            own, f"experts_{kind}_{micro}", "model=mixture", "train.max_steps=4", "precision=fp64",
-            "train.eval_every=1", f"parallelism={kind}", *size, *two,
-        )  # fmt: skip
-        rows[kind] = run.rows()
+    size = [f"batch.micro_batch_size={micro}", "batch.real_batch_size=4", "train.max_steps=4"]
+    mixture = [*model("Mixture", 200), "precision=fp64", "train.eval_every=1", *size]
+    rows = {
+        kind: trained(own, f"{kind}{micro}", *mixture, f"parallelism={kind}", *two).rows()
+        for kind, two in LAYOUTS.items()
+    }
     for kind in ("ddp", "fsdp"):
         for key in ("train/loss", "grad_norm", "weight_norm", "val/loss"):
             found = [row[key] for row in rows[kind]]
@@ -333,12 +208,82 @@ def test_ranks_need_not_use_the_same_parameters(own, micro):
 @pytest.mark.parametrize("since", [0, 2])
 def test_ranks_that_share_a_model_run_the_same_blocks(own, since):
     """A block that one of them drops ends the run in words, at once; replicas may."""
-    shared = [*BASE, "model=dropped", f"model.since={since}", "train.max_steps=4", TWO]
-    done = llmexp("train", *shared, "parallelism=fsdp", f"name=fsdp{since}", cwd=own)
+    shared = [*model("Dropped", since=since), "train.max_steps=4", TWO]
+    split = [*SMALL, *shared, "parallelism=fsdp", f"name=fsdp{since}"]
+    done = llmexp("train", *split, cwd=own)
     assert done.code == 3, done.err
     assert "the same blocks in the same order on all ranks" in done.err
     assert "Traceback" not in done.err
-    trained(own, f"dropped_{since}", *shared[len(BASE) :], "parallelism=ddp")
+    trained(own, f"dropped_{since}", *shared, "parallelism=ddp")
+
+
+@pytest.fixture(scope="module")
+def kept(own) -> Result:
+    return trained(own, "kept", *KEPT)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_block_that_runs_again_moves_its_buffers_once(here, kept, kind):
+    again = trained(here, f"kept_{kind}", *KEPT, f"parallelism.activation_checkpointing={kind}")
+    assert exact(again) == exact(kept)
+    two = [open_run(run.folder, None).model for run in (kept, again)]
+    assert two[0].blocks[0].count > 4
+    assert all(map(torch.equal, two[0].buffers(), two[1].buffers()))
+
+
+def test_other_names_of_a_buffer_are_restored_too(here, kept, tmp_path):
+    resumed(kept, tmp_path, 2)
+    model = open_run(kept.folder, None).model
+    assert model.original_x is model.x
+    assert model.x > 1
+    assert model.blocks[0].shared is model.blocks[1].shared
+    assert "steps" in model.state_dict()
+
+
+def test_names_that_parted_stay_apart(tmp_path):
+    """And names of one tensor have one again, though each was another at first."""
+    models = []
+    for _ in range(2):
+        model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abcd"})
+        shared = torch.zeros(1)
+        for name in "abcd":
+            start = shared if name in "ab" else torch.zeros(1)
+            model[name].register_buffer("x", start, persistent=False)
+        models.append(model)
+    saved, model = models
+    saved["b"].x = torch.ones(1)
+    saved["c"].x = saved["d"].x = torch.full((2,), 2.0)
+    pieces = saving.snapshot(saved, [], 0, 1, False)
+    saving.write_pieces(tmp_path, 1, pieces)
+    path = saving.commit_checkpoint(tmp_path, 1, pieces, {}, {}, None)
+    loading.restore_model(loading.read_checkpoint(path), model)
+    assert [model[name].x.tolist() for name in "abcd"] == [[0], [1], [2, 2], [2, 2]]
+    assert model["c"].x is model["d"].x
+
+
+@pytest.mark.parametrize("theta", [2, 99])
+def test_a_fork_with_another_model_section_computes_its_own_buffers(here, kept, theta):
+    given = ["fork.run=kept", "fork.step=2", f"model.theta={theta}", "--allow=own"]
+    fork = llmexp("train", *given, f"hydra.run.dir=fork_{theta}", cwd=here)
+    assert fork.code == 0, fork.err
+    model = open_run(fork.folder, None).model
+    assert model.freq.tolist() == [theta] * 8
+    assert model.steps.int() == open_run(kept.folder, None).model.steps.int()
+    assert (model.x > 1) == (theta == 2)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_cache_that_differs_between_ranks_is_not_shared(own, kind):
+    grown = [*model("Grown", old="false"), "train.max_steps=3", f"parallelism={kind}", TWO]
+    assert [row["step"] for row in trained(own, f"grown_{kind}", *grown).rows()] == [1, 2, 3]
+
+
+def test_torch_that_mixes_gradients_of_unused_parameters_is_refused(own):
+    old = [*model("Grown", old="true"), "train.max_steps=2", TWO, "parallelism=fsdp"]
+    done = llmexp("train", *SMALL, *old, "hydra.run.dir=old", cwd=own)
+    assert done.code == 2, done.err
+    assert "install torch 2.13" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_model_that_is_in_evaluation_as_a_whole_is_named_once():
