@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 from torch import Tensor, nn
 
 from llmexp.models.gpt2 import GPT2
-from llmexp.settings.config import plain
-from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.train.assembly.assemble import Cache, assemble
@@ -49,30 +46,6 @@ def test_configs_with_equal_sections_share_model_tokenizer_and_corpus() -> None:
     assert one.corpus is other.corpus
     assert one.tokenizer is other.tokenizer
     assert assemble(composed(*SMALL, "data.seed=3"), once).corpus is not one.corpus
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["fork.run=trunk", "fork.step=3"], "fork.step=3: trunk keeps no checkpoint of this step"),
-        (["schedule=cosine", "schedule.end_ratio=-1"], "schedule.end_ratio=-1"),
-    ],
-)
-def test_what_can_be_refused_is_refused_before_data_are_prepared(
-    wrong, said, monkeypatch, tmp_path
-) -> None:
-    def prepared(*_: object) -> None:
-        raise AssertionError("data are prepared")
-
-    (tmp_path / "trunk").mkdir()
-    whole = assemble(composed(*SMALL)).config
-    (tmp_path / "trunk" / "config.yaml").write_text(yaml.safe_dump(plain(whole)))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("llmexp.train.assembly.assemble.build_corpus", prepared)
-    config = composed(*SMALL, *(o for o in wrong if not o.startswith("fork.")))
-    fork = {"run": "trunk", "step": 3} if "fork.step=3" in wrong else {}
-    with pytest.raises(ConfigError, match=said):
-        assemble(with_knobs(config, fork=fork))
 
 
 def test_the_config_keeps_variables_and_parts_get_their_values(monkeypatch) -> None:

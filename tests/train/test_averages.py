@@ -16,7 +16,8 @@ from llmexp.exchange import average as averaging
 from llmexp.exchange.reading import open_source
 from llmexp.runs.find import find
 from tests.conftest import Result, llmexp, train
-from tests.tools import cut_after, exact, same_state, weights
+from tests.tools import exact, weights
+from tests.train.resumed import goes_on
 
 DECAY, STEPS = 0.9, 12
 SETTINGS = [
@@ -36,9 +37,8 @@ def settings(tokens) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def double(settings, tmp_path_factory) -> Result:
-    folder = tmp_path_factory.mktemp("double")
-    return train(folder, "run", *settings, *EMA, "precision=fp64")
+def double(runs, settings) -> Result:
+    return runs(*settings, *EMA, "precision=fp64")
 
 
 def recomputed(run: Result, rounding: float) -> int:
@@ -77,35 +77,31 @@ def evaluated(run: Result, capsys) -> float:
     return json.loads(capsys.readouterr().out)["sets"][0]["loss"]
 
 
-def test_ema_equals_float64_and_leaves_training_as_it_is(double, settings, tmp_path, capsys):
+def test_ema_equals_float64_and_leaves_training_as_it_is(double, settings, runs, capsys):
     assert recomputed(double, ROUNDING["fp64"]) == 0
     assert double.rows()[-1]["val/ema/loss"] == pytest.approx(evaluated(double, capsys), rel=1e-12)
-    plain = exact(train(tmp_path, "plain", *settings, "precision=fp64"))
+    plain = exact(runs(*settings, "precision=fp64"))
     without = [{k: v for k, v in row.items() if "ema" not in k} for row in exact(double)]
     assert without == plain
     assert [row["step"] for row in double.rows() if "val/ema/loss" in row] == [4, 8, 12]
     assert "final val/ema/loss" in double.json("status.json")["summary"]
 
 
-def test_a_skipped_update_leaves_it_and_a_resumed_run_has_the_same(settings, tmp_path):
-    run = train(tmp_path, "run", *settings, *EMA, *HALF)
+def test_a_skipped_update_leaves_it_and_a_resumed_run_has_the_same(settings, runs, tmp_path):
+    run = runs(*settings, *EMA, *HALF)
     assert 0 < recomputed(run, ROUNDING["fp16"]) < STEPS
-    copy = cut_after(run, tmp_path, 5)
-    assert llmexp("resume", str(copy), cwd=tmp_path).code == 0
-    resumed = Result(0, "", "", copy)
-    assert exact(resumed) == exact(run)
-    same_state(resumed.checkpoint(STEPS), run.checkpoint(STEPS))
-    model = library.load(copy).model(weights="ema")
-    assert torch.equal(
-        model.head_weight, weights(run, STEPS, "ema")["token_embedding.weight"].float()
-    )
+    cut = runs.copy(tmp_path / "cut", *settings, *EMA, *HALF, step=5)
+    goes_on(cut, run)
+    model = library.load(cut.folder).model(weights="ema")
+    wanted = weights(run, STEPS, "ema")["token_embedding.weight"].float()
+    assert torch.equal(model.head_weight, wanted)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, capsys, kind):
+def test_ranks_hold_parts_of_the_same_average(double, settings, runs, capsys, kind):
     """Evaluating the average leaves nothing of it gathered for the next step."""
     two = [f"parallelism={kind}", "parallelism.nproc_per_node=2", "precision=fp64"]
-    run = train(tmp_path, "run", *settings, *EMA, *two)
+    run = runs(*settings, *EMA, *two)
     assert recomputed(run, ROUNDING["fp64"]) == 0
     row = run.rows()[-1]
     assert row["val/ema/loss"] == pytest.approx(evaluated(run, capsys), rel=1e-12)
@@ -169,21 +165,11 @@ def test_a_mean_is_written_in_parts(double, tmp_path, monkeypatch):
         assert torch.equal(read_tensor(whole, name), read_tensor(parts, name)), name
 
 
-def test_averages_that_cannot_be_are_refused(double, settings, tmp_path, capsys):
-    run = str(double.folder)
-    other = train(tmp_path, "other", *settings, "train.max_steps=1", "model.d_ff=32")
+def test_averages_of_two_runs_need_a_folder_and_one_model(double, settings, tmp_path, capsys):
+    """All else that cannot be averaged: tests/refusals/train.yaml."""
+    other = str(train(tmp_path, "other", *settings, "train.max_steps=1", "model.d_ff=32").folder)
     before = sorted(tmp_path.rglob("*"))
-    refusals = {
-        (run, "--last", "99"): "has 13 of 99 checkpoints: 0, 1, 2",
-        (f"{run}@3", f"{run}@77"): "no checkpoint of step 77; there are those of 0, 1, 2",
-        (run, str(other.folder)): "name the folder",
-        (run, str(other.folder), "--out", "mean"): "model.d_ff (24 and 32)",
-        (run,): "is one checkpoint",
-        (run, f"{run}@{STEPS}"): "named twice",
-        (str(other.folder), "--weights", "ema"): "holds no ema",
-    }
-    for arguments, why in refusals.items():
-        code, said = average(capsys, *arguments)
-        assert code == 2, said
-        assert why in said
+    for more, why in (([], "name the folder"), (["--out", "mean"], "model.d_ff (24 and 32)")):
+        code, said = average(capsys, str(double.folder), other, *more)
+        assert (code, why in said) == (2, True), said
     assert sorted(tmp_path.rglob("*")) == before

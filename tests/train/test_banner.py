@@ -11,12 +11,9 @@ from llmexp.__main__ import run
 from tests.conftest import TINY, train
 
 SHORT = [
-    "data=synthetic",
-    "data.n_tokens=2000",
-    "train.max_steps=3",
-    "batch.real_batch_size=8",
+    "data=synthetic", "data.n_tokens=2000", "train.max_steps=3", "batch.real_batch_size=8",
     "checkpoint.every=null",
-]
+]  # fmt: skip
 
 
 def test_start_time_rank_and_device(tmp_path):

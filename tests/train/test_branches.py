@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from llmexp.__main__ import run
-from llmexp.checkpoint.loading import read_checkpoint
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
@@ -28,36 +26,27 @@ from llmexp.compose.forking import with_steps
 from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.runs.find import find
-from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError
 from llmexp.sweep.main import section_of
 from llmexp.sweep.points import expand, load_points
 from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
-from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.beginning import _begun_anew
 from llmexp.update.schedule import cooldown
 from tests import tools
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.tools import amend, exact, run_here, same_state, wait_for, weights
+from tests.tools import amend, exact, same_state, wait_for, weights
+from tests.train.resumed import goes_on
 
 # Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
 SETTINGS = [
     "data=tokens", "data.val_ratio=0.1", "batch.micro_batch_size=4",
     "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "train.log_every=1",
     "train.eval_every=4", "train.data_digest=true", "checkpoint.keep=null", "checkpoint.every=4",
-    "optimizer.lr=0.01", "precision=fp64",
+    "optimizer.lr=0.01", "precision=fp64", "metrics.noise_scale_every=1",
+    "data.train_files=[train.npy]",
 ]  # fmt: skip
-# A trunk and its cooldown in one go, as a function of one's own.
-ONCE = """
-def trunk_then_cooldown(update, total_updates, start, warmup_steps, warmup_ratio):
-    if update < start:
-        return 1.0
-    return 1 - (update + 1 - start) / (total_updates - start)
-"""
+CONSTANT = [*SETTINGS, "schedule=constant", "schedule.warmup_ratio=0"]
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +54,39 @@ def trunk(tmp_path_factory, tokens) -> Result:
     """Twelve steps at one rate."""
     cwd = tmp_path_factory.mktemp("branches")
     shutil.copy(tokens, cwd / "train.npy")
-    more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=12"]
-    return train(cwd, "trunk", *SETTINGS, *more, "schedule.warmup_ratio=0")
+    return train(cwd, "trunk", *CONSTANT, "train.max_steps=12")
+
+
+@pytest.fixture
+def here(trunk, monkeypatch) -> Path:
+    """The folder of the trunk, to be in."""
+    monkeypatch.chdir(trunk.folder.parent)
+    return trunk.folder.parent
 
 
 def fork(trunk: Result, name: str, *overrides: str, step: int = 4) -> Result:
     """A fork of the trunk that has to succeed."""
-    cwd = trunk.folder.parent
     given = ["fork.run=trunk", f"fork.step={step}", f"hydra.run.dir={name}", *overrides]
-    result = llmexp("train", *given, cwd=cwd)
+    result = llmexp("train", *given, cwd=trunk.folder.parent)
     assert result.code == 0, result.err + result.out
     return result
+
+
+def copy(trunk: Result, name: str, **changes: dict) -> Result:
+    """A copy of the trunk, with other values in its config."""
+    made = Result(0, "", "", trunk.folder.with_name(name))
+    shutil.copytree(trunk.folder, made.folder)
+    amend(made.folder / "config.yaml", **changes)
+    return made
+
+
+def composed(overrides: list[str]) -> Config:
+    return tools.composed(*parse("train", overrides).overrides)
+
+
+def planned(overrides: list[str]) -> Parts:
+    """What `llmexp plan` does, in this process."""
+    return assemble(composed(overrides))
 
 
 def test_a_fork_that_changes_nothing_is_its_parent(trunk):
@@ -89,56 +100,52 @@ def test_a_fork_that_changes_nothing_is_its_parent(trunk):
     assert f"fork:{parent['run_id']}@4" in shown.tags
     assert shown.config["run"]["parent"] == parent
     text = (same.folder / "lineage.jsonl").read_text()
-    lineage = [json.loads(line) for line in text.splitlines()]
-    assert lineage == trunk.rows()[:4]
+    assert [json.loads(line) for line in text.splitlines()] == trunk.rows()[:4]
     both = read(find([trunk.folder, same.folder])[0])
     of_trunk, own = (figures(one, "tokens", None)["train/loss"] for one in both)
     expected = np.mean([row["train/loss"] for row in trunk.rows()[-10:]])  # it has 8 of these rows
     assert own == of_trunk == pytest.approx(expected, rel=1e-14)
-    summary = same.json("status.json")["summary"]
-    assert summary["tokens_seen"] == trunk.rows()[-1]["tokens_seen"]
-    assert summary["own tokens_seen"] == summary["tokens_seen"] - lineage[-1]["tokens_seen"]
-    steps = [row["step_time"] for row in same.rows()]
-    assert summary["train_time"] == pytest.approx(sum(steps))
+    summary, rows = same.json("status.json")["summary"], trunk.rows()
+    assert summary["tokens_seen"] == rows[-1]["tokens_seen"]
+    assert summary["own tokens_seen"] == summary["tokens_seen"] - rows[3]["tokens_seen"]
+    assert summary["train_time"] == pytest.approx(sum(row["step_time"] for row in same.rows()))
     # Killed before its first checkpoint it begins again where its parent was.
     again = Result(0, "", "", same.folder.with_name("again"))
     shutil.copytree(same.folder, again.folder)
-    for step in (8, 12):
-        shutil.rmtree(again.checkpoint(step))
+    shutil.rmtree(again.folder / "checkpoints")
     (again.folder / "status.json").write_text('{"state": "running"}')
-    resumed = llmexp("resume", "again", cwd=again.folder.parent)
-    assert resumed.code == 0, resumed.err
-    assert "forked from trunk/checkpoints/step_00000004" in resumed.out
-    assert exact(again) == exact(same)
+    assert "forked from trunk/checkpoints/step_00000004" in goes_on(again, same).out
 
 
-def test_outliers_are_judged_anew_where_batch_or_data_are_others(trunk):
-    """Its first steps are not held to the losses and norms that were usual before."""
-    for name, override, known in (
-        ("rate", "optimizer.lr=2e-3", 12), ("batch", "batch.real_batch_size=16", 8),
-        ("ignored", "data.ignore_id=3", 8), ("cache", "data.cache_dir=cache", 12),
-    ):  # fmt: skip
-        state = torch.load(fork(trunk, name, override).checkpoint(12) / "state.pt")
-        assert len(state["outliers"]["window"]) == known, name
-
-
-def test_the_noise_scale_is_measured_anew_where_sequences_are_longer(trunk):
-    """Its sums are by sequences: those of the parent's are of another length."""
-    tree, loaded = rundir.built_config(trunk.folder), read_checkpoint(trunk.checkpoint(4), ())
-    assert [*_begun_anew(loaded, tree)] == []
-    longer = with_knobs(tree, batch={"sequence_length": 24})
-    assert "noise" in _begun_anew(loaded, longer)
+@pytest.mark.parametrize(
+    ("override", "outliers", "noise", "clipping"),
+    [
+        ("optimizer.lr=2e-3", 12, 12, 12),
+        ("batch.real_batch_size=16", 8, 12, 12),
+        ("data.ignore_id=3", 8, 12, 12),
+        ("data.cache_dir=cache", 12, 12, 12),
+        ("batch.sequence_length=24", 8, 8, 12),  # the sums of the noise scale are by sequences
+        ("clip.max_norm=0.5", 12, 12, 8),
+    ],
+)
+def test_what_is_measured_begins_anew_where_the_parents_is_of_something_else(
+    trunk, override, outliers, noise, clipping
+):
+    """Losses and norms that were usual, the noise scale, shares that were clipped: in steps."""
+    made = fork(trunk, override.partition("=")[0], override)
+    state = torch.load(made.checkpoint(12) / "state.pt")
+    status = made.json("status.json")
+    found = len(state["outliers"]["window"]), status["noise"]["measurements"]
+    assert (*found, status["clip"]["steps"]) == (outliers, noise, clipping)
 
 
 def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
     by_interval = "train.eval_every=10"
     cold = fork(trunk, "cold", "schedule=cooldown", by_interval, step=8)
     assert cold.json("run.json")["max_steps"] == 10  # 8 / (1 - 0.2)
-    cwd = trunk.folder.parent
-    (cwd / "once.py").write_text(ONCE)
-    more = ["data.train_files=[train.npy]", "train.max_steps=10", by_interval, "--allow", "once"]
-    own = ["schedule=constant", "schedule._target_=once.trunk_then_cooldown", "+schedule.start=8"]
-    whole = train(cwd, "whole", *SETTINGS, *more, *own)
+    own = ["schedule._target_=own.nets.trunk_then_cooldown", "+schedule.start=8", "--allow=own"]
+    more = [*CONSTANT, "train.max_steps=10", by_interval, *own]
+    whole = train(trunk.folder.parent, "whole", *more)
     assert exact(cold) == [row for row in exact(whole) if row["step"] > 8]
     same_state(cold.checkpoint(10), whole.checkpoint(10))
 
@@ -160,27 +167,25 @@ def test_a_sweep_over_branch_points_is_killed_and_resumed(trunk):
     compared = compare([cwd / "swept"])
     assert [entry.label for entry in compared.settings] == ["from=8", "from=4"]
     for entry, steps in zip(compared.settings, (8, 4), strict=True):
-        drawn = lineage(entry, "train/loss")
-        losses = [row["train/loss"] for row in trunk.rows()[:steps]]
-        assert drawn.y[0].tolist() == [*losses, entry.runs[0].columns["train/loss"][0]]
+        drawn, rows = lineage(entry, "train/loss"), trunk.rows()[:steps]
+        own = entry.runs[0].columns["train/loss"][0]
+        assert drawn.y[0].tolist() == [*(row["train/loss"] for row in rows), own]
         assert drawn.x["tokens"].tolist() == [96.0 * (k + 1) for k in range(steps + 1)]
-        time = [row["step_time"] for row in trunk.rows()[:steps]]
-        own = entry.figures["train_time"]
-        assert entry.figures["line_time"] == pytest.approx(sum(time) + own)
+        time = sum(row["step_time"] for row in rows) + entry.figures["train_time"]
+        assert entry.figures["line_time"] == pytest.approx(time)
         assert entry.figures["own_tokens"] == 96 * (1 if steps == 4 else 2)
         assert entry.figures["tokens_seen"] == entry.figures["own_tokens"] + 96 * steps
 
 
-def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk):
+def test_the_data_go_on_by_sequences_or_begin_anew(trunk):
     """Another real batch reads on at the same sequence: 4 steps of 8 sequences are 8 of 4, so a run
     that has taken 4 sequences a step from the start reads the same windows."""
     small = fork(trunk, "small", "batch.real_batch_size=4", "train.max_steps=8")
     assert "go on at sequence 32, where the parent was" in " ".join(small.out.split())
     run = small.json("run.json")
     assert (run["total_sequences"], run["max_tokens"]) == (48, 48 * 12)
-    cwd, more = trunk.folder.parent, ["data.train_files=[train.npy]", "train.max_steps=12"]
-    four = ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
-    other = train(cwd, "other", *SETTINGS, *more, *four)
+    four = ["train.max_steps=12", "batch.gradient_accumulation_steps=1"]
+    other = train(trunk.folder.parent, "other", *SETTINGS, *four)
     digests = [row["data_digest"] for row in exact(other)][8:12]
     assert [row["data_digest"] for row in exact(small)] == digests
     assert small.rows()[-1]["epoch"] == other.rows()[-1]["epoch"]
@@ -221,164 +226,98 @@ def test_halving_over_forks_counts_their_own_steps(trunk):
     done = llmexp("train", "-m", *swept, "hydra.sweep.dir=halved", cwd=cwd)
     assert done.code == 0, done.err
     points = json.loads((cwd / "halved" / "sweep.json").read_text())["points"]
-    ends = sorted(
-        (p["rung"] or 1, rundir.newest_step(cwd / "halved" / p["folder"])) for p in points
-    )
-    assert ends == [(0.25, 9), (1, 12)]  # of four steps
+    ends = [(p["rung"] or 1, rundir.newest_step(cwd / "halved" / p["folder"])) for p in points]
+    assert sorted(ends) == [(0.25, 9), (1, 12)]  # of four steps
 
 
-def composed(overrides: list[str]) -> Config:
-    return tools.composed(*parse("train", overrides).overrides)
-
-
-def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, monkeypatch):
+def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, here):
     """Its folder knows the step, when the parent has gone on; of two parents the last counts."""
-    monkeypatch.chdir(trunk.folder.parent)
     asked = ["fork.run=trunk", "hydra.run.dir=kept", "model.dropout=0"]
     assert composed(asked).fork.step == 12
     Path("kept").mkdir()
     before = Parent("trunk", "t", 8, 64, 80, 72, "on", "0")
     Path("kept/run.json").write_text(json.dumps({"parent": dataclasses.asdict(before)}))
     assert composed(asked).fork.step == 8
-    other = copy(trunk, "of_step_8")
-    shutil.rmtree(other.checkpoint(12))
+    shutil.rmtree(copy(trunk, "of_step_8").checkpoint(12))
     twice = composed([*asked, "fork.run=of_step_8"]).fork
     assert (twice.run, twice.step) == ("of_step_8", 8)
     assert composed([*asked, "fork.run=null"]).fork.run is None
+    assert composed(["fork.run=trunk@4"]).fork == composed(["fork.run=trunk", "fork.step=4"]).fork
     asked = [*asked, "fork.step=null"]
     assert with_steps(["-m", *asked], asked) == ["-m", *asked, "fork.step=12"]
-
-
-def changed(trunk: Result, name: str, old: str, new: str) -> Result:
-    """A copy of the trunk with another word in its config."""
-    made = copy(trunk, name)
-    config = made.folder / "config.yaml"
-    text = config.read_text()
-    assert text.count(old) == 1
-    config.write_text(text.replace(old, new))
-    return made
 
 
 def points_of(overrides: list[str]) -> list[Config]:
     """The configs of the points of a sweep; none may be refused."""
     with hydra_app(None, overrides) as hydra:
         cfg, _ = compose(hydra, overrides, True)
-        grid = expand(cfg, overrides)
-        knobs = section_of(cfg)[0]
-        found, refused = load_points(cfg, grid, 0, knobs, Path("new"))
+        found, refused = load_points(
+            cfg, expand(cfg, overrides), 0, section_of(cfg)[0], Path("new")
+        )
         assert not refused
         return [point.config for point in found]
 
 
-def test_each_point_of_a_sweep_over_trunks_has_the_config_of_its_own(trunk, monkeypatch):
+def test_each_point_of_a_sweep_over_trunks_has_the_config_of_its_own(trunk, here):
     """Seed, schedule and steps are those of its parent, whatever stands before it in the sweep."""
-    monkeypatch.chdir(trunk.folder.parent)
-    changed(trunk, "of seed 7", "seed: 1234", "seed: 7")
-    other = changed(trunk, "linear", "schedule.constant", "schedule.linear")
+    copy(trunk, "of seed 7", train={"seed": 7})
+    other = copy(trunk, "linear", schedule={"_target_": "llmexp.update.schedule.linear"})
     shutil.rmtree(other.checkpoint(12))
     both = ["fork.run=trunk,'of seed 7',linear", "optimizer.lr=0.1,0.2"]
     seeds = {"trunk": 1234, "of seed 7": 7, "linear": 1234}
+    steps = {"trunk": 12, "of seed 7": 12, "linear": 8}
     found = points_of([*both, "fork.step=8"])
-    assert [(c.fork.run, c.optimizer["lr"]) for c in found] == [
-        (name, lr) for name in seeds for lr in (0.1, 0.2)
-    ]
+    pairs = [(name, lr) for name in seeds for lr in (0.1, 0.2)]
+    assert [(c.fork.run, c.optimizer["lr"]) for c in found] == pairs
     for config in found:
         name = str(config.fork.run)
         assert config.train.seed == seeds[name]
         assert config.schedule["_target_"].endswith("linear") == (name == "linear")
-    backwards = points_of(
-        ["optimizer.lr=0.2,0.1", "fork.run=linear,'of seed 7',trunk", "fork.step=8"]
-    )
-    assert sorted(map(str, backwards)) == sorted(map(str, found))
+    turned = ["optimizer.lr=0.2,0.1", "fork.run=linear,'of seed 7',trunk", "fork.step=8"]
+    assert sorted(map(str, points_of(turned))) == sorted(map(str, found))
     fixed = with_steps(["-m", *both], both)
     assert fixed == ["-m", "fork.run=trunk@12,of seed 7@12,linear@8", "optimizer.lr=0.1,0.2"]
-    steps = {"trunk": 12, "of seed 7": 12, "linear": 8}
-    assert [(c.fork.run, c.fork.step) for c in points_of(fixed[1:])] == [
-        (name, steps[name]) for name in steps for _ in range(2)
-    ]
+    wanted = [(name, steps[name]) for name in steps for _ in range(2)]
+    assert [(c.fork.run, c.fork.step) for c in points_of(fixed[1:])] == wanted
     assert with_steps(fixed, fixed[1:]) == fixed
     assert with_steps(both[:1], ["fork.run=trunk,'of seed 7'"])[1:] == ["fork.step=12"]
-    assert composed(["fork.run=trunk@4"]).fork == composed(["fork.run=trunk", "fork.step=4"]).fork
 
 
-def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, capsys):
+def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, here, capsys):
     """Each has a trunk of its own, so nothing is said of one trunk; a trunk of another setting is
     another one, though the forks have the same settings themselves."""
-    cwd = trunk.folder.parent
-    more = ["data.train_files=[train.npy]", "schedule=constant", "schedule.warmup_ratio=0"]
-    second = train(cwd, "second", *SETTINGS, *more, "train.max_steps=12", "train.seed=2")
-    changed(trunk, "faster", "lr: 0.01", "lr: 0.02")
+    second = train(here, "second", *CONSTANT, "train.max_steps=12", "train.seed=2")
+    copy(trunk, "faster", optimizer={"lr": 0.02})
     swept = ["fork.run=trunk,second,faster", "optimizer.lr=0.01", "fork.step=8"]
-    done = llmexp("train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks", cwd=cwd)
+    done = llmexp("train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks", cwd=here)
     assert done.code == 0, done.err
     for number, parent in ((0, trunk), (1, second)):
-        (point,) = (cwd / "trunks").glob(f"{number}-*")
-        (own,) = (row for row in parent.rows() if row["step"] == 9)
-        (row,) = read_rows(point / "metrics.jsonl")
-        assert row["data_digest"] == own["data_digest"]
-        assert row["train/loss"] == own["train/loss"]
-    compared = compare([cwd / "trunks"])
+        (point,) = (here / "trunks").glob(f"{number}-*")
+        (row,), own = Result(0, "", "", point).rows(), parent.rows()[8]
+        assert (row["data_digest"], row["train/loss"]) == (own["data_digest"], own["train/loss"])
+    compared = compare([here / "trunks"])
     groups = sorted(sorted(str(r.config["fork.run"]) for r in e.runs) for e in compared.settings)
     assert groups == [["faster"], ["second", "trunk"]]
-    assert run(["compare", str(cwd / "trunks"), "--why"]) == 0
+    assert run(["compare", "trunks", "--why"]) == 0
     assert "one trunk" not in capsys.readouterr().out
-    again = llmexp("resume", "trunks", cwd=cwd)
+    again = llmexp("resume", "trunks", cwd=here)
     assert (again.code, "3 points, none of them new" in again.out) == (0, True), again.out
 
 
-def copy(trunk: Result, name: str) -> Result:
-    made = Result(0, "", "", trunk.folder.with_name(name))
-    shutil.copytree(trunk.folder, made.folder)
-    return made
-
-
-def test_a_fork_of_an_older_run_goes_on_with_its_clip_table(trunk):
-    """Its checkpoints know no knob of clipping but these three."""
-    made = copy(trunk, "older")
-    for file in made.folder.glob("checkpoints/*/manifest.json"):
-        manifest = json.loads(file.read_text())
-        three = {"clip.kind", "clip.max_norm", "clip.max_value"}
-        old = {k: v for k, v in manifest["config"].items() if k[:5] != "clip." or k in three}
-        file.write_text(json.dumps(manifest | {"config": old}))
-    fork(trunk, "kept-table", "fork.run=older")
-    assert rundir.read_status(trunk.folder.with_name("kept-table"))["clip"]["steps"] == 12
-    fork(trunk, "other-limit", "fork.run=older", "clip.max_norm=0.5")
-    assert rundir.read_status(trunk.folder.with_name("other-limit"))["clip"]["steps"] == 8
-
-
-@pytest.mark.usefixtures("forking")
-def test_an_extended_run_is_the_longer_one(trunk, monkeypatch, capfd):
+def test_an_extended_run_is_the_longer_one(trunk):
+    """Its warm-up stays as many updates; after its decay a fork is the way."""
     cwd = trunk.folder.parent
-    monkeypatch.chdir(cwd)
-    longer = copy(trunk, "longer")
-    for group in ("schedule=linear", "optimizer=sgd"):
-        refused = run_here(capfd, "resume", "longer", group, "train.max_steps=16")
-        assert refused.code == 2
-        section = group.partition("=")[0]
-        assert f"{section}._target_ (llmexp." in refused.err
-        assert "llmexp train fork.run=longer" in refused.err
-    refused = run_here(capfd, "resume", "longer", "schedule=constnt", "train.max_steps=16")
-    assert "Did you mean constant?" in refused.err
+    whole = train(cwd, "sixteen", *CONSTANT, "train.max_steps=16")
     groups = ["schedule=constant", "tracker=none"]  # as it has them
-    result = llmexp("resume", "longer", *groups, "train.max_steps=16", cwd=cwd)
-    assert result.code == 0, result.err
-    more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=16"]
-    refused = run_here(capfd, "resume", "longer", "train.max_steps=null")
-    assert (refused.code, "is no budget" in refused.err) == (2, True), refused.err
-    whole = train(cwd, "sixteen", *SETTINGS, *more, "schedule.warmup_ratio=0")
-    assert exact(longer) == exact(whole)
-    same_state(longer.checkpoint(16), whole.checkpoint(16))
-    wsd_run = ["data.train_files=[train.npy]", "schedule=wsd", "schedule.warmup_steps=2"]
-    share = [*wsd_run[:2], "schedule.warmup_ratio=0.17", "train.max_steps=12"]
-    cut = train_to(cwd, "cut", 8, *share)  # its decay begins after step 10
-    result = llmexp("resume", "cut", "train.max_tokens=1536", cwd=cwd)
-    assert result.code == 0, result.err
-    assert "the warm-up stays 2 updates: schedule.warmup_steps=2" in result.out
-    whole = train(cwd, "whole16", *SETTINGS, *wsd_run, "train.max_tokens=1536")
-    assert exact(cut) == exact(whole)
-    same_state(cut.checkpoint(16), whole.checkpoint(16))
-    # Now it has decayed: a fork from before that is the way.
-    refused = run_here(capfd, "resume", "cut", "train.max_steps=20")
+    goes_on(copy(trunk, "longer"), whole, *groups, "train.max_steps=16")
+    wsd = [*SETTINGS, "schedule=wsd"]
+    share = ["schedule.warmup_ratio=0.17", "train.max_steps=12", "train.stop_step=8"]
+    cut = llmexp("train", *TINY, *wsd, *share, "hydra.run.dir=cut", cwd=cwd)
+    assert cut.code == 75, cut.err  # its decay begins after step 10
+    whole = train(cwd, "whole16", *wsd, "schedule.warmup_steps=2", "train.max_tokens=1536")
+    done = goes_on(cut, whole, "train.max_tokens=1536")
+    assert "the warm-up stays 2 updates: schedule.warmup_steps=2" in done.out
+    refused = llmexp("resume", "cut", "train.max_steps=20", cwd=cwd)
     assert refused.code == 2
     assert "llmexp train fork.run=cut fork.step=12 train.max_steps=20" in refused.err
     assert cut.json("run.json")["max_steps"] == 16
@@ -386,53 +325,25 @@ def test_an_extended_run_is_the_longer_one(trunk, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("data_fingerprint", None, "go on at sequence 64, where the parent was"),
-        ("data_fingerprint", {"files": 7}, "begin anew at sequence 0: the content of the data"),
-        ("sequence_length", None, "trunk-2/run.json: has no 'sequence_length' of the run"),
-        ("stages", [{"rate": 1.0}], "trunk-2/run.json: stages="),
-    ],
+    ("value", "order"),
+    [(None, "go on at sequence 64"), ({"files": 7}, "begin anew at sequence 0: the content")],
 )
-def test_what_a_parent_did_not_record(trunk, monkeypatch, name, value, says):
-    """Data that are not recorded are taken for the same, as at a resume of the run itself."""
-    monkeypatch.chdir(trunk.folder.parent)
-    file = copy(trunk, "trunk-2").folder / "run.json"
-    recorded = json.loads(file.read_text()) | {name: value}
+def test_data_that_a_parent_did_not_record_are_taken_for_the_same(
+    trunk, here, tmp_path, value, order
+):
+    shutil.copytree(trunk.folder, tmp_path / "parent")
+    file = tmp_path / "parent" / "run.json"
+    recorded = json.loads(file.read_text()) | {"data_fingerprint": value}
     file.write_text(json.dumps({k: v for k, v in recorded.items() if v is not None}))
-    try:
-        found = planned(["fork.run=trunk-2", "fork.step=8", "train.max_steps=20"]).run.parent.order
-    except ConfigError as error:
-        found = str(error)
-    finally:
-        shutil.rmtree("trunk-2")
-    assert found.startswith(says)
+    given = [f"fork.run={tmp_path / 'parent'}", "fork.step=8", "train.max_steps=20"]
+    assert planned(given).run.parent.order.startswith(order)
 
 
-def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:
-    result = llmexp(
-        "train", *TINY, *SETTINGS, *overrides, f"train.stop_step={stop}", f"hydra.run.dir={name}",
-        cwd=cwd,
-    )  # fmt: skip
-    assert result.code == 75, result.err
-    return result
-
-
-def planned(overrides: list[str]) -> Parts:
-    """What `llmexp plan` does, in this process."""
-    return assemble(composed(overrides))
-
-
-def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, monkeypatch):
+def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, here):
     """Three updates, a share of the parent's twelve or given as such."""
-    monkeypatch.chdir(trunk.folder.parent)
-    ratio, steps = "warmup_ratio: 0", "warmup_steps: null"
-    for name, old, new in (("share", ratio, f"{ratio}.25"), ("steps", steps, "warmup_steps: 3")):
-        made = copy(trunk, name).folder
-        text = (made / "config.yaml").read_text()
-        assert old in text
-        (made / "config.yaml").write_text(text.replace(old, new))
-        amend(made / "run.json", warmup_updates=3)
+    shares = {"share": {"warmup_ratio": 0.25}, "steps": {"warmup_steps": 3}}
+    for name, schedule in shares.items():
+        amend(copy(trunk, name, schedule=schedule).folder / "run.json", warmup_updates=3)
     for name, more, steps, ratio in (
         ("share", ["schedule=constant", "train.max_steps=400"], 3, None),
         ("share", ["batch.real_batch_size=4", "train.max_tokens=4800"], 3, None),
@@ -445,167 +356,39 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("more", "late"),
     [
-        (["fork.step=5"], ["fork.step=5: ", "keeps no checkpoint", "4, 8, 12", "fork.step=4"]),
-        (["fork.run=nowhere"], ["fork.run=nowhere: is no run folder"]),
-        (
-            ["model.n_layers=1"],
-            [
-                "model.n_layers=1: a fork has the model of its parent, and trunk has 2; leave it "
-                "out, or begin a new run with what fits: model.init_from=trunk@12",
-            ],
-        ),
-        (
-            ["model.n_layers=1", "model.d_model=8"],
-            ["model.n_layers=1, model.d_model=8: a fork has"],
-        ),
-        (["fork.run=."], ["fork.run=.: is no run folder", "name a run in it: "]),
-        (["schedule=nope"], ["schedule=nope: there is no such option. Known: constant, "]),
-        (["schedule.power=2"], ["schedule.power: there is no such key"]),
-        (["fork.run=trunk@5"], ["there is no checkpoint of step 5", "those of 4, 8, 12"]),
-        (["fork.run=trunk@8", "fork.step=4"], ["fork.step=4: fork.run=trunk@8 names a step too"]),
-        (["fork.run=trunk,null"], ["a run without a parent has none of its settings"]),
-        (["fork.run=trunk@4,trunk@8"], ["several values are a sweep, which needs -m"]),
-        (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
-        (
-            ["optimizer.name=Lion"],
-            ["run folder has takes no such knob; these have it: library; for example optimizer="],
-        ),
-        (["data.train_files=[gone.npy]"], ["gone.npy"]),
-        (["train.max_steps=12"], ["train.max_steps=12: counts the parent's part too", "=15"]),
-        (["fork.moments=some"], ["fork.moments=some: must be one of keep, drop"]),
-        (["schedule=cooldown", "schedule.decay_ratio=1"], ["schedule.decay_ratio=1: "]),
-        (["model.init_from=trunk"], ["model.init_from=trunk: a fork begins with"]),
-        (["fork.step=8", "train.stop_step=8"], ["train.stop_step=8: ", "train.stop_step=9"]),
-        (["fork.step=8", "train.profile_start=3"], ["train.profile_start=3: "]),
+        ("schedule=cooldown schedule.decay_start=20", "schedule.decay_start=20"),
+        ("schedule=cooldown schedule.decay_steps=13", "schedule.decay_steps=13"),
+        ("schedule.warmup_steps=21", "the warm-up of 21 updates"),
+        ("schedule=cooldown schedule.decay_start=19 schedule.decay_steps=1", ""),
     ],
 )
-def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
-    monkeypatch.chdir(trunk.folder.parent)
-    if not overrides[0].startswith("fork.run"):
-        overrides = ["fork.run=trunk", *overrides]
-    with pytest.raises(ConfigError) as refused:
-        planned(overrides)
-    for text in words:
-        assert text in str(refused.value)
+def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(here, more, late):
+    given = ["fork.run=trunk", "fork.step=8", "train.max_steps=20", *more.split()]
+    found = [w for w in planned(given).run.warnings if "decay" in w or "warm-up" in w]
+    assert [w[: len(late)] for w in found] == [late] * bool(late)
 
 
-def test_resume_from_a_step_names_the_fork(trunk, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a trunk").symlink_to(trunk.folder)
-    monkeypatch.chdir(tmp_path)
-    assert run(["resume", "a trunk@8", "train.max_steps=20", "fork.step=4"]) == 2
-    *_, command = capsys.readouterr().err.partition("from step 8 a fork does: llmexp ")
-    assert shlex.split(command) == ["train", "fork.run=a trunk@8", "train.max_steps=20"]
-    monkeypatch.setenv("LLMEXP_ALLOW", "json")
-    for words, more in (("a trunk@8", ""), ("a trunk", " train.max_steps=24")):  # its end
-        assert run(["resume", words, "optimizer.lr=1"]) == 2
-        assert capsys.readouterr().err.endswith(f" optimizer.lr=1{more} --allow json\n")
-    assert run(["resume", "a trunk@5"]) == 2
-    said = capsys.readouterr().err
-    assert "there is no checkpoint of step 5; there are those of 4, 8" in said
-    assert shlex.split(said.partition("for example ")[2]) == ["a trunk@12"]
-
-
-def test_runs_that_a_folder_holds_are_named_in_their_order_and_quoted(tmp_path, capsys):
-    for number in (10, 9, 0, 1, 2, 11):
-        inner = tmp_path / "my sweep" / f"{number}-lr"
-        inner.mkdir(parents=True)
-        (inner / "config.yaml").write_text("")
-    folder = tmp_path / "my sweep"
-    for command in (["train", f"fork.run={folder}"], ["average", str(folder)]):
-        assert run(command) == 2
-        first = ", ".join(f"'{folder}/{number}-lr'" for number in (0, 1, 2, 9))
-        assert f"name a run in it: {first} and 2 more" in capsys.readouterr().err
-
-
-def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, monkeypatch):
-    monkeypatch.chdir(trunk.folder.parent)
-    fork = ["fork.run=trunk", "fork.step=8", "train.max_steps=20"]
-    for more, words in (
-        (["schedule=cooldown", "schedule.decay_start=20"], "schedule.decay_start=20: the run ends"),
-        (["schedule.warmup_steps=21"], "the warm-up of 21 updates is longer than the run of 20"),
-        (
-            ["schedule=cooldown", "schedule.decay_steps=13"],
-            "schedule.decay_steps=13: the decay",
-        ),
-    ):
-        assert any(text.startswith(words) for text in planned([*fork, *more]).run.warnings)
-    near = planned(
-        [*fork, "schedule=cooldown", "schedule.decay_start=19", "schedule.decay_steps=1"]
-    )
-    assert not any("decay" in text for text in near.run.warnings)
-    config = dataclasses.replace(
-        near.config, data={"stages": [{"from_tokens": 1920}, {"from_tokens": 1919}]}
-    )
-    (late,) = solving._too_late(config, near.run)
-    assert late.startswith("data.stages: that from 1,920 tokens on never begins")
-
-
-@pytest.mark.usefixtures("forking")
-def test_the_plan_of_a_fork_is_of_its_own_part(trunk, monkeypatch, capsys):
-    monkeypatch.chdir(trunk.folder.parent)
-    given = ["fork.run=trunk", "fork.step=8", "train.max_steps=11"]
-    assert run(["plan", "-m", "--measure", "--json", *given]) == 0
+def test_the_plan_of_a_fork_is_of_its_own_part(here, capsys):
+    given = ["fork.run=trunk", "fork.step=8", "train.max_steps=11", "--json"]
+    assert run(["plan", "-m", "--measure", *given]) == 0
     found = json.loads(capsys.readouterr().out)
-    (point,), total = found["points"], found["total"]
-    tokens = 3 * 8 * 12  # steps, sequences, length
+    (point,), total, tokens = found["points"], found["total"], 3 * 8 * 12
     assert point["max_tokens"] == 11 * 8 * 12
     assert total["tokens"] == tokens
     assert point["total_flops"] == total["flops"] == tokens * point["flops_per_token"]
     counts = {k: point["time"][f"{k}_count"] for k in ("step", "row", "evaluation", "save")}
     assert counts == {"step": 3, "row": 3, "evaluation": 1, "save": 1}
     assert point["time"]["timed_steps"] == 1
+    assert run(["plan", *given, "hydra.run.dir=trunk", "checkpoint.resume=auto"]) == 0
 
 
-def test_a_fork_into_a_used_folder_leaves_it(trunk, monkeypatch, capsys):
-    cwd = trunk.folder.parent
-    before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
-    given = ["fork.run=trunk", "train.max_steps=20", "hydra.run.dir=trunk"]
-    result = llmexp("train", *given, cwd=cwd)
-    assert result.code == 2
-    refusal = "hydra.run.dir=trunk: holds a run already"
-    assert refusal in result.err
-    monkeypatch.chdir(cwd)
-    assert run(["plan", *given]) == 2
-    assert refusal in capsys.readouterr().err
-    assert run(["plan", *given, "checkpoint.resume=auto"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before
-
-
-def test_a_run_does_not_go_into_the_folder_of_a_sweep(tmp_path, monkeypatch, capsys):
-    (tmp_path / "swept").mkdir()
-    (tmp_path / "swept" / "sweep.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    for command in ("train", "plan"):
-        assert run([command, *SETTINGS, "data=synthetic", "hydra.run.dir=swept"]) == 2
-        assert "hydra.run.dir=swept: holds a sweep; a run needs" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "swept").iterdir()] == ["sweep.json"]
-
-
-@pytest.mark.usefixtures("forking")
-def test_an_extension_whose_schedule_has_ended_names_the_fork(trunk, monkeypatch, capfd):
-    monkeypatch.chdir(trunk.folder.parent)
-    made = copy(trunk, "short")
-    config = made.folder / "config.yaml"
-    text = config.read_text().replace("schedule.constant", "schedule.linear")
-    config.write_text(text.replace("warmup_ratio: 0", "warmup_ratio: 0.1"))
-    for name in made.folder.glob("checkpoints/*/manifest.json"):
-        name.write_text(name.read_text().replace("schedule.constant", "schedule.linear"))
-    result = run_here(capfd, "resume", "short", "train.max_steps=24")
-    assert result.code == 2
-    assert "(linear, over 12 updates)" in result.err
-    assert "no checkpoint from before that is kept" in result.err
-    assert "of the longer schedule: llmexp train fork.run=short train.max_steps=24\n" in result.err
-    assert "warm-up" not in result.out  # nothing goes on
-
-
-def test_a_fork_without_any_update_is_no_success(trunk):
-    cwd = trunk.folder.parent
-    np.save(cwd / "masked.npy", np.full(2000, 7, np.uint16))
+def test_a_fork_without_any_update_is_no_success(trunk, here):
+    np.save("masked.npy", np.full(2000, 7, np.uint16))
     masked = ["data.train_files=[masked.npy]", "data.ignore_id=7", "data.val_ratio=0"]
     given = ["fork.run=trunk", "fork.step=4", "hydra.run.dir=masked", *masked]
-    result = llmexp("train", *given, "train.max_steps=6", cwd=cwd)
+    result = llmexp("train", *given, "train.max_steps=6", cwd=here)
     assert result.code == 3, result.out
     assert "none of the 2 steps applied an update" in result.err
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tests import reference
-from tests.conftest import Result, train
+from tests.conftest import train
 from tests.tools import agree
-from tests.train.test_invariance import CUTS, RANKS, SETTINGS, expected
+from tests.train.test_invariance import CUTS, RANKS, SETTINGS, expected, layout
 
 Tensors = dict[str, Tensor]
 GROUPS = [("*.attention.*", 0.3), ("*norm*", None), ("blocks.1.*", 0.2), ("*_embedding.*", 0.5)]
@@ -76,20 +75,14 @@ CASES = [
 @pytest.mark.parametrize(("rule", "cut"), CASES)
 def test_it_is_the_formula(tmp_path, tokens, rule, cut):
     knobs, formula = RULES[rule]
-    micro, accum, *ranks = (*CUTS.get(cut, ()), *RANKS.get(cut, ()))
-    layout = [f"parallelism={ranks[0]}", *(f"parallelism.{r}" for r in ranks[1:])] if ranks else []
-    cut_by = [f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}"]
     given = [*GIVEN, f"data.train_files=[{tokens}]", f"clip={rule}", *knobs]
-    result = train(tmp_path, "run", *given, *cut_by, *layout)
-    check(result, expected(result, tokens, **{"max_norm": None, "total_sequences": 35, **formula}))
+    result = train(tmp_path, "run", *given, *layout(cut))
+    want = expected(result, tokens, **{"max_norm": None, "total_sequences": 35, **formula})
+    agree(result, want)
     rows = result.rows()
+    after = [row["grad_norm_post_clip"] for row in rows]
+    np.testing.assert_allclose(after, want.clipped_norms, rtol=1e-12)
     assert any(row["clipped_share"] for row in rows)
     shares = {"adaptive": ["clipped_units", "clipped_heads"], "update": ["clipped_tensors"]}
     for share in shares.get(rule, []):  # some are clipped and some are not: both must show
         assert any(0 < row[share] < 1 for row in rows), share
-
-
-def check(result: Result, want: reference.Reference) -> None:
-    agree(result, want)
-    after = [r["grad_norm_post_clip"] for r in result.rows()]
-    np.testing.assert_allclose(after, want.clipped_norms, rtol=1e-12)

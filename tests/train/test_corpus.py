@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-import tiktoken
 
 from llmexp.cli.prepare import main
 from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
-from tests.tools import cut_after, exact, same_state
+from tests.tools import cut_after
+from tests.train.resumed import goes_on
 from tests.train.test_branches import planned
 
 
@@ -67,9 +67,8 @@ def test_ranks_and_cuts_see_the_same_and_compute_the_same(one, files, tmp_path, 
         for key in ("data_digest", "target_tokens"):
             assert ours[key] == theirs[key]
         keys = [k for k in ours if k in ("train/loss", "grad_norm") or k.startswith("val/")]
-        assert {k: ours[k] for k in keys} == pytest.approx(
-            {k: theirs[k] for k in keys}, rel=1e-9, abs=0
-        )
+        found = {k: theirs[k] for k in keys}
+        assert {k: ours[k] for k in keys} == pytest.approx(found, rel=1e-9, abs=0)
     assert any(row["target_tokens"] < 6 * 12 for row in one.rows())  # the mask hides some
 
 
@@ -99,17 +98,9 @@ def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
     assert parent.order.startswith("begin anew at sequence 0: data.val.near.share differs from")
 
 
-def turned() -> tiktoken.Encoding:
-    """As many ids as bytes have, in another order."""
-    ranks = {bytes([byte]): 255 - byte for byte in range(256)}
-    return tiktoken.Encoding(
-        "turned", pat_str=".|\n", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
-
-
 def test_a_fork_with_another_tokenizer_is_refused(one, monkeypatch):
     monkeypatch.chdir(one.folder.parent)
-    other = ["tokenizer._target_=tests.train.test_corpus.turned", "--allow", "tests"]
+    other = ["tokenizer._target_=own.nets.byte_tokens", "+tokenizer.kind=turned", "--allow=own"]
     with pytest.raises(ConfigError, match=r"^fork.run=run: its tokenizer \(bytes\) gives other"):
         planned(["fork.run=run", *other])
 
@@ -139,12 +130,10 @@ def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
         assert summary["final val/far/loss"] == summary["final val/loss"]
         row = (run.parent / "train.log").read_text()
         assert f"| val code loss {summary['final val/code/loss']:>7.4f}" in row
-    best = min(figures, key=lambda size: figures[size]["final val/bits_per_byte"])
-    assert first.endswith(best)
-    assert float(other) == pytest.approx(figures[best]["final val/bits_per_byte"], abs=1e-3)
-    worse = max(of["final val/bits_per_byte"] for of in figures.values())
-    least = min(of["final val/bits_per_byte"] for of in figures.values())
-    assert float(figure) == pytest.approx(worse - least, rel=0.1)
+    bits = {size: of["final val/bits_per_byte"] for size, of in figures.items()}
+    assert first.endswith(min(bits, key=bits.get))
+    assert float(other) == pytest.approx(min(bits.values()), abs=1e-3)
+    assert float(figure) == pytest.approx(max(bits.values()) - min(bits.values()), rel=0.1)
     assert "losses per token do not compare" in answer
     assert "val code" in answer  # a column of its own
     page = (tmp_path / "sweep" / "compare.html").read_text()
@@ -156,22 +145,14 @@ def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_run_goes_on_inside_a_stage(one, tmp_path, step):
     """The other weights begin with sequence 17, in step 3."""
-    copy = cut_after(one, tmp_path, step)
-    again = llmexp("resume", str(copy), cwd=tmp_path)
-    assert again.code == 0, again.err
-    resumed = Result(0, again.out, again.err, copy)
-    assert exact(resumed) == exact(one)
-    same_state(resumed.checkpoint(8), one.checkpoint(8))
+    goes_on(Result(0, "", "", cut_after(one, tmp_path, step)), one)
 
 
-def test_a_source_that_is_walked_too_often_is_refused(files, tmp_path):
-    result = llmexp("plan", *TINY, *settings(files), "data.max_epochs=0.01", cwd=tmp_path)
-    assert result.code == 2
-    assert "data.max_epochs=0.01: the run would walk the source web 0.0" in result.err
-
-
-def test_a_mask_needs_documents(tmp_path):
-    mask = ["batch.document_mask=true", "data=synthetic"]
-    result = llmexp("plan", *TINY, *mask, cwd=tmp_path)
-    assert result.code == 2
-    assert "batch.document_mask=true: data=synthetic has no documents" in result.err
+def test_a_stage_of_data_that_begins_with_the_end_is_said_never_to_begin(one, monkeypatch):
+    monkeypatch.chdir(one.folder.parent)
+    first, last = (f"{{from_tokens: {n}, weights: {{web: 1, code: 0}}}}" for n in (1080, 1152))
+    fork = ["fork.run=run", "fork.step=4", "train.max_steps=16", f"data.stages=[{first}, {last}]"]
+    found = [text for text in planned(fork).run.warnings if "never begins" in text]
+    assert [re.findall("data.stages|1,15.", text)[:2] for text in found] == [
+        ["data.stages", "1,152"]
+    ]

@@ -3,6 +3,8 @@ what is applied."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,78 +12,42 @@ import yaml
 
 from llmexp.data.order import sequence_index
 from llmexp.data.sources import synthetic
-from tests.conftest import Result, train
+from tests.conftest import Result
 from tests.tools import equal, weights
 
-HOOKS = """
-import os
-import torch
-
-
-def look(event, context):
-    gradients = [p.grad for p in context.model.parameters() if p.grad is not None]
-    if event in ("step_start", "saved"):
-        assert context.micro_batches is None
-    elif event == "step_end":
-        pairs = [torch.cat(both) for both in zip(*context.micro_batches)]
-        rank = os.environ.get("RANK", "0")
-        torch.save(pairs, f"{os.environ['GRADIENTS']}/window {context.step} of {rank}.pt")
-    else:
-        assert len(context.micro_batches) == context.run.gradient_accumulation_steps
-    if event == "backward_start":
-        return {"mine/before": sum(float(g.abs().sum()) for g in gradients)}
-    if event == "backward_end":
-        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
-        flat = torch.cat([g.detach().flatten().double() for g in whole])
-        if os.environ.get("RANK", "0") == "0":
-            torch.save(flat, f"{os.environ['GRADIENTS']}/{context.step}.pt")
-        return {"mine/norm": flat.norm()}
-
-
-def halve(event, context):
-    if event == "backward_end":
-        for p in context.model.parameters():
-            p.grad.mul_(0.5)
-"""
-
-SETTINGS = ["data=synthetic", "data.n_tokens=3000", "batch.real_batch_size=8", "train.max_steps=2",
-"train.log_every=1",
-            "train.eval_every=null", "checkpoint.every=null", "--allow", "look"]  # fmt: skip
-TWO = ["parallelism.nproc_per_node=2"]
+SETTINGS = [
+    "data=synthetic", "data.n_tokens=3000", "batch.real_batch_size=8", "train.max_steps=2",
+    "train.log_every=1", "train.eval_every=null", "checkpoint.every=null", "--allow=own",
+]  # fmt: skip
+DOUBLE = ["precision=fp64", "batch.gradient_accumulation_steps=2"]
+TWO = [*DOUBLE, "parallelism.nproc_per_node=2"]
 WAYS = {
-    "whole": ["precision=fp64"],
-    "accumulated": ["precision=fp64", "batch.gradient_accumulation_steps=4"],
-    "two ranks": ["precision=fp64", "batch.gradient_accumulation_steps=2", *TWO, "parallelism=ddp"],
-    "two shards": [
-        "precision=fp64",
-        "batch.gradient_accumulation_steps=2",
-        *TWO,
-        "parallelism=fsdp",
-    ],
+    "whole": DOUBLE[:1],
+    "accumulated": [*DOUBLE[:1], "batch.gradient_accumulation_steps=4"],
+    "two ranks": [*TWO, "parallelism=ddp"],
+    "two shards": [*TWO, "parallelism=fsdp"],
     "fp16": ["precision=fp16", "precision.init_scale=1024"],
 }
 
 
 @pytest.fixture(scope="module")
-def ways(tmp_path_factory) -> dict[str, tuple[Result, list[torch.Tensor]]]:
-    folder = tmp_path_factory.mktemp("hooks")
-    (folder / "look.py").write_text(HOOKS)
-    found = {}
-    for name, overrides in WAYS.items():
-        kept = folder / f"gradients of {name}"
-        kept.mkdir()
-        watched = [*SETTINGS, "clip.max_norm=0.01", "hooks=[look.look]", *overrides]
-        run = train(folder, name.replace(" ", "_"), *watched, GRADIENTS=str(kept))
-        found[name] = run, [torch.load(kept / f"{step}.pt") for step in (1, 2)]
-    return found
+def ways(runs) -> Callable[[str], Result]:
+    def watched(way: str) -> Result:
+        return runs(*SETTINGS, "clip.max_norm=0.01", "hooks=[own.hooks.look]", *WAYS[way])
+
+    return watched
+
+
+def gradients(run: Result) -> list[torch.Tensor]:
+    return [torch.load(run.folder.parent / f"gradient {step}.pt") for step in (1, 2)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
     """In fp16 to the precision of fp16: the loss scale of 1024 is not in it."""
-    run, gradients = ways[way]
+    run = ways(way)
     tolerance = 0.02 if way == "fp16" else 1e-10
-    for mine, whole, row in zip(gradients, ways["whole"][1], run.rows(), strict=True):
+    for mine, whole, row in zip(*map(gradients, (run, ways("whole"))), run.rows(), strict=True):
         assert float((mine - whole).norm() / whole.norm()) < tolerance
         assert row["mine/norm"] == pytest.approx(row["grad_norm"], rel=1e-5)  # before clipping
         assert row["grad_norm_post_clip"] < row["grad_norm"]
@@ -90,7 +56,7 @@ def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hook_sees_the_ids_of_the_window_of_its_rank(ways, way):
-    run, _ = ways[way]
+    run = ways(way)
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     stream = synthetic(
         pattern="markov", n_tokens=3000, n_ids=64, val_ratio=config["data"]["val_ratio"], seed=0,
@@ -99,23 +65,16 @@ def test_a_hook_sees_the_ids_of_the_window_of_its_rank(ways, way):
     index = sequence_index(config["train"]["seed"], np.arange(16), (len(stream) - 1) // 12, True)
     wanted = torch.from_numpy(stream.gather(index * 12, 13)).view(2, 8, 13)
     for step, rows in enumerate(wanted, 1):
-        kept = sorted((run.folder.parent / f"gradients of {way}").glob(f"window {step} of *.pt"))
+        kept = sorted(run.folder.parent.glob(f"window {step} of *.pt"))
         inputs, targets = (torch.cat(some) for some in zip(*map(torch.load, kept), strict=True))
         assert torch.equal(inputs, rows[:, :-1])
         assert torch.equal(targets, rows[:, 1:])
 
 
-def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(ways, tmp_path):
-    (tmp_path / "look.py").write_text(HOOKS)
-    plain = [
-        *SETTINGS,
-        "precision=fp64",
-        "optimizer=sgd",
-        "optimizer.momentum=0",
-        "clip=none",
-        "train.max_steps=1",
-    ]
-    halved = train(tmp_path, "halved", *plain, "hooks=[look.halve]", "optimizer.lr=0.2")
-    as_it_is = train(tmp_path, "plain", *plain, "optimizer.lr=0.1")
+def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(runs):
+    plain = [*SETTINGS, "precision=fp64", "optimizer=sgd", "optimizer.momentum=0", "clip=none"]
+    plain += ["train.max_steps=1"]
+    halved = runs(*plain, "hooks=[own.hooks.halve]", "optimizer.lr=0.2")
+    as_it_is = runs(*plain, "optimizer.lr=0.1")
     assert halved.rows()[0]["grad_norm"] == as_it_is.rows()[0]["grad_norm"] / 2
     assert equal(weights(halved, 1), weights(as_it_is, 1))

@@ -3,8 +3,6 @@ parameters."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,9 +52,11 @@ RANKS = {
 }  # fmt: skip
 
 
-def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more: str) -> Result:
+def layout(name: str) -> list[str]:
+    micro, accum, *ranks = (*CUTS.get(name, ()), *RANKS.get(name, ()))
     cut = [f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}"]
-    return train(folder, name, *SETTINGS, f"data.train_files=[{tokens}]", *cut, *more)
+    kind = [f"parallelism={kind}" for kind in ranks[:1]]
+    return [*cut, *kind, *(f"parallelism.{more}" for more in ranks[1:])]
 
 
 def factors(name: str) -> tuple[float, float]:
@@ -97,18 +97,13 @@ ALL = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)]
 
 
 @pytest.fixture(scope="module")
-def fp64(tmp_path_factory, tokens) -> Callable[[str], Result]:
-    folder = tmp_path_factory.mktemp("fp64")
+def settings(tokens) -> list[str]:
+    return [*SETTINGS, f"data.train_files=[{tokens}]"]
 
-    @functools.cache
-    def run(name: str) -> Result:
-        micro, accum, *ranks = (*CUTS.get(name, ()), *RANKS.get(name, ()))
-        layout = [f"parallelism.{m}" for m in ranks[1:]]
-        layout += [f"parallelism={kind}" for kind in ranks[:1]]
-        folder_name = re.sub(r"\W+", "_", name)
-        return cut_run(folder, tokens, folder_name, micro, accum, "precision=fp64", *layout)
 
-    return run
+@pytest.fixture(scope="module")
+def fp64(runs, settings) -> Callable[[str], Result]:
+    return lambda name: runs(*settings, "precision=fp64", *layout(name))
 
 
 @pytest.mark.parametrize("cut", ALL)
@@ -127,14 +122,8 @@ def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
         for key, values in layers.items():
             if isinstance(values, list):
                 values = {f"blocks.{i}": value for i, value in enumerate(values)}
-            got = row[key]
-            if isinstance(values, float):
-                got, values = {key: got}, {key: values}
-            assert got.keys() == values.keys()
             # an update is a difference of weights: their rounding, 2e-16 of up to 1, beside 1e-3
-            np.testing.assert_allclose(
-                [got[name] for name in values], list(values.values()), rtol=1e-9, err_msg=key
-            )
+            assert row[key] == pytest.approx(values, rel=1e-9, abs=0), key
 
 
 def test_every_cut_sees_the_same_rows(fp64):
@@ -157,16 +146,15 @@ def test_two_ranks_print_once(fp64):
     assert sum("step" in line and "5/5" in line for line in out.splitlines()) == 1, out
 
 
-def test_unmasked_and_unclipped(tmp_path, tokens):
-    result = cut_run(tmp_path, tokens, "run", 5, 1, "precision=fp64", "batch.real_batch_size=5",
-    "data.ignore_id=null",
-                     "clip.max_norm=null", "train.max_epochs=0.5")  # fmt: skip
+def test_unmasked_and_unclipped(runs, settings, tokens):
+    five = ["batch.micro_batch_size=5", "batch.real_batch_size=5", "train.max_epochs=0.5"]
+    plain = ["data.ignore_id=null", "clip.max_norm=null", "precision=fp64"]
+    result = runs(*settings, *five, *plain)
     want = expected(result, tokens, real_batch=5, total_sequences=25, ignore_id=None, max_norm=None)
-    np.testing.assert_allclose([r["train/loss"] for r in result.rows()], want.losses, rtol=1e-12)
-    np.testing.assert_allclose([r["grad_norm"] for r in result.rows()], want.norms, rtol=1e-12)
-    assert all(
-        r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in result.rows()
-    )
+    rows = result.rows()
+    np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=1e-12)
+    np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=1e-12)
+    assert all(r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in rows)
 
 
 # What rounding may do. With unit roundoff u (half an ulp) a value that went through D independent
@@ -184,26 +172,20 @@ ROUNDOFF = {"fp32": 2**-24 * 192**0.5, "bf16": 2**-9, "fp16": 2**-12}
     "precision",
     ["fp16", *(pytest.param(p, marks=pytest.mark.slow) for p in ROUNDOFF if p != "fp16")],
 )
-def test_lower_precisions_stay_within_their_rounding(tmp_path, tokens, precision):
+def test_lower_precisions_stay_within_their_rounding(runs, settings, tokens, precision):
     g = 6 * ROUNDOFF[precision]
     for name in ("16x1", "4x4"):
-        result = cut_run(
-            tmp_path, tokens, name, *CUTS[name], f"precision={precision}", "optimizer.eps=1e-2"
-        )
+        chosen = [f"precision={precision}", "optimizer.eps=1e-2"]
+        result = runs(*settings, *layout(name), *chosen)
         compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, moved_by=5 * g)
 
 
-def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
+def test_the_loss_scale_is_in_no_figure(runs, settings):
     """The norm is read after unscaling: a scale of 2^10 or 2^4 changes nothing that is logged but
     itself."""
-    rows = [
-        cut_run(
-            tmp_path, tokens, f"s{scale}", 4, 4, "precision=fp16", f"precision.init_scale={scale}"
-        ).rows()
-        for scale in (16, 1024)
-    ]
-    assert [r["loss_scale"] for r in rows[0]] == [16.0] * 5
-    assert [r["loss_scale"] for r in rows[1]] == [1024.0] * 5
+    half = [*settings, *layout("4x4"), "precision=fp16"]
+    rows = [runs(*half, f"precision.init_scale={scale}").rows() for scale in (16, 1024)]
+    assert [[r["loss_scale"] for r in some] for some in rows] == [[16.0] * 5, [1024.0] * 5]
     for a, b in zip(*rows, strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2 * 6 * 2**-12)
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2 * 6 * 2**-12 / 10)
@@ -211,32 +193,22 @@ def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
 
 def test_a_window_without_valid_targets_is_passed(tmp_path):
     """No update, no nan, counted; the schedule waits, the data position does not."""
-    # rows 6..9 are masked
-    stream = np.array([1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4], dtype=np.uint16)
-    path = tmp_path / "t.npy"
-    np.save(path, stream)
-    result = cut_run(
-        tmp_path,
-        path,
-        "run",
-        1,
-        2,
-        "precision=fp64",
-        "batch.real_batch_size=2",
-        "train.max_epochs=1",
-    )
+    path = tmp_path / "t.npy"  # rows 6..9 are masked
+    stream = [1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4]
+    np.save(path, np.array(stream, dtype=np.uint16))
+    two = ["batch.micro_batch_size=1", "batch.real_batch_size=2", "train.max_epochs=1"]
+    result = train(tmp_path, "run", *SETTINGS, f"data.train_files=[{path}]", *two, "precision=fp64")
     want = expected(result, path, real_batch=2, total_sequences=(len(stream) - 1) // 12)
     rows = result.rows()
     empty = [i for i, n in enumerate(want.counts) if n == 0]
     assert empty
     assert [i for i, r in enumerate(rows) if r["skipped"]] == empty
     assert rows[-1]["skipped_steps"] == len(empty)
-    assert all("train/loss" not in rows[i] and "grad_norm" not in rows[i] for i in empty)
+    assert [r["lr"] for r in rows] == pytest.approx(want.rates, rel=1e-14)
     for i, row in enumerate(rows):
-        assert row["lr"] == pytest.approx(want.rates[i], rel=1e-14)
+        assert ("train/loss" in row, "grad_norm" in row) == (i not in empty, i not in empty)
         if i not in empty:
             assert row["train/loss"] == pytest.approx(want.losses[i], rel=1e-12)
             assert row["grad_norm"] == pytest.approx(want.norms[i], rel=1e-12)
-    final = weights(result, len(rows))
-    for name, tensor in final.items():
+    for name, tensor in weights(result, len(rows)).items():
         assert torch.allclose(tensor, want.weights[name], rtol=0, atol=1e-11)

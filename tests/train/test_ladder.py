@@ -21,9 +21,8 @@ SHORT = [
 ]  # fmt: skip
 
 CONF = ROOT / "conf/experiment"
-HORIZON = re.findall(r"(?:keep_every: |fork\.step=)([\d,]+)", (CONF / "horizon.yaml").read_text())[
-    ::-1
-]
+WORDS = (CONF / "horizon.yaml").read_text()
+HORIZON = re.findall(r"(?:keep_every: |fork\.step=)([\d,]+)", WORDS)[::-1]
 
 
 def losses(rows: list[dict]) -> list[tuple[float, float]]:

@@ -8,66 +8,14 @@ from llmexp.runs.layers import read_layers
 from llmexp.runs.rows import read_rows
 from tests.conftest import llmexp
 
-CODE = '''
-import torch
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.heads, self.out = 2, nn.Linear(width, width)
-
-    def forward(self, x):
-        return 0 * self.out(x) + 3.0
-
-
-class Flat(nn.Module):
-    """Two hidden units for all tokens in one row, of which the first is dead."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.down_proj = nn.Linear(2, width)
-
-    def forward(self, x):
-        units = x.flatten(0, 1)[:, :2].abs() * torch.tensor([0.0, 1.0])
-        return self.down_proj(units).view_as(x)
-
-
-class Block(nn.Module):
-    def __init__(self, name, part):
-        super().__init__()
-        setattr(self, name, part)
-        self.name = name
-
-    def forward(self, x):
-        return x + getattr(self, self.name)(x)
-
-
-class Mixed(nn.Module):
-    def __init__(self, vocab_size: int, width: int = 8):
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
-        parts = ("mlp", Flat(width)), ("attention", Attention(width)), ("mlp", Flat(width))
-        self.blocks = nn.ModuleList(Block(*part) for part in parts)
-
-    def forward(self, tokens_bt):
-        x = self.embed(tokens_bt)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-'''
-
 
 def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
-    (tmp_path / "mixed.py").write_text(CODE)
     result = llmexp(
-        "train", "~model", "+model={_target_: mixed.Mixed, vocab_size: null}", "data=synthetic",
+        "train", "~model", "+model={_target_: own.mixed.Mixed, vocab_size: null}", "data=synthetic",
         "data.n_tokens=3000", "batch.sequence_length=12", "batch.real_batch_size=4",
         "batch.micro_batch_size=2", "train.max_steps=2", "train.sample_tokens=0", "tracker=none",
         "train.eval_every=null", "metrics.picture=false", "metrics.layers_every=1",
-        "precision=fp32", "hydra.run.dir=run", "--allow", "mixed", cwd=tmp_path,
+        "precision=fp32", "hydra.run.dir=run", "--allow=own", cwd=tmp_path,
     )  # fmt: skip
     assert result.code == 0, result.err
     rows = read_rows(tmp_path / "run" / "layers.jsonl")
@@ -83,9 +31,7 @@ def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
 def test_shares_are_absent_where_a_norm_is_not_finite(tmp_path):
     """An overflow of fp16 leaves the norm of the module out in which it happens."""
     weights, both, one = {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 4.0}, {"b": 4.0}
-    rows = [
-        {"step": step, "weight_norm": weights, "grad_norm": norms}
-        for step, norms in enumerate((both, one), 1)
-    ]
+    rows = [{"step": 1, "weight_norm": weights, "grad_norm": both}]
+    rows += [{"step": 2, "weight_norm": weights, "grad_norm": one}]
     (tmp_path / "layers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [r.get("grad_share") for r in read_layers(tmp_path)] == [0.36, 0.64, None, None]

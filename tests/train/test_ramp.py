@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.run import Run
-from llmexp.run.batch import solve_batch
 from llmexp.run.budget import TokenCost, solve_budget
 from llmexp.run.stages import Begin, stage_at, stages_of, step_after
-from llmexp.settings.config import Batch, Train
-from llmexp.settings.convert import convert_section
+from llmexp.settings.config import Train
 from llmexp.settings.values import ConfigError
 from tests import reference
-from tests.conftest import TINY, Result, llmexp, train
+from tests.conftest import TINY, Result, llmexp
 from tests.test_run import BASE
 from tests.tools import agree, exact, printed, same_state, weights
+from tests.train.resumed import goes_on
 
 # 50 sequences of 12 tokens, 65 in all: 5 steps of 4 sequences (tokens 0, 48, ..., 192), 3 of 8
 # (240, 336, 432), 1 of 16 (528), and the 5 that are left. The epoch ends inside step 9.
@@ -38,40 +38,29 @@ SETTINGS = [
     "checkpoint.every=2", "precision=fp64",
 ]  # fmt: skip
 CUTS = {
-    "2x1": (2, "single", ()),
-    "4x1": (4, "single", ()),
-    "1x2 ddp": (1, "ddp", ("nproc_per_node=2",)),
-    "2x2 fsdp": (2, "fsdp", ("nproc_per_node=2",)),
+    "2x1": (2, "single"),
+    "4x1": (4, "single"),
+    "1x2 ddp": (1, "ddp", "nproc_per_node=2"),
+    "2x2 fsdp": (2, "fsdp", "nproc_per_node=2"),
 }
-# It dies once, in the middle of the second stage, as by `kill -9`.
-DYING = """
-import os, pathlib, signal
-
-def die(event, context):
-    mark = pathlib.Path("died")
-    if event == "backward_end" and context.step == 8 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tokens) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("ramp")
-    found = {}
-    for number, (name, (micro, kind, more)) in enumerate(CUTS.items()):
+def made(runs, tokens) -> Callable[[str], Result]:
+    def run(name: str) -> Result:
+        micro, kind, *more = CUTS[name]
         layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
         cut = [f"batch.micro_batch_size={micro}", f"data.train_files=[{tokens}]"]
-        run_of = [*SETTINGS, "data.shuffle=false", "metrics.noise_scale_every=1", *cut, *layout]
-        found[name] = train(folder, f"run{number}", *run_of)
-    return found
+        return runs(*SETTINGS, "data.shuffle=false", "metrics.noise_scale_every=1", *cut, *layout)
+
+    return run
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_float64_equals_big_batches_in_one_go(runs, tokens, cut):
+def test_float64_equals_big_batches_in_one_go(made, tokens, cut):
     """Losses, norms, rates and final parameters of a loop that has no stage, no micro-batch and no
     rank; the rate is 0.02 x sqrt(batch / 4), with the warm-up and the cosine over 10 updates."""
-    result = runs[cut]
+    result = made(cut)
     full = [4] * 5 + [8] * 3 + [16] * 2  # the last window is short, and its rate that of its stage
     want = reference.train(
         weights(result, 0), np.load(tokens), real_batch=SIZES, length=12, total_sequences=65,
@@ -87,8 +76,8 @@ def test_float64_equals_big_batches_in_one_go(runs, tokens, cut):
     assert 0 < sum(norm > LIMIT for norm in want.norms) < len(want.norms)
 
 
-def test_run_json_has_the_stages(runs):
-    told = runs["2x2 fsdp"].json("run.json")
+def test_run_json_has_the_stages(made):
+    told = made("2x2 fsdp").json("run.json")
     assert (told["max_steps"], told["total_sequences"], told["tail_sequences"]) == (10, 65, 5)
     assert (told["real_batch_size"], told["gradient_accumulation_steps"]) == (16, 4)
     keys = ("from_tokens", "first_step", "first_sequence", "real_batch_size", "rate")
@@ -98,61 +87,56 @@ def test_run_json_has_the_stages(runs):
     assert [stage["gradient_accumulation_steps"] for stage in told["stages"]] == [1, 2, 4]
 
 
-def test_outliers_are_judged_by_steps_of_one_stage(runs):
+def test_outliers_are_judged_by_steps_of_one_stage(made):
     """The window of limits holds the steps of the stage that the next step belongs to."""
     known = {}
     for step in (2, 4, 6, 8, 10):
-        file = runs["2x1"].checkpoint(step) / "state.pt"
+        file = made("2x1").checkpoint(step) / "state.pt"
         known[step] = len(torch.load(file, weights_only=True)["outliers"]["window"])
     assert known == {2: 2, 4: 4, 6: 1, 8: 0, 10: 2}
 
 
-def test_the_noise_scale_is_held_against_the_last_stage(runs):
-    seen = runs["2x1"].rows()[-1]["tokens_seen"]
-    text = runs["2x1"].json("status.json")["noise"]["verdict"]
+def test_the_noise_scale_is_held_against_the_last_stage(made):
+    seen = made("2x1").rows()[-1]["tokens_seen"]
+    text = made("2x1").json("status.json")["noise"]["verdict"]
     share = f"{16 * seen / (65 * 12):.3g}"  # masked targets
     assert f"real_batch_size 16 (the targets of {share} whole sequences)" in text
 
 
-def test_cuts_of_a_ramp_are_one_computation(runs):
-    folders = [str(runs[name].folder) for name in ("2x1", "4x1")]
-    shown = llmexp("compare", *folders, "--json", cwd=runs["2x1"].folder.parent)
+def test_cuts_of_a_ramp_are_one_computation(made):
+    folders = [str(made(name).folder) for name in ("2x1", "4x1")]
+    shown = llmexp("compare", *folders, "--json", cwd=made("2x1").folder.parent)
     found = printed("compare", shown.out)
     assert found["batch"] == "iso-batch"
     assert any("real_batch_size is 4 to 16 in all runs" in line for line in found["why"])
 
 
 def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):
-    (tmp_path / "dying.py").write_text(DYING)
-    files = f"data.train_files=[{tokens}]"
-    hooks = ["--allow", "dying", "hooks=[dying.die]"]
-    # shuffled, with dropout: what is drawn depends on the step alone
-    more = ["batch.micro_batch_size=2", "model.dropout=0.1", files, *hooks]
-    given = [*TINY, *SETTINGS, *more, "hydra.run.dir=killed"]
-    died = llmexp("train", *given, cwd=tmp_path)
-    assert died.code != 0
-    assert (tmp_path / "died").exists()
-    whole = train(tmp_path, "whole", *SETTINGS, *more)
-    again = llmexp("resume", "killed", "--allow", "dying", cwd=tmp_path)
-    assert again.code == 0, again.err
+    """As by `kill -9`, in the middle of the second stage; shuffled, with dropout: what is drawn
+    depends on the step alone."""
+    more = [f"data.train_files=[{tokens}]", "batch.micro_batch_size=2", "model.dropout=0.1"]
+    whole = runs.copy(tmp_path / "whole", *SETTINGS, *more)
+    given = [*TINY, *SETTINGS, *more, "--allow=own", "hooks=[own.faults.act]"]
     killed = Result(0, "", "", tmp_path / "killed")
-    assert exact(killed) == exact(whole)
-    same_state(killed.checkpoint(10), whole.checkpoint(10))
-    # a fork inside a stage, and one where a stage begins
-    for step in (6, 8):
-        branch = f"hydra.run.dir=fork{step}"
-        fork = llmexp(
-            "train", "fork.run=whole", f"fork.step={step}", branch, "--allow", "dying", cwd=tmp_path
-        )
-        assert fork.code == 0, fork.err
-        assert exact(fork) == [row for row in exact(whole) if row["step"] > step]
-        same_state(fork.checkpoint(10), whole.checkpoint(10))
+    died = llmexp(
+        "train", *given, "hydra.run.dir=killed", cwd=tmp_path, FAULT_PLAN="backward_end-8:kill"
+    )
+    assert died.code != 0
+    assert exact(killed)
+    goes_on(killed, whole, "hooks=[]")
+
+    def fork(name: str, step: int, *overrides: str) -> Result:
+        given = ["fork.run=whole", f"fork.step={step}", f"hydra.run.dir={name}"]
+        done = llmexp("train", *given, *overrides, cwd=tmp_path)
+        assert done.code == 0, done.err
+        return done
+
+    for step in (6, 8):  # a fork inside a stage, and one where a stage begins
+        made = fork(f"fork{step}", step)
+        assert exact(made) == [row for row in exact(whole) if row["step"] > step]
+        same_state(made.checkpoint(10), whole.checkpoint(10))
     # another ramp from there on: tokens count the parent's, too
-    other = llmexp(
-        "train", "fork.run=whole", "fork.step=6", "batch.ramp={0: 4, 400: 2}", "train.max_epochs=1",
-        "hydra.run.dir=other", "--allow", "dying", cwd=tmp_path,
-    )  # fmt: skip
-    assert other.code == 0, other.err
+    other = fork("other", 6, "batch.ramp={0: 4, 400: 2}", "train.max_epochs=1")
     # 28 sequences before; 336 and 384 tokens lie before 400, then 14 sequences are left
     assert [row["real_batch_size"] for row in other.rows()] == [4, 4] + [2] * 7
     assert other.rows()[-1]["epoch"] == 1.0
@@ -219,45 +203,12 @@ def test_evaluations_and_shares_of_a_run_are_those_of_its_steps(ramp, first, eve
     crossed = [12 * b // every > 12 * a // every for a, b in itertools.pairwise(ends)]
     for begin in (0, full // 2):
         assert Run.evaluations(of_run, chosen, begin, full) == sum(crossed[begin:full])
-    assert all(step_after(stages, n) == min(s for s in range(len(ends)) if ends[s] >= n) for n in {
-        1, total, max(1, total // 3),
-    })  # fmt: skip
-
-
-@pytest.mark.usefixtures("suggestions_are_read")
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"ramp": {0: 4, 100: 6}, "micro_batch_size": 2}, "6 sequences from token 100 on"),
-        ({"ramp": {0: 3, 100: 6}}, r"3 sequences from token 0 on .* dp_size 2 = 2"),
-        ({"ramp": {0: 4, 9: 8}, "real_batch_size": 4}, "real_batch_size=4: batch.ramp ends with 8"),
-        (
-            {"ramp": {0: 4, 9: 8}, "micro_batch_size": 1, "gradient_accumulation_steps": 3},
-            "gradient_accumulation_steps=3: batch.ramp has stages of 2 and 4 micro-batches",
-        ),
-        ({"ramp": {5: 4}}, "must begin at token 0"),
-        ({"ramp": {0: 0}}, "needs at least one sequence"),
-        ({"ramp": {}}, "whole numbers of sequences by whole numbers of tokens"),
-        ({"ramp": {0: 4.5}}, "whole numbers"),
-        ({"ramp": {0: True}}, "whole numbers"),
-        ({"ramp": {0: 4, "x": 8}}, "whole numbers"),
-        ({"ramp": [4, 8]}, "whole numbers"),
-        ({"ramp": "4, 8"}, "whole numbers"),
-        ({"ramp": {0: 4, float("inf"): 8}}, "whole numbers"),
-    ],
-)
-def test_what_cannot_be_a_ramp_is_refused(given, says):
-    open_sizes = ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size")
-    batch = dict.fromkeys(open_sizes) | {"sequence_length": 8} | given
-    with pytest.raises(ConfigError, match=says):
-        solve_batch(convert_section(Batch, batch, "batch."), 2)
+    for n in (1, total, max(1, total // 3)):
+        assert step_after(stages, n) == min(s for s in range(len(ends)) if ends[s] >= n)
 
 
 def test_a_stage_that_the_run_does_not_reach_may_be_larger_than_the_data(tmp_path, tokens):
     words = [*TINY, "data=tokens", f"data.train_files=[{tokens}]", "batch.ramp={0: 4, 200: 1000}"]
-    reached = llmexp("plan", *words, "train.max_steps=6", cwd=tmp_path)
-    assert reached.code == 2
-    assert "1000 is more than the " in reached.err
     never = llmexp("plan", *words, "train.max_steps=5", cwd=tmp_path)
     assert never.code == 0, never.err
     assert "the stage from 200 tokens on never begins" in never.out

@@ -61,6 +61,8 @@ def check(run: Result, sizes: dict[int, int]) -> None:
     assert own == pytest.approx(sum(sizes.values()) * LENGTH)
 
 
+SIX = ["batch.micro_batch_size=2", "batch.real_batch_size=4", "train.max_steps=6"]
+SIX += ["train.log_every=2"]
 TOKENS = ["data=tokens", "data.train_files=half.npy", "data.ignore_id=7"]
 
 
@@ -80,28 +82,20 @@ def test_rates_count_the_tokens_that_are_computed(half, tmp_path, monkeypatch, m
     """Whatever masks their targets, in any stage, and however often rows are written; those that
     fill a window up are not counted."""
     monkeypatch.chdir(half)
-    run = train(
-        half, tmp_path.name, "batch.micro_batch_size=2", "batch.real_batch_size=4",
-        "train.max_steps=6", "train.log_every=2", *more,
-    )  # fmt: skip
+    run = train(half, tmp_path.name, *SIX, *more)
     check(run, dict(enumerate(sizes, 1)))
     assert run.rows()[-1]["tokens_seen"] < sum(sizes) * LENGTH  # some are masked
 
 
 def test_a_resumed_run_and_a_fork_count_what_they_have_computed(half, tmp_path, monkeypatch):
     monkeypatch.chdir(half)
-    whole = train(
-        half, tmp_path.name, *TOKENS, "batch.micro_batch_size=2", "batch.real_batch_size=4",
-        "train.max_steps=6", "train.log_every=2", "checkpoint.every=3",
-    )  # fmt: skip
-    cut = cut_after(whole, tmp_path, 3)
-    again = llmexp("resume", str(cut), cwd=half)
+    whole = train(half, tmp_path.name, *TOKENS, *SIX, "checkpoint.every=3")
+    cut = cut_after(whole, half, 3)
+    again = llmexp("resume", cut.name, cwd=half)
     assert again.code == 0, again.err
     for row in Result(0, "", "", cut).rows():  # that of step 4 from one step of this attempt
         assert row["tokens_per_sec"] * row["step_time"] == pytest.approx(4 * LENGTH)
-    fork = llmexp(
-        "train", f"fork.run={whole.folder}", "fork.step=3", "train.max_steps=9",
-        f"hydra.run.dir={tmp_path / 'fork'}", cwd=half,
-    )  # fmt: skip
+    given = [f"fork.run={whole.folder.name}", "fork.step=3", "train.max_steps=9"]
+    fork = llmexp("train", *given, "hydra.run.dir=fork", cwd=half)
     assert fork.code == 0, fork.err
-    check(Result(0, "", "", tmp_path / "fork"), dict.fromkeys(range(4, 10), 4))
+    check(fork, dict.fromkeys(range(4, 10), 4))

@@ -4,24 +4,23 @@ end of a run."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiktoken
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.compose import app
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.models.gpt2 import GPT2
 from llmexp.runs.naming import named_checkpoint
 from llmexp.train.assembly.opening import _build, open_run
 from llmexp.train.sampling import print_sample, sample
-from tests.conftest import TINY, llmexp, train
+from tests.conftest import train
+from tests.tools import composed
 
 
 class Eager(nn.Module):
@@ -55,10 +54,8 @@ def test_ids_without_a_meaning_are_never_drawn(temperature):
 
 
 def test_a_tokenizer_without_an_end_needs_a_prompt():
-    with pytest.raises(
-        ValueError,
-        match=r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt",
-    ):
+    words = r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt"
+    with pytest.raises(ValueError, match=words):
         sample(holed(), Eager(), 12, "fp32", "", 5)
     assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
 
@@ -88,17 +85,15 @@ def test_the_space_behind_a_prompt_stays():
 
 def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
     run = SimpleNamespace(sequence_length=12, max_position_embeddings=32, parameters=64)
-    parts = SimpleNamespace(document_end=None,
-        run=run, precision="fp32", tokenizer=encoding,
-        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
-        corpus=SimpleNamespace(is_text=False),
-    )  # fmt: skip
+    config = SimpleNamespace(train=SimpleNamespace(sample_tokens=20))
+    corpus = SimpleNamespace(is_text=False)
+    parts = SimpleNamespace(document_end=None, precision="fp32", tokenizer=encoding, corpus=corpus)
+    parts.run, parts.config = run, config
     setup = SimpleNamespace(loss=model, model=model, module=model, optimizers=[])
-    return SimpleNamespace(
-        setup=setup, parts=parts, run=parts.run, config=parts.config,
-        mesh=SimpleNamespace(sharded=sharded, distributed=False),
-        out=SimpleNamespace(console=SimpleNamespace(line=said.append)),
-    )  # fmt: skip
+    mesh, console = SimpleNamespace(sharded=sharded, distributed=False), SimpleNamespace()
+    console.line = said.append
+    out = SimpleNamespace(console=console)
+    return SimpleNamespace(setup=setup, parts=parts, run=run, config=config, mesh=mesh, out=out)
 
 
 def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
@@ -130,44 +125,24 @@ def test_a_sample_begins_with_what_was_trained(tmp_path, files, begins):
     first = "First come these words. " * 20
     (tmp_path / "one.txt").write_text(first + "the second half is left. ".ljust(len(first), "x"))
     (tmp_path / "other.txt").write_text("Another text stands in this file. " * 20)
-    done = llmexp(
-        "train", *TINY, "data=text", *(f"data.{f}" for f in files), "train.max_steps=1",
-        "train.sample_tokens=3",
-        "hydra.run.dir=run", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    more = ["train.max_steps=1", "train.sample_tokens=3"]
+    done = train(tmp_path, "run", "data=text", *(f"data.{f}" for f in files), *more)
     (line,) = [line for line in done.out.splitlines() if line.startswith("sample")]
     text = line.removeprefix("sample").strip()
     assert text.startswith(begins)
     assert begins or not text.startswith(("the second", "Another"))
 
 
-OWN = """
-import tiktoken
-
-def endless():
-    ranks = {bytes([b]): b for b in range(256)}
-    return tiktoken.Encoding(name="endless", pat_str=r"[\\s\\S]+", mergeable_ranks=ranks, special_tokens={})
-"""  # noqa: E501
-
-
-def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_needs(
-    tmp_path, monkeypatch, capsys
+def test_a_run_whose_tokenizer_has_no_end_ends_well_and_the_command_says_what_it_needs(
+    runs, monkeypatch, capsys
 ):
-    (tmp_path / "owntoken.py").write_text(OWN)
-    (tmp_path / "conf" / "tokenizer").mkdir(parents=True)
-    (tmp_path / "conf" / "tokenizer" / "mine.yaml").write_text("_target_: owntoken.endless\n")
-    done = llmexp(
-        "train", "--config-dir", "conf", "--allow", "owntoken", *TINY, "tokenizer=mine",
-        "data=synthetic",
-        "data.n_tokens=4000", "train.max_steps=2", "train.sample_every=1", "train.sample_tokens=5",
-        "hydra.run.dir=run", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    mine = ["tokenizer._target_=own.nets.byte_tokens", "+tokenizer.kind=endless", "--allow=own"]
+    data = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=2", "train.sample_every=1"]
+    done = runs(*mine, *data, "train.sample_tokens=5")
     assert done.out.count("sample: none: ConfigError") == 1
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("LLMEXP_ALLOW", "owntoken")
+    monkeypatch.setenv("LLMEXP_ALLOW", "own")
+    assert command(["sample", str(done.folder)]) == 2
+    assert "bytes of mine has no <|endoftext|> token to begin with" in capsys.readouterr().err
     lengths: list[int] = []
 
     def noted(*given: Any, **knobs: Any) -> str:
@@ -175,53 +150,28 @@ def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_need
         return sample(*given, **knobs)
 
     monkeypatch.setattr("llmexp.train.sampling.sample", noted)
-    assert command(["sample", "run"]) == 2
-    assert (
-        "llmexp: tokenizer: endless has no <|endoftext|> token to begin with"
-        in capsys.readouterr().err
-    )
-    assert command(["sample", "run", "--temperature", "inf", "--prompt", "x"]) == 2
-    assert "temperature=inf: must be a finite number" in capsys.readouterr().err
-    assert command(["sample", "run", "--prompt", "x", "--tokens", "15"]) == 0
+    assert command(["sample", str(done.folder), "--prompt", "x", "--tokens", "15"]) == 0
     assert set(lengths) == {12}
 
 
-def test_a_named_step_is_opened_and_one_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
-    name = tmp_path / "odd@name"
-    train(
-        tmp_path, name.name, "data=synthetic", "data.n_tokens=4000", "train.max_steps=4",
-        "checkpoint.every=2", "optimizer.lr=0.1",
-    )  # fmt: skip
+def test_a_named_step_is_opened(runs, tmp_path, monkeypatch, capsys):
+    """One that is not there is refused: tests/refusals/train.yaml."""
+    data = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=4", "checkpoint.every=2"]
+    made = runs.copy(tmp_path / "odd@name", *data, "optimizer.lr=0.1")
     monkeypatch.chdir(tmp_path)
     texts = []
     for run in ("odd@name@2", "odd@name@4", "odd@name", "odd@name@0000000004"):
         opened = open_run(*named_checkpoint(run))
         assert opened.step == (2 if run.endswith("2") else 4)
-        with safe_open(
-            name / f"checkpoints/step_{opened.step:08d}/model.safetensors", framework="pt"
-        ) as file:
-            for key, tensor in opened.model.state_dict().items():
-                assert torch.equal(tensor, file.get_tensor(key)), key
+        saved = load_file(made.checkpoint(opened.step) / "model.safetensors")
+        for key, tensor in opened.model.state_dict().items():
+            assert torch.equal(tensor, saved[key]), key
         assert command(["sample", run, "--prompt", "a", "--tokens", "20"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] != texts[1] == texts[2] == texts[3]
-    for wrong in ("3", "x", "", "-2", "\u00b2"):
-        assert command(["sample", f"odd@name@{wrong}"]) == 2
-        said = capsys.readouterr().err
-        assert f"odd@name@{wrong}: there is no checkpoint of step" in said
-        assert "there are those of 2, 4; for example odd@name@4" in said
-    assert command(["sample", "nothing@4"]) == 2
-    assert "nothing: is no run folder" in capsys.readouterr().err
-    # what is not read is not looked at; what is read is
-    (name / "checkpoints/step_00000002/optimizer.safetensors").write_bytes(b"")
+    # what is not read is not looked at
+    (made.checkpoint(2) / "optimizer.safetensors").write_bytes(b"")
     assert command(["sample", "odd@name@2", "--prompt", "a"]) == 0
-    (name / "checkpoints/step_00000002/model.safetensors").write_bytes(b"")
-    assert command(["sample", "odd@name@2", "--prompt", "a"]) == 2
-    assert "model.safetensors does not match" in capsys.readouterr().err
-    shutil.rmtree(name / "checkpoints")
-    for run in ("odd@name", "odd@name@2"):
-        assert command(["sample", run]) == 2
-        assert "odd@name: has no checkpoint yet" in capsys.readouterr().err
 
 
 class Scaled(GPT2):
@@ -241,8 +191,7 @@ def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
     monkeypatch.setenv("LLMEXP_ALLOW", "tests")
     sizes = {"max_position_embeddings": 12, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24}
     section = {"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes
-    with app.hydra_app(None) as hydra:
-        config = app.typed_config(app.compose(hydra, ["precision=fp32"])[0])
-    model: Any = _build(dataclasses.replace(config, model=section))[1]
+    config = dataclasses.replace(composed("precision=fp32"), model=section)
+    model: Any = _build(config)[1]
     assert model.scale.tolist() == [0.5] * 16
     assert model.again.weight is model.token_embedding.weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,36 +14,25 @@ from llmexp.metrics.outliers import Limits
 from llmexp.train.spikes import follow_spike, rose_first, what_rose
 from llmexp.train.state import Progress
 from llmexp.train.step import Outcome
-from tests.conftest import TINY, Result, llmexp, train
-from tests.tools import weights
+from tests.conftest import Result, llmexp
+from tests.tools import equal, weights
+from tests.train.resumed import goes_on
 
-# From step 46 on the gradient of one module of one layer grows fourfold with each step.
-HOOK = """
-def plant(event, context):
-    if event == "backward_end" and 45 < context.step < 60:
-        for name, p in context.model.named_parameters():
-            if name == "blocks.1.mlp.up_proj.weight":
-                p.grad.mul_(4.0 ** (context.step - 45))
-"""
 SETTINGS = [
     "data=synthetic", "data.n_tokens=9000", "batch.real_batch_size=4", "train.max_steps=64",
     "train.log_every=1", "train.eval_every=null", "checkpoint.every=30", "precision=fp64",
     "metrics.outlier_sigma=8", "optimizer=sgd", "optimizer.lr=0.1", "clip=none",
-    "batch.micro_batch_size=2", "hooks=[plant.plant]", "--allow", "plant",
+    "batch.micro_batch_size=2", "hooks=[own.hooks.plant]", "--allow=own",
 ]  # fmt: skip
 ON = "metrics.spikes=true"
 
 
+TWO = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("spikes")
-    (folder / "plant.py").write_text(HOOK)
-    two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
-    return {
-        "off": train(folder, "off", *SETTINGS),
-        "on": train(folder, "on", *SETTINGS, ON),
-        "two": train(folder, "two", *SETTINGS, ON, *two, "batch.gradient_accumulation_steps=1"),
-    }
+def on(runs) -> Result:
+    return runs(*SETTINGS, ON)
 
 
 def records(result: Result) -> dict[int, dict]:
@@ -75,8 +63,8 @@ def steps_by_the_rule(result: Result) -> tuple[list[int], int]:
     return found, lost
 
 
-def test_a_spike_is_recorded_with_what_rose_first(runs):
-    found, (steps, lost) = records(runs["on"]), steps_by_the_rule(runs["on"])
+def test_a_spike_is_recorded_with_what_rose_first(on):
+    found, (steps, lost) = records(on), steps_by_the_rule(on)
     assert sorted(found) == steps
     assert steps
     spike = found[steps[0]]
@@ -85,30 +73,30 @@ def test_a_spike_is_recorded_with_what_rose_first(runs):
     first = spike["rose_first"]
     assert (first["module"], first["step"]) == ("blocks.1.mlp.up_proj", 46)
     assert 2 < first["times"] < 8
-    row = runs["on"].rows()[steps[0] - 1]
+    row = on.rows()[steps[0] - 1]
     assert (spike["loss"], spike["grad_norm"]) == (row["train/loss"], row["grad_norm"])
     assert spike["sequences"] == [4 * (steps[0] - 1), 4 * steps[0]]
     assert len(spike["first_tokens"]) == 4
     squares = [x**2 for x in spike["steps"][-1]["grad_norm"].values()]
     assert math.sqrt(sum(squares)) == pytest.approx(row["grad_norm"], rel=1e-12)
-    status = runs["on"].json("status.json")
+    status = on.json("status.json")
     assert status["summary"]["spikes"] == len(steps)
     assert status["summary"]["spike_tokens"] == lost
     assert status["spikes"]["rose_first"]["module"] == "blocks.1.mlp.up_proj"
-    line = next(line for line in runs["on"].out.splitlines() if " is a spike: " in line)
+    line = next(line for line in on.out.splitlines() if " is a spike: " in line)
     assert line.startswith(f"step {steps[0]} is a spike: loss {spike['loss']:.4g}")
     assert "; blocks.1.mlp.up_proj rose first, at step 46 (" in line
 
 
-def test_recording_changes_nothing_and_off_means_nothing(runs):
-    assert not (runs["off"].folder / "spikes").exists()
-    assert "spikes" not in runs["off"].json("status.json")
-    final = [weights(runs[name], 64) for name in ("off", "on")]
-    assert all(bool((final[0][name] == final[1][name]).all()) for name in final[0])
+def test_recording_changes_nothing_and_off_means_nothing(runs, on):
+    off = runs(*SETTINGS)
+    assert not (off.folder / "spikes").exists()
+    assert "spikes" not in off.json("status.json")
+    assert equal(weights(off, 64), weights(on, 64))
 
 
-def test_two_ranks_record_the_same(runs):
-    one, two = records(runs["on"]), records(runs["two"])
+def test_two_ranks_record_the_same(runs, on):
+    one, two = records(on), records(runs(*SETTINGS, ON, *TWO))
     assert one.keys() == two.keys()
     for step, spike in one.items():
         assert spike["first_tokens"] == two[step]["first_tokens"]
@@ -116,21 +104,17 @@ def test_two_ranks_record_the_same(runs):
         assert spike["rose_first"]["times"] == pytest.approx(two[step]["rose_first"]["times"], 1e-6)
 
 
-def test_a_resumed_run_records_the_same(runs, tmp_path):
+def test_a_resumed_run_records_the_same_and_a_fork_counts_its_own(runs, on, tmp_path):
     """Spikes after the checkpoint are forgotten with their rows."""
-    (tmp_path / "plant.py").write_text(HOOK)
-    stop = [*TINY, "hydra.run.dir=cut", *SETTINGS, ON, "train.stop_step=62"]
-    first = llmexp("train", *stop, cwd=tmp_path)
-    assert first.code == 75
-    assert sorted(records(first)) == sorted(records(runs["on"]))
-    for file in (first.folder / "checkpoints").glob("step_*62"):
-        for part in file.iterdir():
-            part.unlink()
-        file.rmdir()
-    again = llmexp("resume", "cut", "train.stop_step=null", "--allow", "plant", cwd=tmp_path)
-    assert again.code == 0, again.err
-    assert records(first) == records(runs["on"])
-    assert first.json("status.json")["spikes"] == runs["on"].json("status.json")["spikes"]
+    cut = runs.copy(tmp_path / "cut", *SETTINGS, ON, step=60)
+    assert records(cut)
+    goes_on(cut, on, "--allow=own")
+    assert records(cut) == records(on)
+    assert cut.json("status.json")["spikes"] == on.json("status.json")["spikes"]
+    fork = [f"fork.run={cut.folder}", "fork.step=60", "--allow=own", "hydra.run.dir=fork"]
+    forked = llmexp("train", *fork, cwd=tmp_path)
+    assert forked.code == 0, forked.err
+    assert forked.json("status.json")["summary"]["spikes"] == len(records(forked))
 
 
 def test_what_rose_first_is_the_first_to_leave_its_level():
@@ -162,20 +146,3 @@ def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
     assert (progress.spike_tokens, progress.spike_level) == (96, 2.0)
     follow_spike(loop, back, None)
     assert (progress.spike_tokens, progress.spike_level) == (96, None)
-
-
-def test_spikes_need_the_rule_that_finds_them(tmp_path: Path):
-    result = llmexp("train", ON, "metrics.outlier_sigma=null", cwd=tmp_path)
-    assert result.code == 2
-    assert "metrics.spikes" in result.err
-    assert "metrics.outlier_sigma" in result.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_fork_counts_its_own(runs, tmp_path):
-    """From the checkpoint at the end, with the parent's spikes behind it."""
-    (tmp_path / "plant.py").write_text(HOOK)
-    fork = [f"fork.run={runs['on'].folder}", "fork.step=60", "--allow", "plant"]
-    forked = llmexp("train", *fork, "hydra.run.dir=fork", cwd=tmp_path)
-    assert forked.code == 0, forked.err
-    assert forked.json("status.json")["summary"]["spikes"] == len(records(forked))
