@@ -7,12 +7,14 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +40,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
 from llmexp.train.beginning import parents_checkpoint
 from tests.conftest import HANG_S, ROOT, environment
+from tests.tools import amend
 
 MODEL = "model.safetensors"
 
@@ -52,25 +55,21 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, saved=()):
-    """One process's whole save."""
-    held = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
+def written(root: Path, step: int, held: saving.Pieces, keep: int | None = 2, saved=()) -> Path:
+    """A whole save of one process."""
     saving.write_pieces(root, step, held)
-    return saving.commit_checkpoint(
-        root, step, held, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, saved
-    )
+    facts = {"progress": {"step": step}}, {"tokens_seen": 1}
+    return saving.commit_checkpoint(root, step, held, *facts, keep, saved)
 
 
-def rewrite(path: Path, file: str) -> None:
-    """Makes the manifest agree with what the file now holds."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][file] = hashes.fingerprint(path / file)
-    (path / MANIFEST).write_text(json.dumps(manifest))
+def save(root: Path, step: int, model=None, optimizers=(), saved=()) -> Path:
+    held = saving.snapshot(model or Tied(), list(optimizers), 0, 1, False)
+    return written(root, step, held, saved=saved)
 
 
 def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     model = Tied()
-    path = save(tmp_path, 3, model=model)
+    path = save(tmp_path, 3, model)
     assert sorted(load_file(path / MODEL)) == ["embed.weight", "scale"]
     loaded, other = loading.read_checkpoint(path), Tied()
     loading.restore_model(loaded, other)
@@ -105,17 +104,15 @@ def test_equal_states_give_equal_files_and_one_ulp_another_hash(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    found = []
-    for number in range(8):
-        path = save(tmp_path / str(number), 1, model=model, optimizers=[optimizer])
-        found.append((path / MANIFEST).read_text())
-    assert len(set(found)) == 1
+
+    def manifest(name: str) -> str:
+        return (save(tmp_path / name, 1, model, [optimizer]) / MANIFEST).read_text()
+
+    found = {manifest(str(number)) for number in range(8)}
+    assert len(found) == 1
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
-    path = save(tmp_path / "ulp", 1, model=model, optimizers=[optimizer])
-    before, after = (
-        json.loads(text)["files"] for text in (found[0], (path / MANIFEST).read_text())
-    )
+    before, after = (json.loads(text)["files"] for text in (found.pop(), manifest("ulp")))
     assert before["optimizer.safetensors"] == after["optimizer.safetensors"]
     assert before[MODEL] != after[MODEL]
 
@@ -130,40 +127,30 @@ def test_a_fork_knows_its_parents_checkpoint_by_its_manifest(tmp_path):
         parents_checkpoint(parent, joined, print)
 
 
-@pytest.mark.parametrize("set_back", [False, True])
-def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(
-    tmp_path, set_back
-):
-    """Also where a program sets its time back."""
-    path = save(tmp_path, 1)
-    loaded, before = loading.read_checkpoint(path), (path / MODEL).stat()
-    content = bytearray((path / MODEL).read_bytes())
+@pytest.mark.parametrize("how", ["changed", "changed and set back", "removed", "cut"])
+def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used(tmp_path, how):
+    """Also where a program sets its time back; pages of a removed one stay readable."""
+    hashed = None if how == "cut" else (0, 1)
+    loaded = loading.read_checkpoint(save(tmp_path, 1), hash_share=hashed)
+    file = loaded.path / MODEL
+    before, content = file.stat(), bytearray(file.read_bytes())
     content[-1] ^= 1
     time.sleep(0.05)  # a clock of files may have steps of some milliseconds
-    (path / MODEL).write_bytes(content)
-    if set_back:
-        os.utime(path / MODEL, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(loading.CheckpointError, match=f"{MODEL} was changed while it was read"):
-        loading.restore_model(loaded, Tied())
-
-
-def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path):
-    """Its pages stay readable while it is open."""
-    loaded = loading.read_checkpoint(save(tmp_path, 1))
-    (loaded.path / MODEL).unlink()
-    with pytest.raises(loading.CheckpointError, match=f"{MODEL} was changed while it was read"):
+    if how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(content[: -9 if how == "cut" else None])
+    if how == "changed and set back":
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    words = "cannot be read: it ends" if how == "cut" else "was changed while it was read"
+    with pytest.raises(loading.CheckpointError, match=f"{MODEL} {words}"):
         loading.restore_model(loaded, Tied())
 
 
 def test_an_average_that_lacks_a_parameter_is_refused_by_its_file(tmp_path):
     model = Tied()
-    average = {"scale": torch.ones(1)}
-    held = saving.snapshot(model, [], 0, 1, False, average)
-    saving.write_pieces(tmp_path, 1, held)
-    path = saving.commit_checkpoint(
-        tmp_path, 1, held, {"progress": {"step": 1}}, {"tokens_seen": 1}, 2, ()
-    )
-    loaded = loading.read_checkpoint(path)
+    held = saving.snapshot(model, [], 0, 1, False, {"scale": torch.ones(1)})
+    loaded = loading.read_checkpoint(written(tmp_path, 1, held))
     own = {name: torch.zeros_like(t) for name, t in named_tensors(model).items()}
     words = r"ema\.safetensors does not hold all tensors; missing: embed\.weight"
     with pytest.raises(loading.CheckpointError, match=words):
@@ -201,57 +188,45 @@ def test_a_damaged_older_one_is_not_one_of_the_kept(tmp_path):
     assert saves(tmp_path, 300, 400, loaded=200) == ["300", "400"]
 
 
-def test_leftovers_of_a_killed_save_go_away(tmp_path):
-    pieces = saving.snapshot(Tied(), [], 0, 1, False)
-    saving.write_pieces(tmp_path, 100, pieces)
-    save(tmp_path, 200)
-    assert len(list(tmp_path.iterdir())) == 2
-    saving.remove_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000200"]
+def full(*arguments: Any, **more: Any) -> None:
+    raise RuntimeError("unexpected pos 64 vs 0")  # what torch.save says on a full disk
 
 
-@pytest.mark.parametrize("where", ["tensors", "state"])
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
+def no_place(source: Path, target: Path, rename: Callable = os.rename) -> None:
+    if target.name == "step_00000200" and source.name == ".step_00000200.tmp":
+        raise OSError(errno.EIO, "Input/output error")
+    rename(source, target)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead", "error"),
+    [
+        (saving, "write_tensors", full, r"saving .*step_00000200.* failed"),
+        (torch, "save", full, r"saving .*step_00000200.* failed"),
+        (os, "rename", no_place, "Input/output error"),
+        (None, "another rank", None, "written-00001"),
+        (None, "a kill", None, ""),
+    ],
+)
+def test_a_save_that_does_not_come_to_its_end_leaves_what_was_there(
+    tmp_path, monkeypatch, module, name, instead, error
+):
     save(tmp_path, 100)
-
-    def full(*arguments, **more):
-        raise RuntimeError("unexpected pos 64 vs 0")  # what torch.save says on a full disk
-
-    monkeypatch.setattr(
-        *((saving, "write_tensors") if where == "tensors" else (torch, "save")), full
-    )
-    with pytest.raises(OSError, match=r"saving .*step_00000200.* failed"):
-        save(tmp_path, 200)
-    assert [p for p in tmp_path.rglob("*") if p.is_file() and "200" in str(p)] == []
-    saving.remove_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
-    assert loading.newest_whole(tmp_path, print).step == 100
-
-
-def test_a_save_that_cannot_take_its_place_leaves_the_one_that_was_there(tmp_path, monkeypatch):
-    path, real = save(tmp_path, 100), os.rename
+    path = save(tmp_path, 200)
     before = (path / MANIFEST).read_bytes()
-
-    def rename(source, target):
-        if target == path and source.name == ".step_00000100.tmp":
-            raise OSError(errno.EIO, "Input/output error")
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(OSError, match="Input/output error"):
-        save(tmp_path, 100)
+    if module:
+        monkeypatch.setattr(module, name, instead)
+    held = saving.snapshot(Tied(), [], 0, 1 if name != "another rank" else 2, False)
+    if name == "a kill":
+        saving.write_pieces(tmp_path, 300, held)
+        assert len(list(tmp_path.iterdir())) == 3
+    else:
+        with pytest.raises(OSError, match=error):
+            written(tmp_path, 200, held)
     saving.remove_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["100", "200"]
+    assert loading.newest_whole(tmp_path, print).step == 200
     assert (path / MANIFEST).read_bytes() == before
-
-
-def test_a_save_that_lacks_a_rank_is_no_checkpoint(tmp_path):
-    save(tmp_path, 100)
-    pieces = saving.snapshot(Tied(), [], 0, 2, False)
-    saving.write_pieces(tmp_path, 200, pieces)
-    with pytest.raises(FileNotFoundError, match="written-00001"):
-        saving.commit_checkpoint(tmp_path, 200, pieces, {}, {}, 2)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path):
@@ -259,49 +234,52 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=float(1))
     optimizer.param_groups[0]["extra"] = np.float64(1)  # weights_only refuses numpy scalars
     with pytest.raises(OSError, match=r"saving .* failed: Weights only load failed"):
-        save(tmp_path, 100, model=model, optimizers=[optimizer])
+        save(tmp_path, 100, model, [optimizer])
     with pytest.raises(ValueError, match="optimizer 0 holds parameters that are not in the model"):
         saving.snapshot(Tied(), [optimizer], 0, 1, False)
 
 
+def moved_out(content: dict) -> dict:
+    files = {f"../{name}" if name == MODEL else name: f for name, f in content["files"].items()}
+    return content | {"files": files}
+
+
+def indexed(at: int, value: Any) -> Callable[[dict], dict]:
+    """Change a field of where the tensor `scale` lies."""
+
+    def change(content: dict) -> dict:
+        index = json.loads(content["index"])
+        index["model"]["scale"][0][at] = value
+        text = json.dumps(index)
+        return content | {"index": text, "index_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+    return change
+
+
 # Files that are gone, cut short or have another bit, and newer versions:
 # tests/faults/test_records.py.
-DAMAGE = ["manifest a list", "older version", "outside", "no index", "a part missing",
-          "a file not named", "no tensors"]  # fmt: skip
+DAMAGE = {
+    "100": lambda content: [],
+    "version 1, this program reads version 2": lambda content: content | {"format_version": 1},
+    f"'../{MODEL}', which is no file of a checkpoint": moved_out,
+    "the index in manifest.json does not match": lambda content: without(content, "index"),
+    "scale do not add up": indexed(4, [1]),
+    "names 'state.json', which the manifest": indexed(0, "state.json"),
+    "names no file with tensors": lambda c: c | {"files": without(c["files"], MODEL)},
+}
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(tmp_path, damage):
+def without(tree: dict, name: str) -> dict:
+    return {key: value for key, value in tree.items() if key != name}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_damage_is_named(tmp_path, said):
     path = save(tmp_path, 100)
-    manifest, model = path / MANIFEST, path / MODEL
-    content = json.loads(manifest.read_text())
-    said = "100"
-    if damage == "manifest a list":
-        manifest.write_text("[]")
-    elif damage == "older version":
-        manifest.write_text(json.dumps({**content, "format_version": 1}))
-        said = "version 1, this program reads version 2"
-    elif damage == "outside":
-        model.rename(tmp_path / MODEL)
-        content["files"][f"../{MODEL}"] = content["files"].pop(MODEL)
-        manifest.write_text(json.dumps(content))
-        said = f"'../{MODEL}', which is no file of a checkpoint"
-    elif damage == "no index":
-        del content["index"]
-        manifest.write_text(json.dumps(content))
-        said = "the index in manifest.json does not match"
-    elif damage in ("a part missing", "a file not named"):
-        index = json.loads(content["index"])
-        missing = damage == "a part missing"
-        index["model"]["scale"][0][4 if missing else 0] = [1] if missing else "state.json"
-        content["index"] = json.dumps(index)
-        content["index_sha256"] = hashlib.sha256(content["index"].encode()).hexdigest()
-        manifest.write_text(json.dumps(content))
-        said = "scale do not add up" if missing else "names 'state.json', which the manifest"
-    else:
-        del content["files"][MODEL]
-        manifest.write_text(json.dumps(content))
-        said = "names no file with tensors"
+    changed = DAMAGE[said](json.loads((path / MANIFEST).read_text()))
+    (path / MANIFEST).write_text(json.dumps(changed))
+    if "../" in said:
+        (path / MODEL).rename(tmp_path / MODEL)
     with pytest.raises(loading.CheckpointError, match=said):
         loading.read_checkpoint(path)
     with pytest.raises(loading.CheckpointError, match="all 1 checkpoints are damaged"):
@@ -315,42 +293,38 @@ def test_a_pickle_is_not_run(tmp_path):
         def __reduce__(self):
             return (open, (str(canary), "w"))
 
-    for file in (loading.STATE, MODEL, "optimizer.safetensors"):
+    for name in (loading.STATE, MODEL, "optimizer.safetensors"):
         path = save(tmp_path, 100)
-        torch.save(Bomb(), path / file)
-        rewrite(path, file)
+        torch.save(Bomb(), path / name)
+        amend(path / MANIFEST, files={name: hashes.fingerprint(path / name)})
         with contextlib.suppress(loading.CheckpointError):  # its bytes are taken for numbers
             loading.restore_model(loading.read_checkpoint(path), Tied())
         assert not canary.exists()
 
 
 def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path):
+    def sgd(*parameters: Tensor, lr: float = 9.0) -> torch.optim.SGD:
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    loaded = loading.read_checkpoint(save(tmp_path, 1, model=model, optimizers=[optimizer]))
-    for other, differing in (
-        (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), r"1\.bias"),
-        (
-            nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)),
-            r"1\.weight: \(2, 2\) for \(1, 2\), 1\.bias: \(2,\) for \(1,\)",
-        ),
+    optimizer = sgd(*model.parameters(), lr=0.5)
+    loaded = loading.read_checkpoint(save(tmp_path, 1, model, [optimizer]))
+    for last, differing in (
+        (nn.Linear(2, 2, bias=False), r"1\.bias"),
+        (nn.Linear(2, 1), r"1\.weight: \(2, 2\) for \(1, 2\), 1\.bias: \(2,\) for \(1,\)"),
     ):
+        other = nn.Sequential(nn.Linear(3, 2), last)
         before = {k: v.clone() for k, v in other.state_dict().items()}
-        with pytest.raises(
-            loading.CheckpointError, match=f"another model shape; differing: {differing}"
-        ):
+        words = f"another model shape; differing: {differing}"
+        with pytest.raises(loading.CheckpointError, match=words):
             loading.restore_model(loaded, other)
         assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
         with pytest.raises(loading.CheckpointError, match="another model shape"):
-            loading.restore_optimizers(loaded, other, [torch.optim.SGD(other.parameters(), lr=9.0)])
-    weights, biases = (
-        [p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias")
-    )
-    halves = [torch.optim.SGD(weights, lr=9.0), torch.optim.SGD(biases, lr=9.0)]
-    for others in ([torch.optim.SGD(weights, lr=9.0)], halves):
-        with pytest.raises(
-            loading.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"
-        ):
+            loading.restore_optimizers(loaded, other, [sgd(*other.parameters())])
+    weights, biases = ([layer.weight for layer in model], [layer.bias for layer in model])
+    for others in ([sgd(*weights)], [sgd(*weights), sgd(*biases)]):
+        words = r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"
+        with pytest.raises(loading.CheckpointError, match=words):
             loading.restore_optimizers(loaded, model, others)
         assert others[0].param_groups[0]["lr"] == 9.0
 
@@ -359,39 +333,29 @@ def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
     """Another split into groups, other kernels, states of another dtype and shape than the
     parameter's."""
     model = nn.Linear(3, 2).bfloat16()
-    groups = [
-        {"params": [model.weight], "lr": 0.5, "betas": (0.1, 0.2)},
-        {"params": [model.bias], "lr": 0.25},
-    ]
+    groups = [{"params": [model.weight], "lr": 0.5, "betas": (0.1, 0.2)}]
+    groups += [{"params": [model.bias], "lr": 0.25}]
     optimizer = torch.optim.AdamW(groups, fused=True)
     moment, rows = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 1)
-    optimizer.state[model.weight] |= {
-        "exp_avg": moment,
-        "rows": rows,
-        "step": torch.tensor(7.0),
-        "note": [1, None],
-    }
-    loaded = loading.read_checkpoint(save(tmp_path, 1, model=model, optimizers=[optimizer]))
-
+    expected = {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0)}
+    optimizer.state[model.weight] |= {**expected, "note": [1, None]}
+    loaded = loading.read_checkpoint(save(tmp_path, 1, model, [optimizer]))
     other = nn.Linear(3, 2).double()
     loading.restore_model(loaded, other)
     assert other.weight.dtype == torch.float64  # the model's own, as the checkpoint's values
     assert torch.equal(other.weight, model.weight.double())
-    new = torch.optim.AdamW(
-        [{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False
-    )
+    groups = [{"params": [p], "lr": 1.0} for p in (other.bias, other.weight)]
+    new = torch.optim.AdamW(groups, foreach=False)
     # gone after the restore: the checkpoint has none
     new.state[other.bias]["exp_avg"] = torch.ones(2)
     loading.restore_optimizers(loaded, other, [new])
     assert [g["lr"] for g in new.param_groups] == [0.25, 0.5]
     assert new.param_groups[1]["betas"] == (0.1, 0.2)
-    assert [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups] == [
-        (None, False, 1)
-    ] * 2
-    state = new.state[other.weight]
+    found = [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups]
+    assert found == [(None, False, 1)] * 2
     assert list(new.state) == [other.weight]
+    state = new.state[other.weight]
     assert state.pop("note") == [1, None]
-    expected = {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0)}
     assert state.keys() == expected.keys()
     assert all(state[k].dtype == v.dtype and torch.equal(state[k], v) for k, v in expected.items())
 
@@ -401,8 +365,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
 
     def job(step: int, pieces: saving.Pieces) -> None:
         gate.wait(30)
-        saving.write_pieces(tmp_path, step, pieces)
-        saving.commit_checkpoint(tmp_path, step, pieces, {}, {}, None)
+        written(tmp_path, step, pieces, None)
 
     with ThreadPoolExecutor(1) as writer:
         for step in (1, 2, 3):
@@ -453,10 +416,8 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 3)
-        self.up = nn.Linear(3, 9)
-        self.down = nn.Linear(9, 5)
-        self.gain = nn.Parameter(torch.empty(2))
-        self.one = nn.Parameter(torch.empty(1))
+        self.up, self.down = nn.Linear(3, 9), nn.Linear(9, 5)
+        self.gain, self.one = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(1))
         self.head = nn.Linear(3, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("table", torch.empty(3))
@@ -469,20 +430,17 @@ def value_of(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-def expected_state(seed: int, steps: int = 2) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors in closed form. With betas of 1/2 and the constant gradient v both
-    moments are (1 - 2**-steps) times v and v**2: integers below 2**26 over 4, exact in float64
-    whatever the kernel."""
-    share = 1 - 0.5**steps
-    states = {}
-    for name, p in Odd().named_parameters():
-        v = value_of(name, tuple(p.shape), seed)
-        states[name] = {
-            "step": torch.tensor(float(steps)),
-            "exp_avg": share * v,
-            "exp_avg_sq": share * v**2,
-        }
-    return states
+def expected(seed: int, steps: int = 2) -> dict[str, dict[str, Tensor]]:
+    """Parameters and buffers ("") and the optimizer's tensors in closed form. With betas of 1/2 and
+    the constant gradient v both moments are (1 - 2**-steps) times v and v**2: integers below 2**26
+    over 4, exact in float64 whatever the kernel."""
+    share, found = 1 - 0.5**steps, {}
+    for name, t in named_tensors(Odd()).items():
+        v = found[name] = {"": value_of(name, tuple(t.shape), seed)}
+        if name != "table":
+            v["step"] = torch.tensor(float(steps))
+            v |= {"exp_avg": share * v[""], "exp_avg_sq": share * v[""] ** 2}
+    return found
 
 
 def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -500,7 +458,7 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
             t.copy_(value_of(name, tuple(t.shape), seed))
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model, process_group=mesh).module
-    if layout in ("tp", "fsdp_tp"):
+    if "tp" in layout:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"] if layout == "fsdp_tp" else mesh, plan)
     if "sdp" in layout:
@@ -514,116 +472,128 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
     return model, optimizer
 
 
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if is_split(tensor) else tensor).detach()
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """All tensors, gathered by torch, are what the seed says; states are laid out as their
     parameters."""
-    tensors = named_tensors(model)
-    assert set(tensors) == {*(n for n, _ in Odd().named_parameters()), "table"}
+    tensors, wanted = named_tensors(model), expected(seed)
+    assert tensors.keys() == wanted.keys()
+    assert len(optimizer.state) == len(wanted) - 1
     for name, t in tensors.items():
-        assert torch.equal(full(t), value_of(name, tuple(t.shape), seed)), name
-    named = {id(t): name for name, t in tensors.items()}
-    states, expected = {named[id(p)]: s for p, s in optimizer.state.items()}, expected_state(seed)
-    assert states.keys() == expected.keys()
-    for name, state in states.items():
-        assert state.keys() == expected[name].keys()
-        for key, t in state.items():
-            assert torch.equal(full(t), expected[name][key]), (name, key)
-            assert t.dtype == expected[name][key].dtype
+        held = {"": t.detach()} | (optimizer.state[t] if name != "table" else {})
+        assert held.keys() == wanted[name].keys()
+        for key, found in held.items():
+            whole = found.full_tensor() if is_split(found) else found
+            assert torch.equal(whole, wanted[name][key]), (name, key)
+            assert whole.dtype == wanted[name][key].dtype
             if key != "step":
-                assert getattr(t, "placements", None) == getattr(tensors[name], "placements", None)
-                assert t.stride() == tensors[name].stride()
+                assert getattr(found, "placements", None) == getattr(t, "placements", None)
+                assert found.stride() == t.stride()
 
 
-def on_four_ranks(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.debug import CommDebugMode
+class Four:
+    """One of four ranks, with the meshes of all layouts."""
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=60),
-    )
-    meshes = {  # made by all four, also by those that a layout leaves out
-        "ddp": dist.new_group([0, 1]),
-        "fsdp": DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
-        "fsdp3": DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("dp",)),
-        "hsdp": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
-        "tp": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)),
-        "fsdp_tp": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")),
-    }
-    root = Path(folder)
+    def __init__(self, rank: int, folder: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
 
-    def save_all(layout: str, where: str, step: int, seed: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        self.rank, self.root, self.barrier = rank, Path(folder), dist.barrier
+
+        def mesh(ranks: list, *names: str) -> DeviceMesh:
+            return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+        self.meshes = {  # made by all four, also by those that a layout leaves out
+            "ddp": dist.new_group([0, 1]),
+            "fsdp": mesh([0, 1], "dp"),
+            "fsdp3": mesh([0, 1, 2], "dp"),
+            "hsdp": mesh([[0, 1], [2, 3]], "replicate", "shard"),
+            "tp": mesh([0, 1], "tp"),
+            "fsdp_tp": mesh([[0, 1], [2, 3]], "dp", "tp"),
+        }
+
+    def save(self, layout: str, where: str, step: int, seed: int) -> None:
+        from torch.distributed.tensor.debug import CommDebugMode
+
         world, pieces = LAYOUTS[layout], None
-        if rank < world:
-            model, optimizer = build(layout, meshes, seed)
-            for _ in range(2):
-                for p in model.parameters():
-                    p.grad = p.detach().clone()
-                optimizer.step()
+        if self.rank < world:
+            model, optimizer = build(layout, self.meshes, seed)
+            take_step(model, optimizer)
+            take_step(model, optimizer)
             check(model, optimizer, seed)
             with CommDebugMode() as counted:
-                pieces = saving.snapshot(model, [optimizer], rank, world, copy=seed % 2 == 0)
+                pieces = saving.snapshot(model, [optimizer], self.rank, world, copy=seed % 2 == 0)
             assert counted.get_total_counts() == 0  # nothing is gathered
-            saving.write_pieces(root / where, step, pieces)
-        dist.barrier()
-        if rank == 0:
-            saving.commit_checkpoint(root / where, step, pieces, {}, {}, None)
-        dist.barrier()
+            saving.write_pieces(self.root / where, step, pieces)
+        self.barrier()
+        if self.rank == 0:
+            saving.commit_checkpoint(self.root / where, step, pieces, {}, {}, None)
+        self.barrier()
 
-    for number, layout in enumerate(LAYOUTS):
-        save_all(layout, layout, 5, number + 1)
-    for number, saved in enumerate(LAYOUTS):
-        for layout, world in LAYOUTS.items():
-            if rank < world and is_read(saved, layout):
-                alone: Any = SimpleNamespace(rank=rank, world_size=world, distributed=False)
-                loaded = loading.newest_whole(root / saved, print, alone)
-                assert loaded is not None
-                model, optimizer = build(layout, meshes, 20)
-                with CommDebugMode() as counted:
-                    loading.restore_model(loaded, model)
-                    loading.restore_optimizers(loaded, model, [optimizer])
-                assert counted.get_total_counts() == 0
-                check(model, optimizer, number + 1)
-                for p in model.parameters():  # what was restored is fit for use
-                    p.grad = p.detach().clone()
-                optimizer.step()
+    def read(self, saved: str, layout: str) -> None:
+        from torch.distributed.tensor.debug import CommDebugMode
 
-    # Four ranks share out the hashing; damage that one of them finds sends all of them to the
-    # checkpoint before.
-    joined: Any = SimpleNamespace(rank=rank, world_size=4, distributed=True)
-    save_all("hsdp", "shared", 1, 30)
-    save_all("hsdp", "shared", 2, 31)
-    save_all("hsdp", "shared", 3, 32)
-    for damaged, chosen in ((3, 2), (2, 1), (1, None)):
-        path = root / "shared" / f"step_{damaged:08d}"
+        world = LAYOUTS[layout]
+        if self.rank >= world:
+            return
+        alone: Any = SimpleNamespace(rank=self.rank, world_size=world, distributed=False)
+        loaded = loading.newest_whole(self.root / saved, print, alone)
+        assert loaded is not None
+        model, optimizer = build(layout, self.meshes, 20)
+        with CommDebugMode() as counted:
+            loading.restore_model(loaded, model)
+            loading.restore_optimizers(loaded, model, [optimizer])
+        assert counted.get_total_counts() == 0
+        check(model, optimizer, list(LAYOUTS).index(saved) + 1)
+        take_step(model, optimizer)  # what was restored is fit for use
+
+    def damage_and_choose(self, damaged: int, chosen: int | None) -> None:
+        """Four ranks share out the hashing; damage that one of them finds sends all of them to the
+        checkpoint before."""
+        path = self.root / "shared" / f"step_{damaged:08d}"
         file = sorted(json.loads((path / MANIFEST).read_text())["files"])[damaged % 2]
-        dist.barrier()
-        if rank == 0:
+        self.barrier()
+        if self.rank == 0:
             data = bytearray((path / file).read_bytes())
             data[-1] ^= 1
             (path / file).write_bytes(data)
-        dist.barrier()
+        self.barrier()
+        joined: Any = SimpleNamespace(rank=self.rank, world_size=4, distributed=True)
         warnings: list[str] = []
         if chosen is None:
             with pytest.raises(loading.CheckpointError, match="all 3 checkpoints are damaged"):
-                loading.newest_whole(root / "shared", warnings.append, joined)
+                loading.newest_whole(path.parent, warnings.append, joined)
         else:
-            loaded = loading.newest_whole(root / "shared", warnings.append, joined)
+            loaded = loading.newest_whole(path.parent, warnings.append, joined)
             assert loaded is not None
             assert loaded.step == chosen
         (said,) = [w for w in warnings if path.name in w]
-        assert ("as another rank found" not in said) == (rank == damaged % 2)
-    dist.barrier()
-    dist.destroy_process_group()
+        assert ("as another rank found" not in said) == (self.rank == damaged % 2)
+
+
+def on_four_ranks(rank: int, folder: str) -> None:
+    four = Four(rank, folder)
+    for number, layout in enumerate(LAYOUTS, 1):
+        four.save(layout, layout, 5, number)
+    for saved, layout in itertools.product(LAYOUTS, LAYOUTS):
+        if is_read(saved, layout):
+            four.read(saved, layout)
+    for step in (1, 2, 3):
+        four.save("hsdp", "shared", step, 29 + step)
+    for damaged, chosen in ((3, 2), (2, 1), (1, None)):
+        four.damage_and_choose(damaged, chosen)
+    four.barrier()
+    torch.distributed.destroy_process_group()
     os._exit(0)  # gloo's threads may abort the interpreter's finalisation
 
 
@@ -644,39 +614,31 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
     """Read with safetensors alone: where each file says its pieces lie, they are what the closed
     form says."""
     ranks, number = LAYOUTS[layout], list(LAYOUTS).index(layout) + 1
-    path = saved_by_all / layout / "step_00000005"
-    expected = {
-        name: value_of(name, tuple(t.shape), number) for name, t in named_tensors(Odd()).items()
+    wanted = {
+        f"0/{name}/{key}" if key else name: value
+        for name, values in expected(number).items()
+        for key, value in values.items()
     }
-    expected |= {
-        f"0/{name}/{k}": v
-        for name, state in expected_state(number).items()
-        for k, v in state.items()
-    }
-    times = {name: torch.zeros(t.shape) for name, t in expected.items()}
-    largest = dict.fromkeys(expected, 0)
+    times = {name: torch.zeros(t.shape) for name, t in wanted.items()}
+    largest = dict.fromkeys(wanted, 0)
     writers: set[int] = set()
-    for file in path.glob("*.safetensors"):
+    for file in (saved_by_all / layout / "step_00000005").glob("*.safetensors"):
         words = file.stem.split("-")
         assert words[1:] == [] or words[2:] == ["of", f"{ranks:05d}"]
         writers.add(int(words[1]) if words[1:] else 0)
         with safe_open(file, "pt") as opened:
             for name, at in json.loads(opened.metadata()["pieces"]).items():
-                piece = opened.get_tensor(name)
-                assert (at["shape"], at["dtype"]) == (
-                    [*expected[name].shape],
-                    str(expected[name].dtype)[6:],
-                )
-                here = tuple(
-                    slice(o, o + n) for o, n in zip(at["offset"], piece.shape, strict=True)
-                )
-                assert torch.equal(expected[name][here], piece), name
+                piece, whole = opened.get_tensor(name), wanted[name]
+                assert (at["shape"], at["dtype"]) == ([*whole.shape], str(whole.dtype)[6:])
+                sides = zip(at["offset"], piece.shape, strict=True)
+                here = tuple(slice(o, o + n) for o, n in sides)
+                assert torch.equal(whole[here], piece), name
                 times[name][here] += 1
                 largest[name] = max(largest[name], piece.numel())
     assert all(bool((t == 1).all()) for t in times.values())
     replicas_do_not_write = {"ddp": 1, "hsdp": 2}
     assert writers == set(range(replicas_do_not_write.get(layout, ranks)))
-    for name, t in expected.items():
+    for name, t in wanted.items():
         size = list(t.shape)
         if "tp" in layout and ("up." in name or "down.weight" in name) and size:
             dim = 0 if "up." in name else 1

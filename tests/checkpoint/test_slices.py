@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,20 +44,23 @@ def state(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def pieces_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Give this rank's piece of each tensor, and what it has to hold."""
     for name, p in named_tensors(model).items():
-        yield name, piece_of(p)
-        for key in ("exp_avg", "exp_avg_sq"):
-            yield f"{name}/{key}", piece_of(optimizer.state[p][key])
+        tensors = {"": p, **{key: optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}}
+        for key, tensor in tensors.items():
+            piece = piece_of(tensor)
+            box = [slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True)]
+            yield piece.local, values(name + key, piece.shape)[tuple(box)]
 
 
-def on_each_rank(
-    work: Callable[[int], Any], folder: Path, ranks: Sequence[int] = range(RANKS)
-) -> list[Any]:
+def on_each_rank(work: Callable[[int], Any], folder: Path) -> list[Any]:
     """Return what the work of each rank returns, in a process of its own: torch keeps the first
     rank's place in a mesh."""
     found = []
-    for rank in ranks:
+    for rank in range(RANKS):
         child = os.fork()
         if not child:
             code = 1
@@ -74,26 +77,14 @@ def on_each_rank(
     return found
 
 
-def put(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for name, piece in pieces_of(model, optimizer):
-        box = [slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True)]
-        piece.local.copy_(values(name, piece.shape)[tuple(box)])
-
-
-def right(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    for name, piece in pieces_of(model, optimizer):
-        box = [slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True)]
-        assert torch.equal(piece.local, values(name, piece.shape)[tuple(box)]), name
-    return all(float(state["step"]) == 1 for state in optimizer.state.values())
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = tmp_path_factory.mktemp("slices")
 
     def save(rank: int) -> None:
         model, optimizer = state(0)
-        put(model, optimizer)
+        for piece, wanted in pieces_of(model, optimizer):
+            piece.copy_(wanted)
         held = saving.snapshot(model, [optimizer], rank, RANKS, False)
         saving.write_pieces(root, 3, held)
         if rank == RANKS - 1:  # the last here; a run's rank 0 when all have written
@@ -103,14 +94,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def resume(root: Path, rank: int) -> bool:
+def resume(root: Path, rank: int) -> None:
     model, optimizer = state(1)
     joined: Any = SimpleNamespace(rank=rank, world_size=RANKS, distributed=False)
     loaded = loading.newest_whole(root, print, joined)
     assert loaded is not None
     loading.restore_model(loaded, model)
     loading.restore_optimizers(loaded, model, [optimizer])
-    return right(model, optimizer)
+    assert all(torch.equal(piece, wanted) for piece, wanted in pieces_of(model, optimizer))
+    assert all(float(state["step"]) == 1 for state in optimizer.state.values())
 
 
 def test_a_resume_opens_four_files_a_rank_and_hashes_each_byte_once(
@@ -134,7 +126,7 @@ def test_a_resume_opens_four_files_a_rank_and_hashes_each_byte_once(
 
     def work(rank: int) -> tuple[dict[str, int], dict[str, int]]:
         sys.addaudithook(note)  # stays: in a process of its own
-        assert resume(saved, rank)
+        resume(saved, rank)
         return opened, hashed
 
     found = on_each_rank(work, tmp_path)
@@ -145,40 +137,3 @@ def test_a_resume_opens_four_files_a_rank_and_hashes_each_byte_once(
     assert all_opened.total() <= 4 * RANKS, all_opened
     all_hashed = sum((Counter(one) for _, one in found), Counter[str]())
     assert all_hashed == {name: one["size"] for name, one in manifest["files"].items()}
-
-
-def test_what_is_wrong_with_a_slice_or_the_index_is_named(saved: Path, tmp_path: Path) -> None:
-    """Each by the rank that finds it: a file that is cut, and an index whose text has changed."""
-    folder = tmp_path / "step_00000003"
-    folder.mkdir()
-    for file in (saved / "step_00000003").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    text = (folder / MANIFEST).read_text()
-    name = "optimizer-00002-of-00008.safetensors"
-    whole = (folder / name).read_bytes()
-    (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    share = sorted(json.loads(text)["files"]).index(name) % RANKS
-    loading.read_checkpoint(folder, hash_share=(share + 1, RANKS))
-    with pytest.raises(loading.CheckpointError, match=name):
-        loading.read_checkpoint(folder, hash_share=(share, RANKS))
-    (folder / name).write_bytes(whole[:-1])
-    with pytest.raises(loading.CheckpointError, match=f"{name} does not match the size"):
-        loading.read_checkpoint(folder, hash_share=None)
-    (folder / name).write_bytes(whole)
-
-    def cut(rank: int) -> bool:
-        model, optimizer = state(1)
-        loaded = loading.read_checkpoint(folder, hash_share=None)
-        loading.restore_model(loaded, model)
-        (folder / name).write_bytes(whole[:-1])
-        with pytest.raises(loading.CheckpointError, match=f"{name} cannot be read: it ends"):
-            loading.restore_optimizers(loaded, model, [optimizer])
-        return True
-
-    assert on_each_rank(cut, tmp_path, [2]) == [True]
-    (folder / name).write_bytes(whole)
-    at = text.index("0.weight") + 20
-    changed = text[:at] + ("1" if text[at] != "1" else "2") + text[at + 1 :]
-    (folder / MANIFEST).write_text(changed)
-    with pytest.raises(loading.CheckpointError, match=f"the index in {MANIFEST} does not match"):
-        loading.read_checkpoint(folder)
