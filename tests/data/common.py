@@ -86,5 +86,27 @@ def megatron(path: Path, documents: list[list[int]], code: int = 8, kind: str = 
     return index
 
 
+def sentencepieces(folder: Path, texts: list[str], **knobs: Any) -> Path:
+    """Train a sentencepiece model, own.model."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    usual = {"model_prefix": str(folder / "own"), "hard_vocab_limit": False, "minloglevel": 2}
+    trainer.train(sentence_iterator=iter(texts), **usual, **knobs)
+    return folder / "own.model"
+
+
+def wordpieces(folder: Path, texts: list[str], end: str = "[EOS]") -> Path:
+    """Train a tokenizer of word pieces as BERT's, own.json."""
+    library = pytest.importorskip("tokenizers")
+    found = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    found.normalizer = library.normalizers.BertNormalizer()
+    found.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    special = {"vocab_size": 80, "special_tokens": ["[UNK]", end]}
+    trainer = library.trainers.WordPieceTrainer(show_progress=False, **special)
+    found.train_from_iterator(texts, trainer)
+    found.decoder = library.decoders.WordPiece()
+    found.save(str(folder / "own.json"))
+    return folder / "own.json"
+
+
 def all_ids(stream: TokenStream | None) -> list[int]:
     return [] if stream is None else stream.read(0, len(stream)).tolist()

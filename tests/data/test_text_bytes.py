@@ -21,11 +21,10 @@ from llmexp.data.tokenizer_files import from_file
 from llmexp.data.tokenizers import Tokenizer
 from tests.conftest import train
 
-from .common import json_lines
+from .common import json_lines, sentencepieces, wordpieces
 from .common import made as made_of
 
 library = pytest.importorskip("tokenizers")
-sentencepiece = pytest.importorskip("sentencepiece")
 
 TEXTS = [
     "The cat sat on the mat, 12345 times.",
@@ -36,23 +35,7 @@ TEXTS = [
 ]
 
 
-def sentence(path: Path, **knobs: Any) -> None:
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the cat sat on the mat, 12345 times.", "x two spaces"] * 40),
-        model_prefix=str(path / "own"), hard_vocab_limit=False, minloglevel=2, **knobs,
-    )  # fmt: skip
-
-
-def words(path: Path) -> None:
-    found = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
-    found.normalizer = library.normalizers.BertNormalizer()
-    found.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    trainer = library.trainers.WordPieceTrainer(
-        vocab_size=80, special_tokens=["[UNK]", "[EOS]"], show_progress=False
-    )
-    found.train_from_iterator([TEXTS[0], TEXTS[3]] * 9, trainer)
-    found.decoder = library.decoders.WordPiece()
-    found.save(str(path / "own.json"))
+SENTENCES = ["the cat sat on the mat, 12345 times.", "x two spaces"] * 40
 
 
 def llama(path: Path, first: bool) -> None:
@@ -75,10 +58,12 @@ def llama(path: Path, first: bool) -> None:
     (path / "own.json").write_text(json.dumps(content))
 
 
-KINDS: dict[str, Callable[[Path], None]] = {
-    "bpe": lambda path: sentence(path, model_type="bpe", vocab_size=330, byte_fallback=True),
-    "unigram": lambda path: sentence(path, model_type="unigram", vocab_size=60),
-    "wordpiece": words,
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "bpe": lambda path: sentencepieces(
+        path, SENTENCES, model_type="bpe", vocab_size=330, byte_fallback=True
+    ),
+    "unigram": lambda path: sentencepieces(path, SENTENCES, model_type="unigram", vocab_size=60),
+    "wordpiece": lambda path: wordpieces(path, [TEXTS[0], TEXTS[3]] * 9),
     "llama": lambda path: llama(path, True),
     "mistral": lambda path: llama(path, False),
 }

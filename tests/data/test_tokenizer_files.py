@@ -4,7 +4,6 @@ what is no tokenizer."""
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ from llmexp.data.tokenizers import PATTERNS, PROBE, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import SMALLEST, train_bpe
 from llmexp.data.work import documents_to_train
 from llmexp.exchange.tokenizer import tokenizer_files
+
+from .common import sentencepieces
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
@@ -192,19 +193,13 @@ def test_fewer_ids_than_asked_for_where_nothing_is_left_to_merge():
 
 
 def test_a_sentencepiece_model(tmp_path):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 20), model_writer=model, vocab_size=330, byte_fallback=True,
-        model_type="bpe", minloglevel=2,
-    )  # fmt: skip
-    path = tmp_path / "sp.model"
-    path.write_bytes(model.getvalue())
+    knobs = {"vocab_size": 330, "byte_fallback": True, "model_type": "bpe"}
+    path = sentencepieces(tmp_path, TEXTS * 20, **knobs)
     ours = from_file(str(path), None, None)
-    library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in TEXTS:
         assert ours.encode_ordinary(text) == library.encode(text)
-    assert ours.n_vocab == 330
-    assert ours.eot_token == library.eos_id()
+    assert (ours.n_vocab, ours.eot_token) == (330, library.eos_id())
     assert not keeps_bytes(ours.given)  # it puts a space in front
     assert ours.byte_lengths[library.piece_to_id("<0x41>")] == 1
 

@@ -8,11 +8,10 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data.train_tokenizer import train_bpe
-from tests.data.common import json_lines, llm_c, megatron, texts_of
+from tests.data.common import json_lines, llm_c, megatron, texts_of, wordpieces
 from tests.runs import Runs
 
 FOUR_STEPS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]
@@ -105,18 +104,12 @@ def data(work: Path, runs: Runs) -> None:
 
 def tokenizers(work: Path, runs: Runs) -> None:
     """Text, a sound tokenizer in both forms, and one that has no end of text."""
-    library = pytest.importorskip("tokenizers")
     (work / "good.txt").write_text("the cat sat on the mat. " * 99)
     (work / "good").mkdir()
     found = train_bpe([(work / "good.txt").read_text()], 300, "gpt2")
     (work / "good/tokenizer.json").write_text(found.tokenizer_json)
     (work / "good/mine.tiktoken").write_bytes(found.tiktoken)
-    words = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
-    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    special = ["[UNK]", "[SEP]"]
-    trainer = library.trainers.WordPieceTrainer(special_tokens=special, show_progress=False)
-    words.train_from_iterator(["the cat sat on the mat"], trainer)
-    words.save(str(work / "words.json"))
+    wordpieces(work, ["the cat sat on the mat"], "[SEP]").rename(work / "words.json")
 
 
 def strange(work: Path, runs: Runs) -> None:
