@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,29 +65,30 @@ def test_parts_of_ones_own_are_found_in_nested_and_flat_configs():
     assert own_parts(tree) == own_parts(flat) == ["mine.M", "h.f", "g.k"]
 
 
+def nodes() -> Iterator[tuple[Path, ast.AST]]:
+    """Each node of the source."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
 def test_no_command_with_a_slot_is_made_by_hand():
     """f"llmexp train {key}={value}" forgets quotes or --allow: `command` makes all of them."""
     by_hand = re.compile(rf"llmexp ({'|'.join(COMMANDS)})\b[^;,`(]*\0")
-    for path in sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "__main__.py"}):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
-                found = by_hand.search("".join(parts))
-                assert not found or "exit code" in found[0], f"{path}:{node.lineno}"
+    for path, node in nodes():
+        if isinstance(node, ast.JoinedStr) and path != SOURCE / "__main__.py":
+            parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
+            found = by_hand.search("".join(parts))
+            assert not found or "exit code" in found[0], f"{path}:{node.lineno}"
 
 
 def test_each_command_in_the_source_is_read():
     """Those of one line without a word that the user has to fill in: FILE, N, PATH."""
-    found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            text = node.value if isinstance(node, ast.Constant) else ""
-            for line in str(text).splitlines():
-                line = line.rpartition("for example ")[2].partition(" says ")[0]
-                example = re.match(r"llmexp .*(=|outputs/)", line) and not re.search(
-                    r"\b[A-Z]{2,}\b|\bN\b|\.\.\.", line
-                )
-                found += [(path.name, words) for words in commands(line)] if example else []
+    slot, found = re.compile(r"\b[A-Z]{2,}\b|\bN\b|\.\.\."), []
+    for path, node in nodes():
+        for line in str(node.value).splitlines() if isinstance(node, ast.Constant) else []:
+            line = line.rpartition("for example ")[2].partition(" says ")[0]
+            if re.match(r"llmexp .*(=|outputs/)", line) and not slot.search(line):
+                found += [(path.name, words) for words in commands(line)]
     assert len(found) > 8
     for at, words in found:
         assert words, at
@@ -120,23 +122,16 @@ def test_hints_of_missing_packages_name_an_extra_that_has_them():
         assert package in names or "" in seen, (package, extra)
         assert how_to_install(f"{package}.x") == f"pip install 'llmexp[{extra}]'"
     asked = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            called = getattr(getattr(node, "func", None), "id", "")
-            if called in ("need_package", "how_to_install") and isinstance(
-                node.args[0], ast.Constant
-            ):
-                asked.add(node.args[0].value.partition(".")[0])
+    for _, node in nodes():
+        called = getattr(getattr(node, "func", None), "id", "")
+        first = node.args[0] if called in ("need_package", "how_to_install") else None
+        if isinstance(first, ast.Constant):
+            asked.add(first.value.partition(".")[0])
     assert asked <= known.keys()
     assert {"tokenizers", "sentencepiece"} <= asked
 
 
-PART = """
-from llmexp.models.gpt2 import GPT2
-class Mine(GPT2): pass
-def watch(event, context): return {}
-"""
-OWN = ["--config-dir", "my own", "--allow=ownpart", "model=mine", "hooks=[ownpart.watch]",
+OWN = ["--config-dir", "my own", "--allow=own", "model=mine", "hooks=[own.faults.act]",
        *[word for word in TINY if not word.startswith("model=")]]  # fmt: skip
 MORE = ["data=synthetic", "train.max_steps=4", "batch.micro_batch_size=2", "train.log_every=2"]
 FOLDER = "it's 1e3"  # with a quote and a space
@@ -146,10 +141,9 @@ FOLDER = "it's 1e3"  # with a quote and a space
 def printed(tmp_path_factory):
     """A folder with runs and sweeps of a part of one's own, and all that was printed for them."""
     home = tmp_path_factory.mktemp("commands")
-    (home / "ownpart.py").write_text(PART)
     (home / "my own" / "model").mkdir(parents=True)
     file = (ROOT / "conf/model/gpt_tiny.yaml").read_text()
-    base = re.sub(r"_target_: \S+", "_target_: ownpart.Mine", file)
+    base = re.sub(r"_target_: \S+", "_target_: own.texts.Mine", file)
     (home / "my own" / "model" / "mine.yaml").write_text(base)
     texts = {}
 
@@ -158,15 +152,16 @@ def printed(tmp_path_factory):
         texts[name] = result.out + result.err
 
     dirs = [f"hydra.run.dir={value}" for value in ("a", "b", '"it\'s 1e3"')]
+    own = ["--allow", "own"]
     told("end", "train", *OWN, *MORE, "optimizer.lr=1e-3", dirs[0])
     told("other", "train", *OWN, *MORE, "optimizer.lr=3e-3", dirs[1], "train.log_every=1")
     told("stop", "train", *OWN, *MORE, "train.stop_step=2", dirs[2])
     told("again", "train", *OWN, *MORE, dirs[0])
-    told("finished", "resume", "a", "--allow", "ownpart", "batch.micro_batch_size=1")
-    told("another", "resume", FOLDER, "--allow", "ownpart", "model.dropout=0.5")
-    told("step", "resume", "a@4", "--allow", "ownpart")
-    told("longer", "resume", "a", "--allow", "ownpart", "train.max_steps=9")
-    told("replay", "replay", "a@99", "--allow", "ownpart")
+    told("finished", "resume", "a", *own, "batch.micro_batch_size=1")
+    told("another", "resume", FOLDER, *own, "model.dropout=0.5")
+    told("step", "resume", "a@4", *own)
+    told("longer", "resume", "a", *own, "train.max_steps=9")
+    told("replay", "replay", "a@99", *own)
     told("sweep", "train", "-m", *OWN, *MORE, "optimizer.lr=1e-3,3e-3", "hydra.sweep.dir=-s 1")
     shutil.copytree(home / "-s 1", home / "cut")
     for run_folder in sorted((home / "cut").glob("1-*")):
@@ -194,7 +189,7 @@ def test_each_printed_command_does_what_it_says(name, printed, monkeypatch, capf
     given = list(commands(texts[name]))
     assert given, texts[name]
     for words in given:
-        assert words[-2:] == ["--allow", "ownpart"], words
+        assert words[-2:] == ["--allow", "own"], words
         read(words)
         if words[0] == "train":
             with pytest.MonkeyPatch.context() as patch:

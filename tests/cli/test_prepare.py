@@ -6,7 +6,6 @@ import bz2
 import importlib.util
 import json
 import lzma
-import os
 
 import pytest
 
@@ -19,35 +18,12 @@ from tests.data.test_corpus import tree
 CORPUS = ["data=corpus", "data.sources.a.files=a.jsonl", "data.sources.b.files=b.jsonl"]
 
 
-def test_a_part_is_read():
+def test_a_part_is_read_or_refused():
     assert part_of(build_prepare({"part": "3/16", "on": "local"})) == (3, 16)
     assert part_of(build_prepare({"part": None, "on": "ray"})) is None
-
-
-@pytest.mark.parametrize("part", ["0/16", "17/16", "a", "", "3", "-1/2", "1/0", "1/2/3", "1.5/2"])
-def test_what_is_no_part_is_refused(part):
-    with pytest.raises(ConfigError, match=r"prepare\.part=.*; for example prepare\.part=3/16"):
-        build_prepare({"part": part, "on": "local"})
-
-
-REFUSED = {
-    "where": (["prepare.on=moon", *CORPUS], "prepare.on=moon: must be one of local, ray"),
-    "both": (["prepare.on=ray", "prepare.part=1/2", *CORPUS], "Ray deals out the parts itself"),
-    "data": (
-        ["data=tokens", "data.train_files=x.npy", "prepare.part=1/2"],
-        "has no documents of text",
-    ),
-    "file": (["prepare.part=1/2", *CORPUS], "no file matches"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    given, reason = REFUSED[name]
-    with pytest.raises(ConfigError, match=reason):
-        main([*given, "data.cache_dir=cache"])
-    assert os.listdir(tmp_path) == []
+    for part in ("0/16", "17/16", "a", "", "3", "-1/2", "1/0", "1/2/3", "1.5/2"):
+        with pytest.raises(ConfigError, match=r"prepare\.part=.*; for example prepare\.part=3/16"):
+            build_prepare({"part": part, "on": "local"})
 
 
 def test_a_folder_of_many_kinds_with_the_text_inside_of_objects(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
 from llmexp.data.sources import tokens
-from llmexp.runs import ledger
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
@@ -30,40 +30,29 @@ from llmexp.settings.values import ConfigError
 from tests.conftest import TINY
 from tests.tools import composed
 
-FUZZ = settings(
-    max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FIXED = [HealthCheck.function_scoped_fixture]
+FUZZ = settings(max_examples=200, derandomize=True, suppress_health_check=FIXED)
 FEWER = settings(FUZZ, max_examples=40)
-NUMBERS = st.one_of(
-    st.integers(),
-    st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400]),
-    st.floats(),
-    st.booleans(),
-    st.none(),
-)
-TEXTS = st.one_of(
-    st.text(max_size=20),
-    st.sampled_from(["..", "/etc/passwd", "\0", "nan", "../x", "load", "1" * 5000]),
-)
+HUGE = st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400])
+NUMBERS = st.one_of(st.integers(), HUGE, st.floats(), st.booleans(), st.none())
+BAD = st.sampled_from(["..", "/etc/passwd", "\0", "nan", "../x", "load", "1" * 5000])
+TEXTS = st.text(max_size=20) | BAD
 VALUES = st.recursive(
-    st.one_of(NUMBERS, TEXTS),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    NUMBERS | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
     ),
     max_leaves=6,
 )
+SIGNS = "abc.=,+~[]{}()'\"\\$:0123456789-"
 
 
 @st.composite
 def mutated(draw: st.DrawFn, tree: Any) -> Any:
     """A JSON value with something in it, or all of it, gone or replaced."""
-    children = (
-        list(tree)
-        if isinstance(tree, dict)
-        else list(range(len(tree)))
-        if isinstance(tree, list)
-        else []
-    )
+    children = list(tree) if isinstance(tree, dict) else []
+    if isinstance(tree, list):
+        children = list(range(len(tree)))
     if not children or draw(st.integers(0, 9)) == 0:
         return draw(VALUES)
     copy, child = tree.copy(), draw(st.sampled_from(children))
@@ -93,9 +82,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 # The command line.
 
 
-@given(
-    st.one_of(st.text(max_size=60), st.text("abc.=,+~[]{}()'\"\\$: \n0123456789-@/#*", max_size=60))
-)
+@given(st.text(max_size=60) | st.text(SIGNS + " \n@/#*", max_size=60))
 @FUZZ
 def test_overrides_parse_or_are_refused(text):
     with contextlib.suppress(ConfigError):
@@ -108,37 +95,14 @@ def hydra() -> Iterator[Hydra]:
         yield found
 
 
-KEYS = [
-    "train.max_steps",
-    "model.n_layers",
-    "name",
-    "tracker.tags",
-    "+data.more",
-    "clip",
-    "hydra.run.dir",
-    "~model.d_ff",
-]
+KEYS = ["train.max_steps", "model.n_layers", "name", "tracker.tags", "+data.more", "clip",
+        "hydra.run.dir", "~model.d_ff"]  # fmt: skip
+ODD = st.sampled_from(["${", "${name}", "${oc.env:X}", "${oc.env:HOME}", "${now:%Y}", "range(1,5)",
+                       "1,2", "[${}]"])  # fmt: skip
+PRINTED = VALUES.map(lambda value: json.dumps(value, default=str)[:60])
 
 
-@given(
-    st.sampled_from(KEYS),
-    st.one_of(
-        st.text("abc.=,+~[]{}()'\"\\$:0123456789-", max_size=15),
-        VALUES.map(lambda value: json.dumps(value, default=str)[:60]),
-        st.sampled_from(
-            [
-                "${",
-                "${name}",
-                "${oc.env:X}",
-                "${oc.env:HOME}",
-                "${now:%Y}",
-                "range(1,5)",
-                "1,2",
-                "[${}]",
-            ]
-        ),
-    ),
-)
+@given(st.sampled_from(KEYS), st.one_of(st.text(SIGNS, max_size=15), PRINTED, ODD))
 # each takes a while, and shrinking many of them
 @settings(FEWER, max_examples=12, phases=[Phase.generate])
 def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
@@ -155,11 +119,9 @@ def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
 def read_tokens(path: Path, cache: Path) -> None:
     corpus = None
     with contextlib.suppress(ValueError):
-        corpus = tokens(
-            train_files=str(path), val_files=None, dtype=None, val_ratio=0.1, max_tokens=None,
-            cache_dir=str(cache),
-            vocab_size=60, sequence_length=4,
-        )  # fmt: skip
+        knobs = {"val_files": None, "dtype": None, "val_ratio": 0.1, "max_tokens": None}
+        sizes = {"vocab_size": 60, "sequence_length": 4}
+        corpus = tokens(train_files=str(path), cache_dir=str(cache), **knobs, **sizes)
     if corpus is not None:
         ids = corpus.train.read(0, len(corpus.train))
         assert 4 < len(ids) <= path.stat().st_size
@@ -167,38 +129,27 @@ def read_tokens(path: Path, cache: Path) -> None:
 
 
 def npy() -> bytes:
-    from io import BytesIO
-
     file = BytesIO()
     np.save(file, (np.arange(100) % 60).astype(np.uint16))
     return file.getvalue()
 
 
-LLM_C = (
-    np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes()
-    + (np.arange(100) % 60).astype("<u2").tobytes()
-)
-
-
 MAGIC = b"\x93NUMPY\x01\x00"
+HEAD = np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes()
+LLM_C = HEAD + (np.arange(100) % 60).astype("<u2").tobytes()
+BYTES = st.binary(max_size=300)
+HEADED = st.binary(max_size=40).map(lambda b: MAGIC + b)
 
 
-@given(
-    st.one_of(
-        damaged(npy()), st.binary(max_size=40).map(lambda b: MAGIC + b), st.binary(max_size=300)
-    )
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [("x.npy", st.one_of(damaged(npy()), HEADED, BYTES)), ("x.bin", damaged(LLM_C) | BYTES)],
 )
+@given(data=st.data())
 @FUZZ
-def test_npy_files(tmp_path, content):
-    (tmp_path / "x.npy").write_bytes(content)
-    read_tokens(tmp_path / "x.npy", tmp_path / "cache")
-
-
-@given(st.one_of(damaged(LLM_C), st.binary(max_size=300)))
-@FUZZ
-def test_bin_files(tmp_path, content):
-    (tmp_path / "x.bin").write_bytes(content)
-    read_tokens(tmp_path / "x.bin", tmp_path / "cache")
+def test_token_files(tmp_path, name, contents, data):
+    (tmp_path / name).write_bytes(data.draw(contents))
+    read_tokens(tmp_path / name, tmp_path / "cache")
 
 
 # Checkpoints.
@@ -246,17 +197,18 @@ def hashed_again(manifest: Path, file: Path) -> None:
     manifest.write_text(json.dumps(tree))
 
 
+def changed(content: bytes) -> st.SearchStrategy[bytes]:
+    """A file of JSON that is damaged, or in which a value is gone or another."""
+    trees = mutated(json.loads(content)).map(lambda tree: json.dumps(tree).encode())
+    return st.one_of(trees, damaged(content))
+
+
 @given(data=st.data())
 @FUZZ
 def test_manifests(saved, data):
     file = saved / "manifest.json"
     with put_back(file) as (whole,):
-        changed = data.draw(
-            st.one_of(
-                mutated(json.loads(whole)).map(lambda t: json.dumps(t).encode()), damaged(whole)
-            )
-        )
-        file.write_bytes(changed)
+        file.write_bytes(data.draw(changed(whole)))
         load(saved)
 
 
@@ -272,42 +224,22 @@ def test_states(saved, data):
 
 # Records.
 
-ROW = {
-    "step": 1,
-    "tokens_seen": 96,
-    "epoch": 0.1,
-    "train/loss": 3.5,
-    "lr": 0.1,
-    "grad_norm": 1.0,
-    "val/loss": 3.4,
-}
-STATUS = {
-    "state": "finished",
-    "exit_code": 0,
-    "started": 1.0,
-    "ended": 2.0,
-    "summary": {"final val/loss": 3.4},
-}
-LEDGER = {
-    "format": 1, "name": "x", "group": "g", "launcher": "local", "arguments": ["-m",
-    "train.seed=1,2"],
-    "swept": ["train.seed"], "created": 1.0, "state": "finished", "updated": 2.0,
-    "points": [{"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a",
-    "overrides": ["train.seed=1"],
-                "attempts": 1, "rung": None, "refused": None}],
-}  # fmt: skip
+ROW = {"step": 1, "tokens_seen": 96, "epoch": 0.1, "train/loss": 3.5, "lr": 0.1, "grad_norm": 1.0,
+       "val/loss": 3.4}  # fmt: skip
+STATUS = {"state": "finished", "exit_code": 0, "started": 1.0, "ended": 2.0,
+          "summary": {"final val/loss": 3.4}}  # fmt: skip
+POINT = {"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a", "attempts": 1,
+         "overrides": ["train.seed=1"], "rung": None, "refused": None}  # fmt: skip
+LEDGER = {"format": 1, "name": "x", "group": "g", "launcher": "local", "swept": ["train.seed"],
+          "arguments": ["-m", "train.seed=1,2"], "created": 1.0, "state": "finished",
+          "updated": 2.0, "points": [POINT]}  # fmt: skip
 LINES = b"".join(
     json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3)
 )
+LINE = mutated(ROW).map(lambda row: json.dumps(row).encode() + b"\n")
 
 
-@given(
-    st.one_of(
-        damaged(LINES),
-        mutated(ROW).map(lambda row: json.dumps(row).encode() + b"\n"),
-        st.binary(max_size=80),
-    )
-)
+@given(st.one_of(damaged(LINES), LINE, st.binary(max_size=80)))
 @FUZZ
 def test_rows(tmp_path, content):
     file = tmp_path / "metrics.jsonl"
@@ -316,42 +248,18 @@ def test_rows(tmp_path, content):
         assert len(read_rows(file)) <= content.count(b"\n")
 
 
-@given(
-    st.one_of(mutated(LEDGER).map(json.dumps).map(str.encode), damaged(json.dumps(LEDGER).encode()))
-)
-@FUZZ
-def test_ledgers(tmp_path, content):
-    (tmp_path / "sweep.json").write_bytes(content)
-    points = []
-    with contextlib.suppress(ConfigError):
-        points = ledger.read_ledger(tmp_path).points
-    for entry in points:
-        assert (tmp_path / entry.folder).resolve().is_relative_to(tmp_path.resolve())
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     """The files of a small sweep of one point, as they should be."""
-    config = plain(composed(*TINY))
     path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
     path.mkdir()
-    facts = {
-        "micro_batch_size": 8,
-        "real_batch_size": 8,
-        "max_steps": 3,
-        "parameters": 100,
-        "versions": {"torch": "2"},
-    }
-    files = {
-        "config.yaml": yaml.safe_dump(config).encode(),
-        "run.json": json.dumps(
-            facts | {"tokenizer": "bytes", "sequence_length": 12, "device": "cpu"}
-        ).encode(),
-        "status.json": json.dumps(STATUS).encode(),
-        "metrics.jsonl": LINES,
-        "../sweep.json": json.dumps(LEDGER).encode(),
-    }
-    return path, files
+    facts = {"micro_batch_size": 8, "real_batch_size": 8, "max_steps": 3, "parameters": 100,
+             "versions": {"torch": "2"}, "tokenizer": "bytes", "sequence_length": 12,
+             "device": "cpu"}  # fmt: skip
+    records = {"run.json": facts, "status.json": STATUS, "../sweep.json": LEDGER}
+    files = {name: json.dumps(tree).encode() for name, tree in records.items()}
+    config = yaml.safe_dump(plain(composed(*TINY))).encode()
+    return path, files | {"config.yaml": config, "metrics.jsonl": LINES}
 
 
 @given(data=st.data())
@@ -361,10 +269,8 @@ def test_comparisons_of_damaged_runs(recorded, data, capsys):
     for name, content in files.items():
         (path / name).write_bytes(content)
     name = data.draw(st.sampled_from(sorted(files)))
-    changes = [damaged(files[name])]
-    if name.endswith("json"):
-        changes.append(mutated(json.loads(files[name])).map(lambda tree: json.dumps(tree).encode()))
-    (path / name).write_bytes(data.draw(st.one_of(changes)))
+    kind = changed if name.endswith("json") else damaged
+    (path / name).write_bytes(data.draw(kind(files[name])))
     for command in (["compare", str(path.parent)], ["runs", str(path.parent)]):
         assert run(command) in (0, 1, 2)
         out, err = capsys.readouterr()

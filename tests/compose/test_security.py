@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -32,7 +33,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep import slurm
 from llmexp.sweep.points import point_label
 from llmexp.system import redact
-from tests.conftest import ASSETS, TINY, Result, llmexp
+from tests.conftest import ASSETS, ROOT, TINY, Result, llmexp
 from tests.tools import composed
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
@@ -346,15 +347,16 @@ def test_what_is_typed_for_a_launcher_is_taken():
     assert cfg.hydra.launcher.additional_parameters == wanted
 
 
-@pytest.mark.parametrize("key", ["partition", "account", "qos"])
-def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
+def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
-    values = {"partition": None, "account": None, "qos": None, "timeout_min": 60,
-              "cpus_per_task": 1, "gpus_per_node": 0, "mem_gb": 1.0, "signal_delay_s": 60,
-              "array_parallelism": 1, "setup": [], "additional_parameters": {}}  # fmt: skip
-    slurm.check(slurm.Knobs(**values | {key: "gpu-a100,big"}))
-    with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}='gpu.*one word of letters"):
-        slurm.check(slurm.Knobs(**values | {key: "gpu\ntouch canary #"}))
+    values = yaml.safe_load((ROOT / "conf/hydra/launcher/slurm.yaml").read_text())
+    del values["_target_"]
+    for key in ("partition", "account", "qos"):
+        slurm.check(slurm.Knobs(**values | {key: "gpu-a100,big"}))
+        with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}='gpu.*one word of letters"):
+            slurm.check(slurm.Knobs(**values | {key: "gpu\ntouch canary #"}))
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.timeout_min=2: ends before its own"):
+        slurm.check(slurm.Knobs(**values | {"timeout_min": 2}))
 
 
 def test_every_config_that_hydra_composes_is_looked_at(home):

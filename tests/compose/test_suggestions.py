@@ -104,22 +104,6 @@ def test_a_folder_of_other_knobs_names_them_ready_to_paste(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["data.files=x.txt"], "Did you mean data=text data.train_files=x.txt?"),
-        (["data.train_files=[a", "b.txt]"], "quote the whole: 'data.train_files=[a b.txt]'"),
-        (["train.seed=1,2,"], "ends in a comma; leave it out: train.seed=1,2"),
-        (["train.seed=range(1,4)"], "train.seed=range(1,4): several values are a sweep, which"),
-        (["name=a:b c:{"], "special characters need quotes: \"name='a:b c:{'\""),
-        (["+user.note=a=b,3"], "if it is 2 values of a sweep: \"+user.note='a=b',3\""),
-    ],
-)
-def test_advice_leads_on(words, said, capsys):
-    assert run(["plan", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("words", "key", "value"),
     [
         (["data=text", "data.train_files=my docs*"], "data.train_files", "my docs"),

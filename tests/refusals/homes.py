@@ -13,6 +13,7 @@ from llmexp.__main__ import run as command
 from llmexp.data.train_tokenizer import train_bpe
 from tests.data.common import json_lines, llm_c, megatron, texts_of, wordpieces
 from tests.runs import Runs
+from tests.sweep.running import PAIR
 
 FOUR_STEPS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]
 
@@ -151,3 +152,8 @@ def compared(work: Path, runs: Runs) -> None:
 def cut_run(work: Path, runs: Runs) -> None:
     """The same, killed after step 2."""
     runs.copy(work / "run", *FOUR_STEPS, step=2)
+
+
+def sweep(work: Path, runs: Runs) -> None:
+    """A finished sweep of two points of two steps in the folder `s`."""
+    runs.copy(work / "s", "-m", *PAIR)

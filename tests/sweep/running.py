@@ -22,6 +22,17 @@ from tests.conftest import ROOT
 
 DEFAULTS = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
 SHARED = ("launcher", "grid", "signals")
+STEPS = 30
+RUN = [
+    "data=synthetic", "data.n_tokens=5000", f"train.max_steps={STEPS}", "train.log_every=1",
+    "train.eval_every=null", "train.eval_tokens=500", "checkpoint.every=10", "optimizer.lr=0.01",
+    "model.dropout=0.1",
+]  # fmt: skip
+# Two points of two steps, of which the warm-up is one.
+PAIR = [
+    *RUN, "schedule=constant", "schedule.warmup_ratio=0.5", "train.max_steps=2",
+    "clip.max_norm=0.5,1.0", "sweep.negligible=0.5",
+]  # fmt: skip
 
 
 def current_sweep(folder: Path, **given: Any) -> Current:

@@ -28,9 +28,19 @@ from llmexp.sweep.show import values_of
 from tests.compare.made import trained
 from tests.conftest import TINY, llmexp, start
 from tests.sweep.running import DEFAULTS, current_sweep
-from tests.tools import session, wait_for
+from tests.tools import run_here, session, wait_for
 
 FULL = 8
+
+
+@pytest.fixture
+def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated sweeps print and write nothing."""
+    monkeypatch.setattr("llmexp.sweep.deciding.say", lambda text: None)
+    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
+
+
+simulations = pytest.mark.usefixtures("unsaved")
 
 
 class Simulated(Deciding):
@@ -78,10 +88,8 @@ def draw(rng, means, seeds: int = FULL) -> np.ndarray:
     return np.asarray(means)[:, None] + rng.normal(size=size) + rng.normal(size=seeds) + 100
 
 
-def simulated(tmp_path, monkeypatch, means, sweeps: int):
+def simulated(tmp_path, means, sweeps: int):
     """Mean shares over sweeps: with a false alarm, found of full power, and runs of all seeds."""
-    monkeypatch.setattr("llmexp.sweep.deciding.say", lambda text: None)
-    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
     rng = np.random.default_rng(len(means))
     alarms = found = of_full = runs = 0
     for _ in range(sweeps):
@@ -108,34 +116,33 @@ EQUAL, SPREAD = [0.0] * 8, list(np.linspace(0, 4, 8))
 ONE = [0.0] + [4.0] * 7
 
 
-def test_a_sweep_that_stops_by_itself_errs_seldom_and_costs_less(tmp_path, monkeypatch):
-    alarms, _, _ = simulated(tmp_path, monkeypatch, EQUAL[:4], 12)
+@simulations
+def test_a_sweep_that_stops_by_itself_errs_seldom_and_costs_less(tmp_path):
+    alarms, _, _ = simulated(tmp_path, EQUAL[:4], 12)
     assert at_most(alarms, 0.05, 12)
-    _, power, runs = simulated(tmp_path, monkeypatch, SPREAD, 6)
+    _, power, runs = simulated(tmp_path, SPREAD, 6)
     # Over six sweeps the ratio of two counts near thirty has an sd of some 0.07.
     assert power > 0.75
     assert runs < 0.9
-    _, power, runs = simulated(tmp_path, monkeypatch, ONE, 2)
+    _, power, runs = simulated(tmp_path, ONE, 2)
     assert runs < 0.65
 
 
 @pytest.mark.slow
+@simulations
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_false_alarms_of_sweeps_as_they_stopped(tmp_path, monkeypatch, count):
-    alarms, _, runs = simulated(tmp_path, monkeypatch, [0.0] * count, 1000)
+def test_false_alarms_of_sweeps_as_they_stopped(tmp_path, count):
+    alarms, _, runs = simulated(tmp_path, [0.0] * count, 1000)
     print(f"{count} settings that are alike: false alarms {alarms:.1%}, runs {runs:.2f} of all")
     assert at_most(alarms, 0.05, 1000)
 
 
+@simulations
 @pytest.mark.parametrize(
     ("count", "sweeps"), [(2, 6), *(pytest.param(n, 500, marks=pytest.mark.slow) for n in (2, 4))]
 )
-def test_sweeps_that_are_extended_again_and_again_err_as_seldom(
-    tmp_path, monkeypatch, count, sweeps
-):
+def test_sweeps_that_are_extended_again_and_again_err_as_seldom(tmp_path, count, sweeps):
     """To 13, 20 and 30 seeds, as long as nobody is worse."""
-    monkeypatch.setattr("llmexp.sweep.deciding.say", lambda text: None)
-    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
     rng, alarms = np.random.default_rng(10 + count), 0
     for _ in range(sweeps):
         losses, looks, worse = draw(rng, [0.0] * count, 30), list[Look](), set[int]()
@@ -153,9 +160,10 @@ def test_sweeps_that_are_extended_again_and_again_err_as_seldom(
 
 
 @pytest.mark.slow
+@simulations
 @pytest.mark.parametrize(("means", "least", "most"), [(SPREAD, 0.9, 0.88), (ONE, 0.9, 0.6)])
-def test_power_and_cost_beside_all_seeds_for_all(tmp_path, monkeypatch, means, least, most):
-    alarms, power, runs = simulated(tmp_path, monkeypatch, means, 1000)
+def test_power_and_cost_beside_all_seeds_for_all(tmp_path, means, least, most):
+    alarms, power, runs = simulated(tmp_path, means, 1000)
     print(f"means {means}: the best called worse {alarms:.1%}, power {power:.3f}, runs {runs:.3f}")
     assert (power >= least, runs <= most) == (True, True)
     assert at_most(alarms, 0.05, 1000)
@@ -201,45 +209,40 @@ def test_the_expected_cost_lies_between_the_least_and_the_most():
     assert 2 * 4 < expected_runs(4, 2, 1000) < 100 * 4  # whose first look has no level
 
 
-def test_hours_and_tokens_end_a_sweep_and_cut_the_next_look_short(tmp_path, monkeypatch):
+@simulations
+def test_hours_and_tokens_end_a_sweep_and_cut_the_next_look_short(tmp_path):
     """Sixteen runs of four settings: behind 2 and 3 seeds there is a look at 4, not at 5."""
-    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
-    losses = draw(np.random.default_rng(0), [0.0] * 4)
-
-    class Limited(Simulated):
-        def beyond(self, more, runs, count):
-            return "sweep.max_tokens=16" if runs + more > 16 else None
-
-    sweep = Limited(tmp_path, losses)
+    sweep = Simulated(tmp_path, draw(np.random.default_rng(0), [0.0] * 4))
+    limit = "sweep.max_tokens=16"
+    sweep.beyond = lambda more, runs, count: limit if runs + more > 16 else None
     sweep.run()
     looks = sweep.current.ledger.looks
     assert [len(look.seeds) for look in looks] == [2, 3, 4]
-    assert looks[-1].why == "further seeds would go beyond sweep.max_tokens=16"
+    assert looks[-1].why.endswith(limit)
     assert math.fsum(look.level for look in looks) == pytest.approx(ALPHA * (1 - RESERVE) / 8)
 
 
-def test_a_sweep_whose_other_settings_all_failed_is_not_told_that_losses_do_not_compare(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
-
+@simulations
+def test_a_sweep_whose_other_settings_all_failed_is_not_told_that_losses_do_not_compare(tmp_path):
     class Broken(Simulated):
         def records(self):
-            return [replace(r, state="finished" if at[0] == 0 else "failed")
-                    for at, r in self.made.items()]  # fmt: skip
+            state = {True: "finished", False: "failed"}
+            return [replace(r, state=state[at[0] == 0]) for at, r in self.made.items()]
 
     sweep = Broken(tmp_path, draw(np.random.default_rng(0), [0.0] * 3))
     sweep.run()
-    assert [look.why for look in sweep.current.ledger.looks] == [
-        "no other setting has a loss to compare with"
-    ]
+    (look,) = sweep.current.ledger.looks
+    assert look.why == "no other setting has a loss to compare with"
+
+
+def test_values_are_shown_as_typed_without_their_escapes():
     shown = values_of(LedgerEntry(0, "", "0", None, ["fork.run=tr\\ 2@5"]), ["fork.run"])
-    assert shown == {"fork.run": "tr 2@5"}  # as typed on the command line, without its escapes
+    assert shown == {"fork.run": "tr 2@5"}
 
 
-def test_error_that_was_spent_stays_spent_under_a_lower_limit_of_seeds(tmp_path, monkeypatch):
+@simulations
+def test_error_that_was_spent_stays_spent_under_a_lower_limit_of_seeds(tmp_path):
     """Of 8 seeds, cut short at 5, then of 3, then of 8: no look is forgotten or paid for twice."""
-    monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
     losses = draw(np.random.default_rng(0), [0.0] * 3)
     found: list[list[Look]] = [[]]
     for most, runs_allowed in ((8, 15), (3, 24), (8, 24)):
@@ -260,7 +263,7 @@ def test_error_that_was_spent_stays_spent_under_a_lower_limit_of_seeds(tmp_path,
 
 
 RUN = [
-    *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null",
+    "data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null",
     "train.eval_tokens=500", "checkpoint.every=2", "train.log_every=1",
 ]  # fmt: skip
 GRID = ["optimizer.lr=1e-4,1e-2,1.2e-2"]  # the last two are alike at the first look
@@ -282,13 +285,15 @@ def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path, k
     """Killed while the seeds of each look train, or those of the last, behind looks that are
     recorded."""
     limits = ["sweep.decide=true", "sweep.max_seeds=4", "hydra.sweep.dir=s"]
-    whole = llmexp("train", "-m", *RUN, *GRID, *limits[:2], "hydra.sweep.dir=w", cwd=tmp_path)
+    whole = llmexp(
+        "train", "-m", *TINY, *RUN, *GRID, *limits[:2], "hydra.sweep.dir=w", cwd=tmp_path
+    )
     assert whole.code == 0, whole.err + whole.out
     expected = looks_of(tmp_path / "w")
     assert len(expected) > 1
     assert "look 1, at 2 seeds: " in whole.out
 
-    command, there = ["train", "-m", *RUN, *GRID, *limits], tmp_path / "s"
+    command, there = ["train", "-m", *TINY, *RUN, *GRID, *limits], tmp_path / "s"
     seeds = [look["seeds"][-1] for look in expected]
     for number, seed in list(enumerate(seeds))[0 if kills == "each" else -1 :]:
         process = start(*command, cwd=tmp_path)
@@ -309,7 +314,7 @@ def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path, k
 
 def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     constant = ["schedule=constant", "optimizer.lr=1e-4,2e-2", "hydra.sweep.dir=s"]
-    plain = llmexp("train", "-m", *RUN, *constant, cwd=tmp_path)
+    plain = llmexp("train", "-m", *TINY, *RUN, *constant, cwd=tmp_path)
     assert plain.code == 0, plain.err + plain.out
     before = losses_of(tmp_path / "s")
     done = llmexp("resume", "s", "sweep.decide=true", "sweep.max_seeds=2", cwd=tmp_path)
@@ -326,12 +331,9 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     assert "all 3 settings are 6 runs" in " ".join(wider.out.split())
     *_, last = looks_of(tmp_path / "s")  # also where the sweep ended before it
     assert "lr=0.05" in last["going"] + last["worse"]
-    for given, says in (
-        (["train.seed=7"], "train.seed=7: the first look of this sweep was over 1234 to 1235"),
-        (["sweep.decide=false", "sweep.max_tokens=99"], "does nothing without sweep.decide=true"),
-        (["sweep.first_seeds=3"], "sweep.first_seeds=3: the first look of this sweep is over 2"),
-    ):
-        refused = llmexp("resume", "s", *given, cwd=tmp_path)
+    for given in ("train.seed=7", "sweep.first_seeds=3"):
+        refused = llmexp("resume", "s", given, cwd=tmp_path)
+        says = f"{given}: the first look of this sweep"
         assert (refused.code, says in refused.err) == (2, True), refused.err
     assert json.loads((tmp_path / "s/sweep.json").read_text())["arguments"].count("-m") == 1
     # The last command names two of the three settings; a longer budget is for all.
@@ -345,7 +347,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
 def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
     """The last parts of their folders are equal; a limit is that of what they train themselves."""
     trunk = ["train.max_steps=4", "hydra.run.dir=trunk", "schedule=constant"]
-    assert llmexp("train", *RUN, *trunk, cwd=tmp_path).code == 0
+    assert llmexp("train", *TINY, *RUN, *trunk, cwd=tmp_path).code == 0
     grid = ["fork.run=trunk", "train.max_steps=8", "optimizer.lr=1e-4,2e-2", "hydra.sweep.dir=s"]
     each = 4 * 8 * 12  # steps, sequences, tokens
     limits = ["sweep.decide=true", "sweep.max_seeds=3", f"sweep.max_tokens={4 * each}"]
@@ -364,67 +366,33 @@ def test_forks_in_deeper_folders_are_decided_on_their_own_tokens(tmp_path):
     assert step["cost"]["tokens"] == step["cost"]["runs"] * each
 
 
+SEEDS = [[f"optimizer.lr={rate}", f"train.seed={s}"] for rate in (1, 2) for s in (1, 2, 3)]
+FORKS = [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]]
+
+
 @pytest.mark.parametrize(
-    ("given", "refused"),
+    ("knobs", "typed", "grid", "says"),
     [
-        (["train.seed=1,2,3"], "train.seed=1,2,3: sweep.decide chooses the seeds"),
-        (["sweep.halving=0.5"], "sweep.halving=0.5: lets settings race by a seed each"),
-        (["sweep.first_seeds=9"], "sweep.max_seeds=8: is less than the 9 seeds"),
-        (["sweep.decide=false", "sweep.max_tokens=9"], "example sweep.max_tokens=9 sweep.decide"),
-        (["sweep.report=throughput"], "sweep.report=throughput: compares rates"),
-        (["sweep.max_tokens=10"], "sweep.max_tokens=10: is less than 2 seeds of 3 settings take"),
-        (["sweep.decide=false", "sweep.max_seeds=9"], "does nothing without sweep.decide=true"),
-        (["optimizer.lr=1e-4"], "sweep.decide=true: decides between settings, and there is one"),
-        (
-            ["batch.gradient_accumulation_steps=1,2"],
-            "train on unequal numbers of tokens, so no seeds decide; give all train.max_tokens=",
-        ),
+        ({"first_seeds": 2}, ["sweep.first_seeds=2"], SEEDS, "first_seeds=2: .* is over 3 se"),
+        ({"first_seeds": 4}, ["sweep.first_seeds=4"], SEEDS, "first_seeds=4: .* is over 3 se"),
+        ({"resume": None}, [], FORKS, "fork.run=a,b: are seeds of their trunk"),
     ],
 )
-def test_what_seeds_cannot_decide_is_refused(tmp_path, given, refused):
-    """A plan of it, too: of what the command line shows, and of what the points do."""
-    command = ["-m", *RUN, *GRID, "sweep.decide=true", "hydra.sweep.dir=s", *given]
-    names = ["train", "plan"] if "seeds" in refused else ["train"]
-    for done in (llmexp(name, *command, cwd=tmp_path) for name in names):
-        assert done.code == 2
-        assert refused in " ".join(done.err.split())
-    assert not (tmp_path / "s").exists()
+def test_what_are_seeds_already_is_refused(tmp_path, knobs, typed, grid, says):
+    """Those of a grid that was trained, also beside the default number, and forks of trunks."""
+    found = current_sweep(tmp_path, decide=True, **{"resume": "s"} | knobs).knobs
+    with pytest.raises(ConfigError, match=says):
+        seeded(found, tmp_path, None, typed, grid)
 
 
-@pytest.mark.parametrize("first", [2, 4])
-def test_first_seeds_beside_those_of_a_grid_that_was_trained_are_refused(tmp_path, first):
-    """Also the default number, where it is typed."""
-    knobs = current_sweep(tmp_path, decide=True, resume="s", first_seeds=first).knobs
-    typed = [f"sweep.first_seeds={first}"]
-    grid = [[f"optimizer.lr={rate}", f"train.seed={s}"] for rate in (1, 2) for s in (1, 2, 3)]
-    with pytest.raises(ConfigError, match=f"first_seeds={first}: the first look .* is over 3 se"):
-        seeded(knobs, tmp_path, None, typed, grid)
-
-
-def test_forks_of_several_parents_are_seeds_already(tmp_path):
-    knobs = current_sweep(tmp_path, decide=True).knobs
-    grid = [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]]
-    with pytest.raises(ConfigError, match=r"fork.run=a,b: are seeds of their trunk"):
-        seeded(knobs, tmp_path, None, [], grid)
-
-
-def test_a_single_run_decides_nothing(tmp_path):
-    done = llmexp("train", *RUN, "sweep.decide=true", cwd=tmp_path)
-    assert done.code == 2
-    assert "sweep.decide=true: does nothing without -m" in done.err
-
-
-def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path):
-    plan = llmexp("plan", "-m", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
-    assert (
-        "sweep.decide: 6 runs (2,304 tokens) at least, 24 runs (9,216 tokens) at most" in plan.out
-    )
-    asked = llmexp("plan", "-m", "--json", *RUN, *GRID, "sweep.decide=true", cwd=tmp_path)
+def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path, capfd):
+    asked = run_here(capfd, "plan", "-m", "--json", *TINY, *RUN, *GRID, "sweep.decide=true")
     found = json.loads(asked.out)["total"]["sweep.decide"]
-    assert found["least"]["runs"] <= found["expected"]["runs"] <= found["most"]["runs"]
-    one = llmexp("plan", "-m", *RUN, "optimizer.lr=1e-3,-1", "sweep.decide=true", cwd=tmp_path)
-    assert (one.code, "sweep.decide" in one.out) == (2, False)
-    assert "refused: 1-lr_-1: optimizer.lr=-1" in one.err
+    assert [found[kind]["runs"] for kind in ("least", "most")] == [6, 24]
+    assert [found[kind]["tokens"] for kind in ("least", "most")] == [2304, 9216]
+    assert 6 <= found["expected"]["runs"] <= 24
+    bad = run_here(capfd, "plan", "-m", *TINY, *RUN, "optimizer.lr=1e-3,-1", "sweep.decide=true")
+    assert (bad.code, "sweep.decide" in bad.out) == (2, False)
     limits = {"max_tokens": 1234567, "max_hours": 0.5}
     within = seeds_in_words(found, build_sweep(DEFAULTS | limits))
     assert ", within sweep.max_hours=0.5 and sweep.max_tokens=1234567; about" in within

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from argparse import Namespace
 
@@ -21,14 +20,10 @@ from llmexp.sweep import check
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.local import Local
 from llmexp.sweep.points import expand
-from llmexp.sweep.section import Sweep
+from llmexp.sweep.section import build_sweep
 from tests.conftest import TINY, llmexp
+from tests.sweep.running import DEFAULTS
 from tests.tools import composed
-
-DEFAULTS = Sweep(
-    resume=None, max_parallel=None, devices_per_run=None, on_infeasible="refuse", max_retries=0,
-    stop_on_failure=False, silence_s=None, halving=None, twins=0, negligible=0.0, report="runs",
-)  # fmt: skip
 
 # Plain values, and each way in which an override does more than put one value in the place of
 # another one.
@@ -38,13 +33,10 @@ GRIDS = [
     ["model.n_layers=2,'${model.n_heads}'", "model.n_heads=2,4"],
     ["data.val_ratio=0.1,0.2", "+data.extra={a:1},{b:2}", "+data.extra.c=3,4"],
     ["clip={max_norm:0.5},{max_norm:1.0}", "train.eval_every=10,null"],
-    [
-        "schedule.warmup_steps=1,2",
-        "~schedule.warmup_ratio",
-        "hydra.job.config.override_dirname.item_sep=_",
-    ],
+    ["schedule.warmup_steps=1,2", "~schedule.warmup_ratio",
+     "hydra.job.config.override_dirname.item_sep=_"],
     ["tracker.notes='a, b','c=d'", "tracker.tags=[x],[y]", "train.max_steps=10,20"],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -61,42 +53,21 @@ def test_points_are_what_hydra_composes(grid):
             ours, theirs = composer(overrides, "x"), loader.load_sweep_config(cfg, list(overrides))
             theirs.hydra.job.name = "x"
             assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
-            keys = ("hydra", "sweep", "plan")
-            plain = [OmegaConf.to_container(OmegaConf.masked_copy(c,
-            [k for k in c if k not in keys]), resolve=True)
-                     for c in (ours, theirs)]  # fmt: skip
-            assert plain[0] == plain[1]
+            known = [key for key in ours if key not in ("hydra", "sweep", "plan")]
+            ours, theirs = (OmegaConf.masked_copy(cfg, known) for cfg in (ours, theirs))
+            assert OmegaConf.to_container(ours, resolve=True) == OmegaConf.to_container(
+                theirs, resolve=True
+            )
 
 
-def test_what_points_share_is_composed_once(monkeypatch):
-    grid = ["train.seed=1,2,3,4", "optimizer=adamw,sgd", "optimizer.lr=0.1,0.2"]
-    with app.hydra_app(None) as hydra:
-        cfg, _ = app.compose(hydra, grid, True)
-        calls = []
-        load = hydra.config_loader.load_sweep_config
-        monkeypatch.setattr(
-            hydra.config_loader, "load_sweep_config", lambda *a: calls.append(a) or load(*a)
-        )
-        composer = Composer(cfg)
-        seen = [composer(overrides, "x").train.seed for overrides in expand(cfg, grid)]
-    assert sorted(seen) == sorted([1, 2, 3, 4] * 4)
-    assert len(calls) == 2
-
-
-SYNTHETIC = [
-    *TINY,
-    "data=synthetic",
-    "data.n_tokens=9000",
-    "train.max_steps=8",
-    "batch.micro_batch_size=2",
-]
+SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=9000", "train.max_steps=8",
+             "batch.micro_batch_size=2"]  # fmt: skip
 GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
 
 
 def test_a_point_is_assembled_once_before_it_is_queued(tmp_path, monkeypatch):
     """A run that is there already is assembled anew, and so is one whose config is another now."""
-    small = [*TINY, "data=synthetic", "train.max_steps=2", "checkpoint.resume=auto"]
-    config = plain(composed(*small))
+    config = plain(composed(*SYNTHETIC, "checkpoint.resume=auto"))
     path, assemble, times, waiting = tmp_path / "0-a", check.assemble, [], {}
     request = {"config": config, "folder": str(path), "fixed": True}
     monkeypatch.setattr(check, "assemble", lambda *a, **k: times.append(1) or assemble(*a, **k))
@@ -121,10 +92,8 @@ def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path, capsys,
         return capsys.readouterr()
 
     told = planned("-m", *SYNTHETIC, *GRID)[1].splitlines()
-    assert told[0] == (
-        "warning: these points train on unequal numbers of tokens (accum=1: 192, accum=2: 384, "
-        "accum=4: 768)."
-    )
+    assert told[0].startswith("warning: ")
+    assert "accum=1: 192, accum=2: 384, accum=4: 768" in told[0]
     command = shlex.split(told[-1])
     assert command[:3] == ["llmexp", "train", "-m"]
     assert "train.max_steps=8" not in command
@@ -136,23 +105,17 @@ def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path, capsys,
     two = ["batch.gradient_accumulation_steps=1,2", "train.max_steps=2"]
     started = llmexp("train", "-m", *SYNTHETIC, *two, cwd=tmp_path)
     assert started.code == 0, started.err
-    assert started.err.startswith(
-        "warning: these points train on unequal numbers of tokens (accum=1: 48, "
-    )
-    for quiet in ("experiment=accumulation_scaling", "clip.max_norm=0.5,1.0",
-                  "experiment=throughput_grid"):  # fmt: skip
+    assert "accum=1: 48, " in started.err
+    for quiet in ("experiment=accumulation_scaling", GRID[1], "experiment=throughput_grid"):
         assert "tokens" not in planned("-m", *TINY, quiet, "data=synthetic")[1]
     on_purpose = planned("-m", *SYNTHETIC, "train.max_steps=8,16")[1]
     assert on_purpose.startswith("note: the budget is swept, from 192 to 384 tokens")
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.5, 1.0]), st.integers(1, 50)),
-        min_size=2,
-        max_size=9,
-    )
-)
+POINTS = st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.5, 1.0]), st.integers(1, 50))
+
+
+@given(st.lists(POINTS, min_size=2, max_size=9))
 def test_the_common_budget_is_within_reach_of_all(points):
     spent = [
         budgets.Spent({"a": accum, "c": clip}, 96 * accum * steps, steps)
@@ -172,16 +135,10 @@ def test_the_common_budget_is_within_reach_of_all(points):
 def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
     """Every line, whatever is swept, is no longer than the terminal is wide."""
     monkeypatch.chdir(tmp_path)
-    keys = [
-        "batch.gradient_accumulation_steps=1,2",
-        "clip.max_norm=0.5,1.0",
-        "optimizer=adamw,muon",
-    ]
-    values = ",".join(str(n + 1) for n in range(count))
-    assert (
-        run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={values}", "schedule.warmup_steps=1,2"])
-        == 0
-    )
+    keys = ["batch.gradient_accumulation_steps=1,2", "clip.max_norm=0.5,1.0",
+            "optimizer=adamw,muon", "schedule.warmup_steps=1,2"]  # fmt: skip
+    seeds = ",".join(str(n + 1) for n in range(count))
+    assert run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={seeds}"]) == 0
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -204,11 +161,11 @@ def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
     ],
 )
 def test_points_at_once_follow_from_the_devices_that_each_takes(given, devices, needs, expected):
-    assert dataclasses.replace(DEFAULTS, **given).at_once(devices, needs) == expected
+    assert build_sweep(DEFAULTS | given).at_once(devices, needs) == expected
 
 
 def test_the_forecast_of_a_sweep_counts_the_devices_of_each_point(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     facts = Namespace(devices=8, ranks=4)
     tasks = [Namespace(facts=facts, cuda=True)] * 8
-    assert Local(Namespace(knobs=DEFAULTS), tasks).slots == 2
+    assert Local(Namespace(knobs=build_sweep(DEFAULTS)), tasks).slots == 2

@@ -13,21 +13,19 @@ import pytest
 
 from llmexp.runs import rundir
 from llmexp.runs.ledger import Ledger, LedgerEntry
-from llmexp.settings.values import ConfigError
 from llmexp.sweep import local, running, show, slurm
 from llmexp.sweep.batch import conclude
 from llmexp.sweep.local import record_left
-from llmexp.system.text import one_line
 from tests.conftest import HANG_S, TINY, llmexp
-from tests.sweep.running import current_sweep, new_point, quiet_display, run_locally, stand_in
+from tests.sweep.running import (
+    PAIR,
+    current_sweep,
+    new_point,
+    quiet_display,
+    run_locally,
+    stand_in,
+)
 
-RUN = [
-    *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=2", "train.eval_every=null",
-    "train.eval_tokens=500", "checkpoint.every=null",
-]  # fmt: skip
-
-
-EARLY = "the process ended with exit code {} before its last step"
 UNSAVED = "stopped before it could save"
 ALONE = "a signal that was not for the whole sweep stopped it"
 
@@ -36,9 +34,8 @@ def test_a_check_whose_command_is_gone_says_nothing():
     reader, writer = os.pipe()
     os.close(reader)
     check = [sys.executable, "-P", "-m", "llmexp.sweep.check"]
-    done = subprocess.run(
-        check, input=b'{"compose": [{}]}\n', stdout=writer, stderr=subprocess.PIPE, timeout=HANG_S
-    )
+    piped = {"input": b'{"compose": [{}]}\n', "stdout": writer, "stderr": subprocess.PIPE}
+    done = subprocess.run(check, **piped, timeout=HANG_S)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -46,8 +43,8 @@ def test_a_check_whose_command_is_gone_says_nothing():
 @pytest.mark.parametrize(
     ("state", "code", "stopped", "stop_step", "after", "reason"),
     [
-        ("running", 0, False, None, "failed", EARLY.format(0)),
-        ("running", 75, False, None, "failed", EARLY.format(75)),
+        ("running", 0, False, None, "failed", "exit code 0 before"),
+        ("running", 75, False, None, "failed", "exit code 75 before"),
         ("running", 75, True, None, "preempted", UNSAVED),
         ("running", 143, True, None, "preempted", UNSAVED),
         ("running", -9, False, None, "failed", "SIGKILL"),
@@ -91,10 +88,14 @@ def test_a_sweep_goes_on_while_ranks_of_a_killed_process_save(tmp_path, monkeypa
     current = current_sweep(tmp_path, max_parallel=2)
     points = [new_point(current, name) for name in ("0-a", "1-b")]
     (points[1].path / "other").touch()
+    seen: list[str] = []
+    ended = current.ended
+    monkeypatch.setattr(current, "ended", lambda entry: (seen.append(entry.label), ended(entry)))
     display = quiet_display()
     display.tick = lambda: points[1].entry.state == "failed" and goes_on.touch()
     running.drive(local.Local(current, points), list(points), current, display)
     assert not late.exists()
+    assert seen == ["b", "a"]  # its end is that of its ranks
     assert "SIGKILL" in rundir.read_status(points[0].path)["error"]
 
 
@@ -158,13 +159,8 @@ def test_the_table_of_points_that_failed_has_their_last_losses(tmp_path):
     (tmp_path / "0-a").mkdir()
     rows = '{"step": 1, "train/loss": 3.5, "val/loss": 3.25}\n{"step": 2, "train/loss": 3.0}\n'
     (tmp_path / "0-a" / "metrics.jsonl").write_text(rows)
-    assert show.results_table(ledger).splitlines()[1].split() == [
-        "0",
-        "a",
-        "failed",
-        "3.0000",
-        "3.2500",
-    ]
+    row = show.results_table(ledger).splitlines()[1]
+    assert row.split() == ["0", "a", "failed", "3.0000", "3.2500"]
 
 
 FACTS = ["{", "[1]", "[" * 200_000, '{"max_steps": "x"}', '{"max_steps": true}', "{}"]
@@ -175,29 +171,23 @@ WRONG = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e309", "true", "null", "-1e308
 def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong):
     """Nor does the live table of a terminal, which shows what failed in an earlier command too."""
     states = ("queued", "running", "finished", "failed", "preempted", "infeasible")
-    entries = [
-        LedgerEntry(n, "x", f"{n}-x", None, [], state=s)
-        for n, s in enumerate([*states, *states, "finished"])
-    ]
+    entries = [LedgerEntry(n, "x", f"{n}-x", None, [], state=states[n % 6]) for n in range(13)]
     ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=entries)
     figures = ("final val/loss", "final train/loss", "latest val/loss", "mean tokens_per_sec")
+
+    def filled(keys: tuple[str, ...]) -> str:
+        return "{" + ", ".join(f'"{key}": {wrong}' for key in keys) + "}"
+
     for n, entry in enumerate(entries):
         path = tmp_path / entry.folder
         path.mkdir()
         (path / "config.yaml").write_text("name: x\n")
         (path / "run.json").write_text(FACTS[n % len(FACTS)])
-        summary = (
-            wrong if n % 2 else "{" + ", ".join(f'"{name}": {wrong}' for name in figures) + "}"
-        )
-        more = (
-            f'"summary": {summary}, "started": {wrong}, "ended": {wrong}, "exit_code": '
-            f"{wrong}, "
-            f'"error": {wrong}'
-        )
-        (path / "status.json").write_text(
-            f'{{"state": "{entry.state}", {more}}}' if n < 12 else "[" * 200_000
-        )
-        row = f'{{"step": 3, "train/loss": {wrong}, "tokens_per_sec": {wrong}, "eta": {wrong}}}'
+        summary = wrong if n % 2 else filled(figures)
+        more = filled(("started", "ended", "exit_code", "error"))[1:]
+        status = f'{{"state": "{entry.state}", "summary": {summary}, {more}'
+        (path / "status.json").write_text(status if n < 12 else "[" * 200_000)
+        row = '{"step": 3, ' + filled(("train/loss", "tokens_per_sec", "eta"))[1:]
         (path / "metrics.jsonl").write_text((row if n % 3 else "[" * 9_000) + "\n")
     display = show.Display(ledger).__enter__()
     ledger.save()
@@ -222,63 +212,20 @@ def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
     assert [entry.attempts for entry in current.ledger.points] == [1, 1]
 
 
-def test_an_error_is_one_line():
-    assert one_line(repr(ValueError("a\nb\n c"))) == "ValueError('a b c')"
-
-
-def test_a_folder_that_cannot_be_written_is_named_by_its_key(tmp_path):
-    sweep = ["-m", *RUN, "clip.max_norm=0.5,1.0"]
-    done = llmexp("train", *sweep, "hydra.sweep.dir=d/s", cwd=tmp_path)
-    assert done.code == 0, done.err
-    bound = subprocess.run(
-        ["mount", "--bind", "-o", "ro", "d", "d"], cwd=tmp_path, capture_output=True, text=True
-    )
+def test_a_folder_that_cannot_be_written_is_named_by_its_key(tmp_path, runs):
+    runs.copy(tmp_path / "d" / "s", "-m", *PAIR)
+    mount = ["mount", "--bind", "-o", "ro", "d", "d"]
+    bound = subprocess.run(mount, cwd=tmp_path, capture_output=True, text=True)
     if bound.returncode:
         pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
+    new = ["-m", *TINY, *PAIR, "hydra.sweep.dir=d/new"]
+    commands = {"train": new, "plan": new, "resume": ["d/s"]}
     try:
-        refused = [
-            llmexp(command, *sweep, "hydra.sweep.dir=d/new", cwd=tmp_path).err
-            for command in ("train", "plan")
-        ]
-        again = llmexp("resume", "d/s", cwd=tmp_path)
+        done = {name: llmexp(name, *words, cwd=tmp_path) for name, words in commands.items()}
     finally:
         subprocess.run(["umount", "-l", "d"], cwd=tmp_path, check=True)
-    for err in refused:
-        assert err.splitlines() == [
-            "llmexp: hydra.sweep.dir=d/new: d cannot be written; for example "
-            "hydra.sweep.dir=/tmp/try1"
-        ]
-    assert (again.code, "Traceback" in again.err) == (2, False)
-    assert again.err.splitlines()[-1].startswith(
-        "llmexp: sweep.resume=d/s: this folder cannot be written"
-    )
-
-
-def test_a_sweeps_folder_that_is_a_file(tmp_path):
-    (tmp_path / "f").touch()
-    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*is not a folder"):
-        rundir.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
-
-
-def test_the_whole_reason_stands_at_the_end_too(tmp_path):
-    (tmp_path / "long.py").write_text(
-        "def hook(event, context):\n    if context.optimizers[0].param_groups[0]['lr'] == 0.5:\n"
-        "        raise RuntimeError('first ' + 'many words ' * 12 + 'the last one')\n"
-    )
-    command = [
-        "-m",
-        *RUN,
-        "--allow",
-        "long",
-        "hooks=[long.hook]",
-        "optimizer.lr=0.5",
-        "hydra.sweep.dir=s",
-    ]
-    done = llmexp("train", *command, cwd=tmp_path)
-    assert done.code == 1
-    assert "one point: no key has several values (train.seed=1,2 would make two)" in done.out
-    at_once, after = (line for line in done.out.splitlines() if "the hook long.hook failed" in line)
-    assert at_once.startswith("0 point  failed: the hook long.hook failed at step_start")
-    assert after.startswith("0 point  failed: the hook long.hook failed at step_start")
-    assert "the last one" in at_once
-    assert "the last one" in after
+    keys = {"train": "hydra.sweep.dir=d/new", "plan": "hydra.sweep.dir=d/new"}
+    for name, refused in done.items():
+        assert (refused.code, "Traceback" in refused.err) == (2, False)
+        last = refused.err.splitlines()[-1]
+        assert last.startswith(f"llmexp: {keys.get(name, 'sweep.resume=d/s')}: ")

@@ -15,7 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 
-PLAN = re.compile(r"\s*(\w+)-(\d+|\*)(?:@(\d+))?:(\w+)(?: ([^;]*?))?( once)?\s*")
+PLAN = re.compile(r"\s*(\w+)-(\d+|\*)(?:@(\d+))?:(\w+)(?: (?!once\s*$)([^;]*?))?( once)?\s*")
 
 
 def _fill(folder: str) -> None:
@@ -52,6 +52,7 @@ ACTIONS = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda _: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
+    "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda code: os._exit(int(code)),
     "raise": _raise,
     "sleep": lambda seconds: time.sleep(float(seconds)),
