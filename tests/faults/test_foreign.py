@@ -26,6 +26,7 @@ import pytest
 from llmexp.__main__ import run
 from llmexp.compare import rows
 from llmexp.runs.folder import RunFolder
+from llmexp.runs.steps import STEP_RECORD, steps_up_to
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import cut_after
 
@@ -274,3 +275,10 @@ def test_reading_takes_linear_time(tmp_path, name, made, read):
         (tmp_path / name).write_bytes(made(size))
         took.append(spent(lambda: read(tmp_path)) + 0.02)  # below that clocks decide
     assert took[1] < 8 * 4 * took[0], took
+
+
+def test_a_step_far_beyond_the_end_asks_for_no_memory(tmp_path):
+    records = STEP_RECORD.pack(1.0, 2.0, 3.0, 4.0) * 3
+    (tmp_path / "steps.bin").write_bytes(records + b"cut")
+    assert steps_up_to(tmp_path, 2**53) == records
+    assert steps_up_to(tmp_path, 2) == records[: 2 * STEP_RECORD.size]
