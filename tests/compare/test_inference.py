@@ -257,26 +257,21 @@ GOALS += [(6, 3, 0.35, 0.35), (12, 3, 0.35, 0.25), (12, 5, 0.35, 0.60)]
 OTHERS = [(2, 2), (2, 3), (2, 5), (3, 3), (24, 5), (12, 2), (24, 2), (6, 2)]
 
 
-@pytest.mark.parametrize(("count", "seeds", "unlike", "goal"), GOALS[:1])
-def test_few_false_alarms_and_much_found(count, seeds, unlike, goal):
-    sweeps = 200
-    alarms, found, together, _, _ = simulated(count, seeds, unlike, sweeps)
-    assert together >= 0.9
-    assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06)
-    # Settings of one sweep share its noise: their share varies at most as that of single sweeps.
-    assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
+KINDS = [{}, {"t5": True}, {"shared": False}]
+SIZES = [*GOALS, *((*size, unlike, 0.0) for size in OTHERS for unlike in (0.0, 0.35, 0.7))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"t5": True}, {"shared": False}])
 @pytest.mark.parametrize(
-    ("count", "seeds", "unlike", "goal"),
-    [*GOALS, *((*size, unlike, 0.0) for size in OTHERS for unlike in (0.0, 0.35, 0.7))],
-)
-def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
-    if seeds < 3 and more.get("shared") is False:
-        pytest.skip("two seeds that are not shared are too few for a verdict")
-    sweeps = 1000
+    ("size", "more", "sweeps"),
+    [
+        (GOALS[0], {}, 200),
+        *(pytest.param(size, more, 1000, marks=pytest.mark.slow) for size in SIZES
+          for more in KINDS if size[1] > 2 or more != KINDS[2]),
+    ],
+)  # fmt: skip
+def test_few_false_alarms_and_much_found_at_every_size(size, more, sweeps):
+    """But with two seeds that are not shared, which are too few for a verdict."""
+    count, seeds, unlike, goal = size
     alarms, found, together, alone, single = simulated(count, seeds, unlike, sweeps, **more)
     print(
         f"{count} x {seeds}, {unlike=} {more}: false alarms {alarms:.1%}, found {found:.1%}, "
@@ -284,7 +279,8 @@ def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
         f"{single:.1%}"
     )
     assert together >= (0.9 if unlike < 0.7 else 0.85)
-    # Pairs of one sweep share its noise: their share varies at most as that of single sweeps.
+    # Settings and pairs of one sweep share its noise: their shares vary at most as those of single
+    # sweeps.
     least, most = stats.binom.ppf([0.001, 0.999], 2 * sweeps, [0.93, 0.97])
     assert least <= single * 2 * sweeps <= most
     assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06 if unlike < 0.7 else 0.10)
