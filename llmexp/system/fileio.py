@@ -153,7 +153,9 @@ def open_plain(path: Path) -> BinaryIO:
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Return the text of a plain file. Raises OSError; ValueError where it is too large or none."""
     with open_plain(path) as file:
-        data = file.read(most + 1)
+        data = bytearray()
+        while len(data) <= most and (more := file.read(2**20)):  # no more memory than it needs
+            data += more
     if len(data) > most:
         raise ValueError(f"is larger than {most / 2**20:g} MiB")
     return data.decode("utf-8-sig")
