@@ -26,18 +26,22 @@ def load() -> ModuleType:
 
 
 listings = load()
-MACHINE = (
-    "device",
-    "precision",
-    "folder",
-    "picture",
-    "next",
-    "data",
-    "page",
-)  # only that the line is there
+# Only that the line is there: the machine decides what it says.
+MACHINE = ("device", "precision", "folder", "picture", "next", "data", "page")
 FAST = ("train",)
-DURATION = r"\b\d[\d.,]*(h|m|s)( \d+[ms])*\b"
-NUMBER = r"[-+]?\d[\d,.]*(e[-+]?\d+)?%?"
+ALIKE = (
+    (r"\b\d[\d.,]*(h|m|s)( \d+[ms])*\b", "# s"),
+    (r"killed in (the save of )?step", "killed in step"),
+    (r"eta +[^|]*", "eta #"),
+    (r"[-+]?\d[\d,.]*(e[-+]?\d+)?%?", "#"),
+    (r"(in step #, )+", ""),
+    (r"\s+", " "),
+    (r"in (the save of )?step #(, in (the save of )?step #)*", "in steps"),
+    (r"after step #( step #)+", "after step #"),
+    # Columns after the losses are there as far as they fit, which depends on the figures.
+    (r"(train loss) [a-z].*?(?= # )", r"\1"),
+    (r"(± # # ± #|best # ± # # ± #)( #)+(?= # |$)", r"\1"),
+)
 
 
 def shape(lines: list[str]) -> list[str]:
@@ -45,35 +49,14 @@ def shape(lines: list[str]) -> list[str]:
 
     Keep only the label of a line that the machine decides, and one of several equal lines.
     """
-    whole: list[str] = []
-    for line in lines:
-        if line.startswith("  ") and whole:
-            whole[-1] += " " + line.strip()
-        else:
-            whole.append(line)
     found: list[str] = []
-    for line in whole:
-        line = (
-            line.partition("  ")[0]
-            if line.startswith(tuple(f"{label}  " for label in MACHINE))
-            else line
-        )
-        line = re.sub(DURATION, "# s", line)
-        line = re.sub(r"killed in (the save of )?step", "killed in step", line)
-        line = re.sub(
-            r"(in step #, )+", "", re.sub(NUMBER, "#", re.sub(r"eta +[^|]*", "eta #", line))
-        )
-        line = re.sub(
-            r"in (the save of )?step #(, in (the save of )?step #)*",
-            "in steps",
-            " ".join(line.split()),
-        )
-        line = re.sub(r"after step #( step #)+", "after step #", line)
-        # Columns after the losses are there as far as they fit, which depends on the figures.
-        line = re.sub(r"(train loss) [a-z].*?(?= # )", r"\1", line)
-        line = re.sub(r"(± # # ± #|best # ± # # ± #)( #)+(?= # |$)", r"\1", line)
-        if not found or found[-1] != line:
-            found.append(line)
+    for line in re.sub(r"\n {2,}", " ", "\n".join(lines)).split("\n"):
+        if line.startswith(tuple(f"{label}  " for label in MACHINE)):
+            line = line.partition("  ")[0]
+        for pattern, instead in ALIKE:
+            line = re.sub(pattern, instead, line)
+        if found[-1:] != [line.strip()]:
+            found.append(line.strip())
     return found
 
 
