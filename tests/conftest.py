@@ -27,9 +27,8 @@ os.environ.pop("COLUMNS", None)
 # Bytecode is kept, as for users, or each process would compile all of llmexp anew.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in a shell's background, which every child would inherit
+# A shell ignores it for what runs in the background, which every child would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
@@ -58,19 +57,11 @@ RUNS = "LLMEXP_TEST_RUNS"
 
 
 # What takes longest comes first, or one process would end alone.
-LONGEST = (
-    "test_parallel", "test_slurm", "test_sweep", "test_hosts", "test_deciding", "test_shipped",
-    "test_knobs", "test_in_and_out", "test_replay", "test_resume", "test_branches", "test_answer",
-    "test_cli", "test_kills", "test_search", "test_page", "test_golden", "test_own_parts",
-    "test_clip_reference", "test_clip_rules", "test_sync", "test_train", "test_geometry",
-    "test_security", "test_fitting", "test_planning", "test_types", "test_refusals",
-    "test_memory", "test_agent", "test_window_loss", "test_tracker", "test_invariance",
-    "test_time", "test_comparing", "test_program", "test_averages",
-    "test_spikes", "test_corpus", "test_explain", "test_data_proof", "test_checkpoint",
-    "test_disk", "test_twins", "test_tokenizer", "test_numbers", "test_fuzz", "test_agents",
-    "test_layers", "test_tasks", "test_screening", "test_inference", "test_documents",
-    "test_structure", "test_evaluate", "test_command",
-)  # fmt: skip
+LONGEST = """
+parallel slurm sweep hosts deciding shipped knobs in_and_out replay resume branches answer cli kills
+search page golden own_parts clip_reference clip_rules sync train geometry security fitting planning
+types refusals memory agent window_loss tracker
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,9 +88,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Workers are forks of a process that has imported torch, but for the modules that say
     FRESH_PROCESSES = True."""
-    forks.ALLOWED = not getattr(
-        item.module, "FRESH_PROCESSES", False
-    ) and not item.get_closest_marker("fresh")
+    fresh = getattr(item.module, "FRESH_PROCESSES", False) or item.get_closest_marker("fresh")
+    forks.ALLOWED = not fresh
     os.environ.pop("LLMEXP_ALLOW", None)  # by --allow of a command in this process
 
 
@@ -131,12 +121,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    def place(item: pytest.Item) -> int:
-        name = item.path.stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        items.sort(key=place)
+        place = {f"test_{name}": n for n, name in enumerate(LONGEST.split())}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if words.WRITING:
         items[:] = [item for item in items if "words" in item.fixturenames]
 
@@ -147,24 +134,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
-def _ports() -> Iterator[int]:
-    """Ports below those that the kernel hands out, which any process may get at any moment; others
-    in each process, and none of 20000 to 20199: Slurm's job N of the tests meets at 20000 + N."""
-    try:
-        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        end = 32_768
-    known = [*range(10_000, 20_000), *range(20_200, max(end, 20_200))]
-    for number in itertools.count(os.getpid() * 97):  # the next process's are 97 further
-        yield known[number % len(known)]
-
-
-PORTS = _ports()
+PORTS = itertools.count()
 
 
 def free_port() -> int:
-    """One that nobody listens on now and nobody is given by chance before it is used."""
-    for port in itertools.islice(PORTS, 1000):
+    """One that nobody listens on now, below those that the kernel hands out and those from 20000 on
+    of Slurm's jobs, and others in each process."""
+    for number in itertools.islice(PORTS, 1000):
+        port = 10_000 + (os.getpid() * 97 + number) % 10_000
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("", port))
             return port
@@ -194,13 +171,8 @@ def environment(**more: str) -> dict[str, str]:
     hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
-    found = {
-        **kept,
-        "OMP_NUM_THREADS": THREADS,
-        "WANDB_MODE": "offline",
-        "LLMEXP_CACHE_DIR": cache,
-        **more,
-    }
+    ours = {"OMP_NUM_THREADS": THREADS, "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache}
+    found = kept | ours | more
     return forks.offered(found) if forks.ALLOWED else found
 
 

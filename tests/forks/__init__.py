@@ -27,41 +27,22 @@ HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
 BEFORE = dict(os.environ)  # a test may have another home when the server starts
 SHARED = "LLMEXP_TEST_FORKS_SHARED"
-# By the processes that fork.
-PRELOADED = (
-    "llmexp.train.worker",
-    "llmexp.sweep.check",
-    "llmexp.forecast.fitting",
-    "torch._dynamo",  # by DDP
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.launcher.api",
-    "torch.utils.serialization.config",
-    "numpy.ma",
-    "wandb",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "llmexp.data.sources",
-    "llmexp.models.gpt2",
-    "llmexp.models.llama",
-    *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
-    "llmexp.compose.app",
-    "llmexp.compare.page",  # plotly and jinja2, for the end of each sweep
-    "scipy.stats",
-    "optuna.samplers",
-    "cmaes",
-    "wandb.apis.public",
-    "requests",
-    "llmexp.sweep.main",
-    "llmexp.sweep.planning",
-    "encodings.idna",
-)
+# By the server; torch._dynamo is DDP's, plotly's page is made at the end of each sweep.
+PRELOADED = """
+llmexp.train.worker llmexp.sweep.check llmexp.forecast.fitting llmexp.data.sources
+llmexp.models.gpt2 llmexp.models.llama llmexp.cli.train llmexp.cli.plan llmexp.cli.explain
+llmexp.cli.compare llmexp.cli.runs llmexp.cli.resume llmexp.compose.app llmexp.compare.page
+llmexp.sweep.main llmexp.sweep.planning torch._dynamo torch.distributed.fsdp
+torch.distributed.tensor.parallel torch.distributed.launcher.api torch.utils.serialization.config
+numpy.ma scipy.stats wandb wandb.apis.public matplotlib.figure matplotlib.backends.backend_agg
+optuna.samplers cmaes requests encodings.idna
+"""
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
 
 
 def preload() -> None:
     """Import what commands, workers and tests import, as far as it is installed."""
-    for name in PRELOADED:
+    for name in PRELOADED.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     import torch

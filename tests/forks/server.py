@@ -7,6 +7,7 @@ import gc
 import marshal
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -30,10 +31,7 @@ def main(address: str) -> None:
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars
-        for data in ("synthetic", "tokens", "text", "corpus", "stdlib"):  # what most commands have
-            for more in ([], ["precision=fp64"]):
-                words = [*TINY, f"data={data}", "train.max_steps=1", "hydra.run.dir=a/b"]
-                app.compose(hydra, [*words, "hooks=[]", *more])
+        app.compose(hydra, [*TINY, "data=synthetic", "hooks=[]", "hydra.run.dir=a/b"])
     gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
     gc.set_threshold(20_000, 10, 10)  # there are few in the second that it lives
@@ -63,32 +61,21 @@ def main(address: str) -> None:
 
 
 def look_after(child: int, connection: socket.socket) -> None:
-    """Tells the stand-in how its worker ended; a stand-in that is killed takes the worker with
-    it."""
-    with contextlib.suppress(OSError):  # `watch` notices
+    """Tell the stand-in how its worker ended; one that is killed takes the worker with it."""
+    ended = os.pidfd_open(child)
+    with contextlib.suppress(OSError):
         connection.sendall(f"{child}\n".encode())
-
-    def watch() -> None:
-        try:
-            gone = connection.recv(1) == b""
-        except OSError:
-            gone = True
-        if gone and not ended.is_set():
-            os.kill(child, signal.SIGKILL)
-
-    ended = threading.Event()
-    threading.Thread(target=watch, daemon=True).start()
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number is its own until it is fetched
-    ended.set()
+    if connection in select.select([connection, ended], [], [])[0]:  # it says nothing: it is gone
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    os.close(ended)
     with contextlib.suppress(OSError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     connection.close()
 
 
 def become_worker(request: dict, fds: list[int]) -> None:
-    """The forked process, from here on like a fresh one: its files, folder, environment and
-    arguments."""
+    """Be like a fresh process from here on: its files, folder, environment and arguments."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -96,28 +83,19 @@ def become_worker(request: dict, fds: list[int]) -> None:
         enter_namespaces(request["pid"])
         for number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)
-        highest = max([*fds, *request["fds"]]) + 1
-        held = []
-        for fd in fds:  # out of the way first
-            held.append(os.dup2(fd, highest, inheritable=False))
-            highest += 1
-        for fd in fds:
-            os.close(fd)
-        for fd, number in zip(held, request["fds"], strict=True):
-            os.dup2(fd, number)
-        for name in os.listdir("/proc/self/fd"):  # other workers' connections among them
-            if int(name) not in request["fds"]:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
+        aside = max([*fds, *request["fds"]]) + 1
+        for fd, number in zip(fds, request["fds"], strict=True):
+            os.dup2(fd, aside + number)
+        os.closerange(0, aside)
+        for number in request["fds"]:
+            os.dup2(aside + number, number)
+        os.closerange(aside, 1 << 16)  # other workers' connections among them
         os.umask(request["umask"])
         os.chdir(request["cwd"])
-        old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        old = [os.path.dirname(os.path.abspath(__file__)), *paths()]
         os.environ.clear()
         os.environ.update(request["env"])
-        new = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
-        sys.path[:] = new + [
-            p for p in sys.path if p not in old and p != os.path.dirname(os.path.abspath(__file__))
-        ]
+        sys.path[:] = paths() + [path for path in sys.path if path not in old]
         tempfile.tempdir = None  # is chosen by the environment
         sys.orig_argv[:] = request["argv"]
         at = request["argv"].index("-m")
@@ -128,15 +106,14 @@ def become_worker(request: dict, fds: list[int]) -> None:
             sys.modules.pop(sys.argv[0], None)  # runs as __main__
         # Made anew: the one that there is remembers whether its file could be sought in.
         sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
-        sys.stdout.reconfigure(
-            line_buffering=os.isatty(1), write_through="-u" in request["argv"][:at]
-        )
+        unbuffered = "-u" in request["argv"][:at]
+        sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)
         if sys.argv[0] != "llmexp.train":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else 0 if done.code is None else 1
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -144,6 +121,10 @@ def become_worker(request: dict, fds: list[int]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def enter_namespaces(pid: int) -> None:

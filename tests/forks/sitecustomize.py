@@ -26,13 +26,9 @@ def hand_over(address: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     numbers = []
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) != server.fileno():
-            try:
-                os.fstat(int(name))
-            except OSError:
-                continue
-            numbers.append(int(name))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number != server.fileno() and os.path.exists(f"/proc/self/fd/{number}"):
+            numbers.append(number)
     waiting: list[int] = []
     child = 0
 
@@ -40,18 +36,15 @@ def hand_over(address: str) -> None:
         if not child:
             waiting.append(number)
             return
-        import contextlib
-
-        with contextlib.suppress(ProcessLookupError):
+        if os.path.exists(f"/proc/{child}"):
             os.kill(child, number)
 
-    def answer() -> int | None:
-        """A line of the server; None where it has ended."""
+    def answer() -> int:
+        """A line of the server; as for a worker that was killed where it has ended."""
         line = b""
         while not line.endswith(b"\n"):
-            more = server.recv(1)
-            if not more:
-                return None
+            if not (more := server.recv(1)):
+                return -signal.SIGKILL
             line += more
         return int(line)
 
@@ -59,41 +52,27 @@ def hand_over(address: str) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # held back until now by who started this
-    ignored = [
-        n
-        for n in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-        if signal.getsignal(n) == signal.SIG_IGN
-    ]
+    unheard = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
     umask = os.umask(0)
     os.umask(umask)
-    request = {
-        "argv": sys.orig_argv,
-        "cwd": os.getcwd(),
-        "env": dict(os.environ),
-        "fds": numbers,
-        "umask": umask,
-        "pid": os.getpid(),
-        "ignored": ignored,
-    }
+    request = {"argv": sys.orig_argv, "cwd": os.getcwd(), "env": dict(os.environ), "fds": numbers}
+    request |= {"umask": umask, "pid": os.getpid()}
+    request["ignored"] = [n for n in unheard if signal.getsignal(n) == signal.SIG_IGN]
     message = marshal.dumps(request)
     passed = b"".join(number.to_bytes(4, sys.byteorder) for number in numbers)
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)
     server.sendmsg([len(message).to_bytes(8, "big")], [rights])
     server.sendall(message)
-    started = answer()
-    if started is None:
+    child = max(answer(), 0)
+    if not child:
         os._exit(1)
-    child = started
     if os.getppid() != parent:
         waiting.append(signal.SIGTERM)
     for number in waiting:
         forward(number, None)
     for number in numbers:  # what the worker closes must be closed
         os.close(number)
-    code = answer()
-    if code is None:
-        code = -signal.SIGKILL
-    if code < 0:
+    if (code := answer()) < 0:
         if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -105,42 +84,19 @@ def settings() -> str:
     group."""
     import resource
 
-    names = (
-        "PYTHON",
-        "LD_",
-        "LC_",
-        "LANG",
-        "OMP_",
-        "MKL_",
-        "MALLOC_",
-        "TORCH_LOGS",
-        "TORCHDYNAMO",
-        "TORCHINDUCTOR",
-    )
-    found = [
-        (k, v)
-        for k, v in os.environ.items()
-        if k.startswith(names) and k not in ("PYTHON", "PYTHONPATH")
-    ]
-    limits = [
-        resource.getrlimit(r)
-        for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-    ]
+    names = "PYTHON LD_ LC_ LANG OMP_ MKL_ MALLOC_ TORCH_LOGS TORCHDYNAMO TORCHINDUCTOR"
+    own = {k: v for k, v in os.environ.items() if k.startswith(tuple(names.split()))}
+    found = sorted((k, v) for k, v in own.items() if k not in ("PYTHON", "PYTHONPATH"))
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
     with open("/proc/self/cgroup") as f:
-        return repr((sorted(found), limits, os.getuid(), f.read()))
+        return repr((found, [*map(resource.getrlimit, kinds)], os.getuid(), f.read()))
 
 
 if address := os.environ.get("LLMEXP_TEST_FORKS"):
     arguments = [a for a in sys.orig_argv[1:] if a not in ("-P", "-u")]
-    ours = arguments[:1] == ["-m"] and arguments[1:2] in (
-        ["llmexp"],
-        ["llmexp.train"],
-        ["llmexp.sweep.check"],
-        ["llmexp.forecast.fitting"],
-        ["torch.distributed.run"],
-        ["tests.tracker.worker"],
-        ["wandb"],
-    )
+    known = "llmexp llmexp.train llmexp.sweep.check llmexp.forecast.fitting torch.distributed.run "
+    known += "tests.tracker.worker wandb"
+    ours = arguments[:1] == ["-m"] and arguments[1] in known.split()
     open_streams = all(os.path.exists(f"/proc/self/fd/{number}") for number in range(3))
     if ours and open_streams and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
         hand_over(address)
