@@ -32,6 +32,7 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     configs = [r.config for r in records if r.config]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     found = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+    found = [key for key in found if key != "checkpoint.resume"]  # `llmexp resume` sets it
     found = [key for key in found if not is_execution(key)] or found
     sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))
     return tuple(sorted(found, key=lambda key: sections.index(key.partition(".")[0])))

@@ -213,6 +213,13 @@ def test_names_are_unique_and_control_characters_are_gone(tmp_path):
     assert all(map(str.isprintable, [*names, clean("a\nb\x1b]0;x\x07\udc80")]))
 
 
+def test_what_only_resume_sets_names_no_run(tmp_path):
+    for every, resume in ((1, "never"), (7, "must")):
+        make_run(tmp_path / f"{every}", train__log_every=every, checkpoint__resume=resume)
+    labels = {run["label"] for run in llmexp.compare(tmp_path).data["runs"]}
+    assert all("log_every=" in label and "resume" not in label for label in labels)
+
+
 def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
     run = make_run(tmp_path / "a", state="running")
     assert read(find([run])[0])[0].state == "cut"
