@@ -281,6 +281,21 @@ def _train_loss(record: Record, step: int) -> float | None:
     return math.fsum((losses * targets)[known].tolist()) / total if total else None
 
 
+def train_losses(record: Record) -> np.ndarray:
+    """Return the train loss after each step, as `_train_loss` has it; NaN where it is not known."""
+    if not record.step:
+        return np.zeros(0)
+    losses, targets = (record.steps[key] for key in ("train/loss", "target_tokens"))
+    known = np.isfinite(losses)
+    sums, counts = (
+        np.append(0.0, np.cumsum(np.where(known, x, 0.0))) for x in (losses * targets, targets)
+    )
+    ends = np.arange(1, record.step + 1)
+    begins = np.maximum(0, ends - np.maximum(10, np.ceil(TAIL * ends).astype(int)))
+    with np.errstate(invalid="ignore"):
+        return (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
+
+
 def columns_of(
     known: Collection[str], better: Mapping[str, str] | None = None
 ) -> tuple[Column, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.figures import is_score
+from llmexp.compare.figures import is_score, train_losses
 from llmexp.compare.position import ROWS, common_rows, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
@@ -45,28 +45,48 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     `target/by` are the positions of the two evaluations: start and first one, where that is there.
     """
     own, before = record.columns, record.before
-    values = np.concatenate([_column(c, target.key) for c in (before, own)])
-    measured = np.flatnonzero(np.isfinite(values))
-    if not len(measured):
+    steps, values = _course(record, target.key)
+    if not len(values):
         return {}
-    there = measured[target.sign * values[measured] <= target.sign * target.value]
+    there = np.flatnonzero(target.sign * values <= target.sign * target.value)
     if not len(there):
         return {REACHED: 0.0}
-    by, after = there[0], measured[measured < there[0]][-1:]
+    by, after = there[0], there[0] - 1  # -1: there at the first evaluation already
     share = 1.0
-    if len(after):
-        share = float((values[after[0]] - target.value) / (values[after[0]] - values[by]))
+    if after >= 0:
+        share = float((values[after] - target.value) / (values[after] - values[by]))
     found = {REACHED: 1.0}
+    rows = np.concatenate([_column(c, "step") for c in (before, own)])
     for axis in UNITS:
         parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
-        where = np.concatenate([parents, of_rows(record, axis)])
-        if len(where) != len(values):
+        known = np.concatenate([parents, of_rows(record, axis)])
+        if len(known) != len(rows):
             continue
-        low, high = float(where[after[0]]) if len(after) else 0.0, float(where[by])
-        found[f"target/{axis}"] = low + share * (high - low) if len(after) else high
+        if target.key == "train/loss" and axis != "time":
+            where = positions(record, axis)[steps.astype(int) - 1]
+        else:
+            where = np.interp(steps, np.append(0.0, rows), np.append(0.0, known))
+        low, high = float(where[after]) if after >= 0 else 0.0, float(where[by])
+        found[f"target/{axis}"] = low + share * (high - low) if after >= 0 else high
         if axis == align:
             found |= {"target/after": low, "target/by": high}
     return found
+
+
+def _course(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps at which a run has a figure, and its values; those of parents come first.
+
+    The train loss is that of the table: there is one after each step, whatever the rows.
+    """
+    if key == "train/loss":
+        values = train_losses(record)
+        steps = np.arange(1.0, len(values) + 1)
+    else:
+        parts = (record.before, record.columns)
+        values = np.concatenate([_column(c, key) for c in parts])
+        steps = np.concatenate([_column(c, "step") for c in parts])
+    there = np.isfinite(values)
+    return steps[there], values[there]
 
 
 def _column(columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
@@ -90,8 +110,7 @@ def nobody(f: Result) -> str:
     assert f.target is not None
     sign, found = f.target.sign, list[tuple[float, str]]()
     for r, counted in common_rows(f.taking_part, f.align, [f.target.key]).items():
-        values = np.concatenate([_column(c, f.target.key) for c in (r.before, counted.columns)])
-        if len(seen := values[np.isfinite(values)]):
+        if len(seen := _course(counted, f.target.key)[1]):
             found.append((float(np.min(sign * seen)), f.label_of(r)))
     text = f"No run reaches {f.target}"
     if not found:
@@ -110,7 +129,8 @@ def reached(f: Result) -> Iterator[str]:
               if "target/by" in r.figures]  # fmt: skip
     if widths:
         most = f"up to {f.digits(max(widths))} {unit} apart"
-        yield f"Between two evaluations, {most}, the target is placed by a straight line."
+        what = "steps" if f.target.key == "train/loss" else "evaluations"
+        yield f"Between two {what}, {most}, the target is placed by a straight line."
     if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
         cap = f.digits(cap_of(f))
         yield (

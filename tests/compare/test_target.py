@@ -50,6 +50,24 @@ def test_the_place_is_that_of_a_line_between_two_evaluations(tmp_path, align, un
         assert [setting.figures[key] for key in keys] == pytest.approx(means)
 
 
+@pytest.mark.parametrize("align", ["tokens", "steps"])
+def test_where_the_train_loss_reaches_a_target_does_not_depend_on_rows(tmp_path, align):
+    """It is the train loss of the table, a mean over steps, of which each counts."""
+    runs = [make_run(tmp_path / name) for name in ("each", "some", "last")]
+    for run, every in zip(runs[1:], (7, 400), strict=True):
+        write_rows(
+            run, [row for row in read_rows(run) if row["step"] % every == 0 or row["step"] == 400]
+        )
+    losses = [row["train/loss"] for row in read_rows(runs[0])]
+    means = [np.mean(losses[max(0, n - max(10, math.ceil(n / 20))) : n]) for n in range(1, 401)]
+    by = next(n for n, mean in enumerate(means, 1) if mean <= 3.2)
+    place = by - 1 + (means[by - 2] - 3.2) / (means[by - 2] - means[by - 1])
+    found = [llmexp.compare(run, target="train/loss=3.2", align=align) for run in runs]
+    places = [answer.comparison.settings[0].figures[f"target/{align}"] for answer in found]
+    assert len(set(places)) == 1
+    assert places[0] == pytest.approx(place * (TOKENS if align == "tokens" else 1))
+
+
 def test_the_figure_over_a_key_counts_the_settings_that_it_leaves_out(tmp_path):
     """Those that never reach the target, or not with each seed."""
     rows = [{"optimizer.lr": rate, "seed": {1: own, 2: own + 0.1, 3: own - 0.1}, "val_every": 10}
