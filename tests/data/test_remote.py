@@ -32,66 +32,59 @@ pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
 
-class Server:
+class Server(ThreadingHTTPServer):
     """A web server of one file in memory."""
 
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.mark: str | None = "one"
-        self.requests = 0
-        self.silent_after: int | None = None  # bytes of an answer
-        self.ranges = True
+    daemon_threads, ranges, requests = True, True, 0
+    content, mark = b"", "one"
+    silent_after: int | None = None  # bytes of an answer
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.go_on = threading.Event()
 
-    def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
-        self.requests += 1
-        body, code, place = self.content, 200, None
-        found = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
-        if found and self.ranges:
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_HEAD(self, with_body: bool = False) -> None:
+        self.server.requests += 1
+        body, code, place = self.server.content, 200, None
+        found = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if found and self.server.ranges:
             code = 206
             last = min(int(found[2] or len(body)), len(body) - 1)
             place = f"bytes {found[1]}-{last}/{len(body)}"
             body = body[int(found[1]) : last + 1]
-        request.send_response(code)
-        headers = {"Content-Length": len(body), "ETag": self.mark, "Content-Range": place}
-        headers["Accept-Ranges"] = "bytes" if self.ranges else None
+        self.send_response(code)
+        headers = {"Content-Length": len(body), "ETag": self.server.mark, "Content-Range": place}
+        headers["Accept-Ranges"] = "bytes" if self.server.ranges else None
         for name, value in headers.items():
             if value is not None:
-                request.send_header(name, str(value))
-        request.end_headers()
-        if not with_body:
-            return
-        if self.silent_after is None:
-            request.wfile.write(body)
-            return
-        request.wfile.write(body[: self.silent_after])
-        request.wfile.flush()
-        self.go_on.wait(20)
+                self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body[: self.server.silent_after] if with_body else b"")
+        if with_body and self.server.silent_after is not None:
+            self.wfile.flush()
+            self.server.go_on.wait(20)
+
+    def do_GET(self) -> None:
+        self.do_HEAD(True)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
 
 
 @contextlib.contextmanager
 def serving(content: bytes) -> Iterator[tuple[Server, str]]:
-    server = Server(content)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            server.answer(self, True)
-
-        def do_HEAD(self) -> None:
-            server.answer(self, False)
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield server, f"http://127.0.0.1:{http.server_port}/web.jsonl"
-    finally:
-        server.go_on.set()
-        http.shutdown()
-        http.server_close()
+    with Server() as server:
+        server.content = content
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server, f"http://127.0.0.1:{server.server_port}/web.jsonl"
+        finally:
+            server.go_on.set()
+            server.shutdown()
 
 
 def plain(tmp_path: Path, count: int = 80) -> bytes:

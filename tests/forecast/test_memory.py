@@ -357,20 +357,10 @@ def test_what_would_fit_names_checkpoints_that_steps_wait_for():
     assert rows["would fit"] == f"checkpoint.async=false, or {hosts}"
 
 
-def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, capsys, monkeypatch):
-    (tmp_path / "stubborn.py").write_text(
-        "import torch\n"
-        "class Model(torch.nn.Module):\n"
-        "    def __init__(self, vocab_size):\n"
-        "        super().__init__()\n"
-        "        self.e = torch.nn.Embedding(vocab_size, vocab_size)\n"
-        "    def forward(self, tokens_bt):\n"
-        "        return self.e(torch.from_numpy(tokens_bt.numpy()))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = ["model=gpt_tiny", "~model", "+model={_target_: stubborn.Model, vocab_size: 320}"]
-    out = planned(capsys, "--allow", "stubborn", *TINY[7:], *own, "data=synthetic",
-                  "data.n_tokens=5000", "batch.sequence_length=12", "plan.device=cpu")  # fmt: skip
+def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, capsys):
+    own = ["--allow", "own", "~model", "+model={_target_: own.models.Stubborn, vocab_size: 320}"]
+    data = ["data=synthetic", "data.n_tokens=5000", "batch.sequence_length=12"]
+    out = planned(capsys, *TINY[7:], "model=gpt_tiny", *own, *data, "plan.device=cpu")
     assert "memory not known: the model does not run without memory" in out
 
 
