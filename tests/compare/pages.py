@@ -109,7 +109,7 @@ class Outline(HTMLParser):
         return "\n".join(line for line in lines if line)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # as only one may run in a process, and modules import this
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium", "chromium-browser", "google-chrome")

@@ -70,18 +70,13 @@ def make_run(
     real, length = micro * accumulation, 128
     config = {
         "name": path.name,
-        "batch": {
-            "micro_batch_size": micro,
-            "gradient_accumulation_steps": accumulation,
-            "real_batch_size": real,
-            "sequence_length": length,
-        },
+        "batch": {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation,
+                  "real_batch_size": real, "sequence_length": length},
         "train": {"seed": seed, "log_every": 1, "max_steps": steps},
         "data": {"_target_": "llmexp.data.sources.stdlib", "seed": 0},
         "tokenizer": {"_target_": f"llmexp.data.tokenizers.{tokenizer}"},
-        "clip": {"kind": "norm", "max_norm": max_norm},
-        "tracker": {"kind": "none"},
-    }
+        "clip": {"kind": "norm", "max_norm": max_norm}, "tracker": {"kind": "none"},
+    }  # fmt: skip
     for key, value in changes.items():
         section, _, name = key.partition("__")
         config.setdefault(section, {})[name] = value

@@ -96,6 +96,12 @@ def test_the_text_and_the_figures_of_a_page(words, name):
     same_figures(words, f"compare/figures_{name}", kept)
 
 
+def test_each_pair_of_three_keys_has_its_map():
+    keys = {RATE: [1e-4, 1e-3], CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]}
+    names = figures(page(comparison(grid(n=20, **keys))))
+    assert sum(name.startswith("map") for name in names) == 3
+
+
 def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
     made = comparison(grid(n=30, **FOUR_BY_THREE))
     beside = write_beside(made, tmp_path).read_text(encoding="utf-8")

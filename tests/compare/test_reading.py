@@ -271,35 +271,3 @@ def test_where_the_rows_should_end(tmp_path, state, ended, most, log_every, last
     (tmp_path / "config.yaml").write_text(f"train: {{log_every: {log_every}}}")
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {last}}}\n')
     assert bool(RunFolder(tmp_path).lost()) == lost
-
-
-SPIKES = {
-    "calm": {"spikes": {"spikes": 0, "spike_tokens": 0}},
-    "three": {"spikes": {"spikes": 3, "spike_tokens": 5000,
-                         "rose_first": {"module": "blocks.1.mlp", "spikes": 1}}},
-    "one": {"spikes": {"spikes": 1, "spike_tokens": 1000,
-                       "rose_first": {"module": "blocks.1.mlp", "spikes": 1}}},
-    "damaged": {"spikes": {"spikes": "x", "rose_first": 3}}, "unknown": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("calm", "wild", "told"),
-    [
-        (("calm", "calm"), ("three", "one"), [(0, 0, None), (2, 3000, "blocks.1.mlp")]),
-        (("unknown", "unknown"), ("damaged", "one"),
-         [(None, None, None), (1, 1000, "blocks.1.mlp")]),
-        (("unknown", "unknown"), ("unknown", "unknown"), [(None, None, None)] * 2),
-    ],
-)  # fmt: skip
-def test_spikes_are_told_of_each_setting(tmp_path, words, calm, wild, told):
-    rows = [{"max_norm": limit, "seed": seed, "status": SPIKES[kind]}
-            for limit, kinds in ((0.5, calm), (1.0, wild))
-            for seed, kind in enumerate(kinds)]  # fmt: skip
-    found = llmexp.compare(make_case(tmp_path / "s", rows)).data
-    by = {run["clip.max_norm"]: run for run in found["runs"]}
-    keys = ("spikes", "spike_tokens", "rose_first")
-    assert [tuple(by[limit].get(key) for key in keys) for limit in (0.5, 1.0)] == told
-    notes = [note for note in found["notes"] if note.startswith("Spikes")]
-    assert ("spikes" in found["runs"][0]) == bool(notes)
-    words("compare/spikes", "\n".join(notes), " ".join(wild))
