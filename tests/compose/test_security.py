@@ -227,7 +227,7 @@ def test_names_and_values_of_secrets_are_some(monkeypatch):
                 environment.refuse_secrets({"data": f"a {value}"})
     monkeypatch.setenv("MY_API_KEY", "long-value")
     monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
-    monkeypatch.setenv("SHORT_KEY", "ab")
+    monkeypatch.setenv("SHORT_API_KEY", "ab")
     text = redact.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
     assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
 
@@ -367,6 +367,22 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
             ["+hydra.callbacks.x={_target_:os.makedirs,name:canary}"],
         )
     assert not (home / "canary").exists()
+
+
+@pytest.mark.parametrize("way", ["--config-dir", "file", "pkg"])
+def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(home, way, monkeypatch):
+    (home / "endless" / "experiment").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(home))
+    (home / "endless" / "__init__.py").touch()
+    lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    (home / "endless" / "experiment" / "mine.yaml").write_text("\n".join(["a0: &a0 1", *lines]))
+    place = {"file": f"file://{home}/endless", "pkg": "pkg://endless"}
+    more = [f"hydra.searchpath=[{place[way]}]"] if way in place else []
+    with (
+        app.hydra_app(None if more else "endless") as hydra,
+        pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
+    ):
+        app.compose(hydra, [*SYNTHETIC, "experiment=mine", *more])
 
 
 # Run folders of others.

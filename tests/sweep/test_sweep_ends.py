@@ -75,8 +75,10 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
         record_left(tmp_path, 2, "", stopped=False)
     assert rundir.read_status(tmp_path) == before
     # nobody trains there: it was refused for a reason of its own
+    (tmp_path / local.STDERR).write_text("a line\nllmexp: of its own\n")
     record_left(tmp_path, 2, "", stopped=False)
-    assert rundir.read_status(tmp_path)["state"] == "failed"
+    status = rundir.read_status(tmp_path)
+    assert (status["state"], "of its own" in status["error"]) == ("failed", True)
 
 
 def test_a_sweep_goes_on_while_ranks_of_a_killed_process_save(tmp_path, monkeypatch):

@@ -50,7 +50,6 @@ class FakeWandb:
         self.files: dict[str, bytes] = {}  # besides rows, by name
         self.views: list[dict[str, Any]] = []  # saved workspaces
         self.requests = 0
-        self.deleted: set[str] = set()  # run ids that cannot be used again
         self._refusals = 2
         self._closed = threading.Event()
         fake = self
@@ -124,138 +123,97 @@ class FakeWandb:
         return 200, {}
 
     def graphql(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        variables = request.get("variables") or {}
-        entity = {"id": "e", "name": "someone"}
         named = re.search(r"\b(?:query|mutation) (\w+)", request["query"])
-        match named and named[1]:
+        variables = request.get("variables") or {}
+        return 200, {"data": self.data(named[1], variables) if named else {}}
+
+    def data(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """What an operation of GraphQL answers."""
+        entity = {"id": "e", "name": "someone"}
+        run = self.runs.get(variables.get("name", ""))
+        match operation:
             case "RunResumeStatus":
-                run = self.runs.get(variables["name"])
                 bucket = run and {
-                    "id": "b",
-                    "name": variables["name"],
-                    "summaryMetrics": json.dumps(run.summary),
-                    "displayName": run.variables["displayName"],
-                    "logLineCount": 0,
-                    "historyLineCount": len(run.rows),
-                    "eventsLineCount": 0,
+                    "id": "b", "name": variables["name"], "logLineCount": 0,
+                    "summaryMetrics": json.dumps(run.summary), "eventsLineCount": 0,
+                    "displayName": run.variables["displayName"], "eventsTail": "[]",
+                    "historyLineCount": len(run.rows), "config": json.dumps(run.config),
                     "historyTail": json.dumps([json.dumps(row) for row in run.rows[-1:]]),
-                    "eventsTail": "[]",
-                    "config": json.dumps(run.config),
-                    "tags": run.variables.get("tags") or [],
-                    "notes": run.variables.get("notes"),
+                    "tags": run.variables.get("tags") or [], "notes": run.variables.get("notes"),
                     "wandbConfig": json.dumps({"t": {}}),
-                }
-                return 200, {
-                    "data": {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}
-                }
+                }  # fmt: skip
+                return {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}
             case "UpsertBucket" if variables.get("summaryMetrics"):
                 self.runs[variables["id"]].summary = json.loads(variables["summaryMetrics"])
-                return 200, {"data": {"upsertBucket": {"bucket": {"id": variables["id"]}}}}
+                return {"upsertBucket": {"bucket": {"id": variables["id"]}}}
             case "UpsertBucket":
                 name = variables["name"]
-                if name in self.deleted:
-                    return 409, {
-                        "errors": [{"message": f"run {name} was previously created and deleted"}]
-                    }
                 inserted = name not in self.runs
                 run = self.runs.setdefault(name, FakeRun(variables))
-                run.variables = run.variables | {
-                    k: v for k, v in variables.items() if v is not None
-                }
+                run.variables |= {k: v for k, v in variables.items() if v is not None}
                 run.config |= json.loads(variables["config"] or "{}")
-                bucket = {
-                    "id": "b",
-                    "name": name,
-                    "displayName": run.variables.get("displayName"),
-                    "description": None,
-                    "config": json.dumps(run.config),
-                    "sweepName": None,
-                    "project": {"id": "p", "name": run.variables["project"], "entity": entity},
-                    "historyLineCount": len(run.rows),
-                }
-                return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": inserted}}}
+                project = {"id": "p", "name": run.variables["project"], "entity": entity}
+                shown = {"displayName": run.variables.get("displayName"), "description": None}
+                bucket = {"id": "b", "name": name, "config": json.dumps(run.config), **shown}
+                bucket |= {"sweepName": None, "project": project}
+                bucket["historyLineCount"] = len(run.rows)
+                return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
             case "SweepWithRuns":
-                about = {
-                    "name": variables["sweep"],
-                    "config": json.dumps(self.sweep),
-                    "runs": {"edges": []},
-                }
-                return 200, {
-                    "data": {"project": {"sweep": {"id": "s", "state": "RUNNING", **about}}}
-                }
+                about = {"id": "s", "state": "RUNNING", "name": variables["sweep"]}
+                more = {"config": json.dumps(self.sweep), "runs": {"edges": []}}
+                return {"project": {"sweep": about | more}}
             case "CreateAgent":
-                return 200, {"data": {"createAgent": {"agent": {"id": "a"}}}}
+                return {"createAgent": {"agent": {"id": "a"}}}
             case "Heartbeat":
                 commands = [] if json.loads(variables["runState"]) else [self.next_point()]
-                return 200, {
-                    "data": {
-                        "agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(commands)}
-                    }
-                }
+                beat = {"agent": {"id": "a"}, "commands": json.dumps(commands)}
+                return {"agentHeartbeat": beat}
             case "Viewer" | "GetDefaultEntity":
-                return 200, {
-                    "data": {
-                        "viewer": {
-                            "id": "u",
-                            "entity": "someone",
-                            "username": "someone",
-                            "flags": "{}",
-                        }
-                    }
-                }
-            case "Run" if run := self.runs.get(variables["name"]):
-                empty = dict.fromkeys(("config", "systemMetrics"), "{}")
-                bucket = {
-                    "id": variables["name"],
-                    "summaryMetrics": json.dumps(run.summary),
-                    "name": variables["name"],
-                    "tags": [],
-                    "historyLineCount": len(run.rows),
-                } | empty
-                bucket |= {"user": {"name": "someone", "username": "someone"}, "state": "finished"}
-                return 200, {"data": {"project": {"internalId": "1", "run": bucket}}}
+                who = {"id": "u", "entity": "someone", "username": "someone", "flags": "{}"}
+                return {"viewer": who}
+            case "Run" if run:
+                who = {"name": "someone", "username": "someone"}
+                bucket = {"id": variables["name"], "name": variables["name"], "tags": []}
+                bucket |= dict.fromkeys(("config", "systemMetrics"), "{}")
+                bucket |= {"user": who, "state": "finished", "historyLineCount": len(run.rows)}
+                bucket["summaryMetrics"] = json.dumps(run.summary)
+                return {"project": {"internalId": "1", "run": bucket}}
             case "ArtifactType":
-                return 200, {"data": {"project": None}}  # there is none of that name yet
+                return {"project": None}  # there is none of that name yet
             case "CreateArtifact":
                 known = {"id": "S", "latestArtifact": None}
                 artifact = {"id": "A", "state": "PENDING", "artifactSequence": known}
-                return 200, {"data": {"createArtifact": {"artifact": artifact}}}
+                return {"createArtifact": {"artifact": artifact}}
             case "CreateArtifactManifest":
                 file = {"id": "F", "name": "m", "displayName": "m", **self.place("manifest")}
-                manifest = {"artifactManifest": {"id": "M", "file": file}}
-                return 200, {"data": {"createArtifactManifest": manifest}}
+                return {"createArtifactManifest": {"artifactManifest": {"id": "M", "file": file}}}
             case "CreateArtifactFiles":
-                nodes = [
-                    {
-                        "storagePath": f["name"],
-                        "uploadMultipartUrls": None,
-                        "artifact": {"id": "A"},
-                        **self.place(f["name"]),
-                    }
-                    for f in variables["input"]["artifactFiles"]
-                ]
+                names = [f["name"] for f in variables["input"]["artifactFiles"]]
+                about = {"uploadMultipartUrls": None, "artifact": {"id": "A"}}
+                nodes = [{"storagePath": n, **about, **self.place(n)} for n in names]
                 edges = {"edges": [{"node": node} for node in nodes]}
-                return 200, {"data": {"createArtifactFiles": {"files": edges}}}
+                return {"createArtifactFiles": {"files": edges}}
             case "CommitArtifact":
-                return 200, {"data": {"commitArtifact": {"artifact": {"id": "A", "digest": "d"}}}}
+                return {"commitArtifact": {"artifact": {"id": "A", "digest": "d"}}}
             case "UpsertView2":
                 self.views.append(variables)
                 view = {"id": "V", "name": variables["name"]}
-                return 200, {"data": {"upsertView": {"view": view, "inserted": True}}}
+                return {"upsertView": {"view": view, "inserted": True}}
             case "RunFiles":
-                named_ = variables["fileNames"]
-                nodes = [{"id": n, "name": n, "sizeBytes": len(self.files.get(n, b"")),
-                          "md5": "m" if n in self.files else "0"} for n in named_]  # fmt: skip
+                nodes = [
+                    {"id": n, "name": n, "sizeBytes": len(self.files.get(n, b""))}
+                    | {"md5": "m" if n in self.files else "0"}
+                    for n in variables["fileNames"]
+                ]
                 edges = [{"node": node, "cursor": node["name"]} for node in nodes]
                 found = {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}
-                run_ = {"fileCount": len(nodes), "files": found}
-                return 200, {"data": {"project": {"internalId": "1", "run": run_}}}
+                files = {"fileCount": len(nodes), "files": found}
+                return {"project": {"internalId": "1", "run": files}}
             case "CreateRunFiles":
                 files = [{"name": name, **self.place(name)} for name in variables["files"]]
-                return 200, {
-                    "data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
-                }
-        return 200, {"data": {}}
+                made = {"runID": "b", "uploadHeaders": [], "files": files}
+                return {"createRunFiles": made}
+        return {}
 
     def place(self, name: str) -> dict[str, Any]:
         """Where a file is to be put."""
@@ -265,10 +223,8 @@ class FakeWandb:
         """What the agent is told to do: a point of the grid, or to go."""
         assert self.sweep is not None
         values = [v["values"] for v in self.sweep["parameters"].values()]
-        grid = [
-            dict(zip(self.sweep["parameters"], point, strict=True))
-            for point in itertools.product(*values)
-        ]
+        keys = self.sweep["parameters"]
+        grid = [dict(zip(keys, point, strict=True)) for point in itertools.product(*values)]
         if self.asked == len(grid):
             return {"id": "exit", "type": "exit"}
         self.asked += 1

@@ -26,7 +26,7 @@ from llmexp.tracker.sync import upload_command
 from tests.conftest import HANG_S, ROOT, TINY, Result, llmexp
 from tests.tools import amend
 from tests.tracker.fake_wandb import Behaviour, FakeRun, FakeWandb
-from tests.tracker.test_sync import KEY, make_run
+from tests.tracker.test_sync import KEY, make_run, rows_of
 
 QUICK = [
     *(o for o in TINY if not o.startswith("tracker")), "data=synthetic", "train.max_steps=3",
@@ -57,13 +57,11 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
     assert f"{len(found.runs)} runs of" in page
     assert answer.variables["notes"].startswith(found.headline)
     table = json.loads(server.files["compare/table.table.json"])
-    shown = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
-    for entry, line in zip(found.settings, shown, strict=True):
-        standing = (entry.mark, entry.size, entry.half)
-        assert (line["name"], line["mark"], line["difference"], line["half"]) == (
-            entry.name, *standing)  # fmt: skip
+    for entry, values in zip(found.settings, table["data"], strict=True):
+        line = dict(zip(table["columns"], values, strict=True))
+        shown = {"name": entry.name, "mark": entry.mark, "difference": entry.size}
         figures = {c.key: entry.figures[c.key] for c in found.columns if c.key in entry.figures}
-        assert (entry.values | figures).items() <= line.items()
+        assert (shown | {"half": entry.half} | entry.values | figures).items() <= line.items()
         assert "val/loss" in figures
     assert server.files[answer.summary["compare/table"]["path"]]
     assert (answer.exit_code, answer.variables["displayName"]) == (0, "answer")
@@ -79,10 +77,9 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
             known = {k: v for k, v in values if v not in (None, "")}
             assert {k: v for k, v in there.summary.items() if k in MARKS} == known
             assert "final val/loss" in there.summary
-            sent = [{k: v for k, v in r.items() if k[0] != "_" or k == "_step"} for r in there.rows]
-            assert sent == [
-                row | {"_step": row["step"]} for row in read_rows(one.path / "metrics.jsonl")
-            ]
+            rows = read_rows(one.path / "metrics.jsonl")
+            assert rows_of(there) == rows
+            assert [row["_step"] for row in there.rows] == [row["step"] for row in rows]
             record = json.loads((one.path / "run.json").read_text())
             config = {key: value["value"] for key, value in there.config.items()}
             assert config["run"]["max_tokens"] == record["max_tokens"]
@@ -98,8 +95,8 @@ def check_workspace(server: FakeWandb, said: str) -> None:
         return
     (view,) = server.views
     group = answers(server)[0].variables["groupName"]
-    assert (view["entityName"], view["projectName"], view["displayName"]) == (
-        "someone", "llmexp", group)  # fmt: skip
+    named = {"entityName": "someone", "projectName": "llmexp", "displayName": group}
+    assert named.items() <= view.items()
     name = view["name"].removeprefix("nw-").removesuffix("-v")
     assert f"s: workspace: {server.url}/someone/llmexp?nw={name}\n" in said
     section = json.loads(view["spec"])["section"]
@@ -135,17 +132,16 @@ def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
         assert done.code == 0, done.err
         assert (server.runs, "upload llmexp sync" in done.out) == ({}, True)
         assert "wandb: the answer" not in done.out
-        server.behaviour = "refuses rows"
-        done = run(tmp_path, server, "sync", "s")
-        assert (done.code, answers(server)) == (1, [])
-        assert re.search(
-            r"^s: answer not uploaded: .* runs are not complete there$", done.out, re.M
-        )
-        server.behaviour = "refuses files"  # of which the client says nothing
-        done = run(tmp_path, server, "sync", "s")
-        says = "s: answer not uploaded: the server does not have its page and table\n"
-        assert (done.code, says in done.out) == (1, True), done.out
-        assert upload_is_pending(tmp_path / "s")
+        for behaviour, says in (
+            ("refuses rows", ".* runs are not complete there"),
+            ("refuses files", "the server does not have its page and table"),  # unsaid by wandb
+        ):
+            server.behaviour = behaviour
+            done = run(tmp_path, server, "sync", "s")
+            assert done.code == 1
+            assert re.search(f"^s: answer not uploaded: {says}$", done.out, re.M), done.out
+            assert (behaviour == "refuses rows") == (answers(server) == [])
+            assert upload_is_pending(tmp_path / "s")
         server.behaviour = "ok"
         done = run(tmp_path, server, "sync", "s")
         assert done.code == 0, done.out + done.err
@@ -193,6 +189,13 @@ def make_sweep(path: Path) -> Path:
     return path
 
 
+def python(cwd: Path, script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What a script does in a process with a login; of its time wandb alone would take more."""
+    login = os.environ | {"WANDB_API_KEY": KEY, "HOME": str(cwd)} | env
+    command, more = [sys.executable, "-c", script, *words], {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=cwd, env=login, timeout=HANG_S, **more)
+
+
 DELIVER = """
 import sys
 from pathlib import Path
@@ -214,12 +217,9 @@ print("the sweep goes on")
         ("hangs", "", "stopped"),
         ("ok", "raise SystemExit(3)", "SystemExit: 3"),
         # Both are as a server that hangs; tests/tracker/test_tracker.py has them for a run.
-        *(
-            pytest.param(behaviour, module, "not done after 2 s", marks=pytest.mark.slow)
-            for behaviour, module in (
-                ("rate limited", ""),
-                ("ok", "import time; time.sleep(60)"),
-            )
+        pytest.param("rate limited", "", "not done after 2 s", marks=pytest.mark.slow),
+        pytest.param(
+            "ok", "import time; time.sleep(60)", "not done after 2 s", marks=pytest.mark.slow
         ),
     ],
 )
@@ -230,17 +230,10 @@ def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
     (tmp_path / "path").mkdir()
     if module:
         (tmp_path / "path" / "wandb.py").write_text(module)
+    asked = "3" if expected == "stopped" else "1000"
     with FakeWandb(behaviour) as server:
-        done = subprocess.run(
-            [sys.executable, "-c", DELIVER, "3" if expected == "stopped" else "1000"],
-            cwd=tmp_path,
-            env=os.environ
-            | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
-            | {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "WANDB_MODE": "online"},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,  # of which wandb alone would take more
-        )
+        login = {"WANDB_BASE_URL": server.url, "WANDB_MODE": "online"}
+        done = python(tmp_path, DELIVER, asked, PYTHONPATH=f"{tmp_path / 'path'}:{ROOT}", **login)
     lines = [f"wandb: the answer is not there ({expected})", "the sweep goes on"]
     said = [line for line in done.stderr.splitlines() if "[wandb.login()]" not in line]
     assert (done.stdout.splitlines(), said) == (lines, [])  # the client may get to its own line
@@ -263,13 +256,7 @@ gc.collect()
 
 
 def test_a_client_that_is_given_up_prints_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GIVE_UP],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_API_KEY": KEY, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    done = python(tmp_path, GIVE_UP, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -313,12 +300,3 @@ def test_a_run_that_was_deleted_there_is_one_line(tmp_path: Path) -> None:
         assert re.search(r"^s: answer not uploaded: .*Could not find run.*r[01]", done.out, re.M)
         assert answers(server)[0].rows == []
     assert upload_is_pending(tmp_path / "s")
-
-
-def test_what_is_no_sweep_has_no_answer(tmp_path: Path) -> None:
-    (tmp_path / "r").mkdir()
-    for name in ("config.yaml", "run.json"):
-        (tmp_path / "r" / name).write_text("{}")
-    done = llmexp("sync", "--answer", "r", cwd=tmp_path)
-    assert (done.code, done.out) == (2, "")
-    assert "--answer r: is no sweep; for example llmexp sync --answer outputs/" in done.err
