@@ -69,6 +69,7 @@ def test_what_is_reported_of(words, name, options):
     answer = llmexp.compare(folder, **given_to(options))
     assert list(marks(answer).items()) == list(case["marks"].items())
     assert printed("compare", json.dumps(answer.data)) == answer.data
+    assert len({tuple(run) for run in answer.data["runs"]}) == 1  # the same keys
     if "at" in case:
         assert answer.data["align_at"] == pytest.approx(case["at"])
     if "differing" in case:
