@@ -210,8 +210,12 @@ def test_two_ladders_and_what_one_gains(tmp_path, words, one_folder):
     assert need["ratio"]["high"] < 1
     assert need["shown"]
     assert need["flops"] == pytest.approx(2.5e13, rel=1e-3)
-    # Each has noise of its own, or what one has against the other would vary too little.
-    one, two = (law.ensemble.laws for law in laws.answer.surfaces)
+
+
+def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
+    """Else what one ladder has against another of equally many runs would vary too little."""
+    other = isoflop(tmp_path / "m", optimizer___target_="llmexp.update.optim.muon")
+    one, two = (law.ensemble.laws for law in llmexp.fit(sweep, other).answer.surfaces)
     assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.5  # five standard deviations
 
 
