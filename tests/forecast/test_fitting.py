@@ -161,11 +161,10 @@ def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
         other = deciding_work(composed(*SMALL, more), "cpu")
         assert remembered.remembered("what", other) is None
     # the user's functions and files may be other ones in the next process
-    for own in (
-        kind | {"model": {"_target_": "mine.model"}},
-        kind | {"model": {"_target_": "llmexp.models.hf.pretrained", "path": "folder"}},
-        kind | {"hooks": [{"_target_": "mine.hook"}]},
-    ):
+    folder = {"_target_": "llmexp.models.hf.pretrained", "path": "folder"}
+    hooks = {"hooks": [{"_target_": "mine.hook"}]}
+    for own in ({"model": {"_target_": "mine.model"}}, {"model": folder}, hooks):
+        own = kind | own
         remembered.remember("what", {"it": 2}, own)
         assert remembered.remembered("what", own) == {"it": 2}
         remembered._own.clear()

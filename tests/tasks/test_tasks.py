@@ -334,10 +334,8 @@ def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path, monkeypa
     assert make.main([name, "--to", "tasks"]) == 0
     (item,) = read_items(tmp_path / "tasks" / f"{name}.jsonl")
     assert [*item.choices] == wanted["choices"]
-    contexts = wanted["context"]
-    assert [*item.contexts] == (
-        contexts if isinstance(contexts, list) else [contexts] * len(item.choices)
-    )
+    given = wanted["context"]
+    assert [*item.contexts] == (given if isinstance(given, list) else [given] * len(item.choices))
     assert item.answer == wanted["answer"]
 
 
