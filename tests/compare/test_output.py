@@ -112,7 +112,7 @@ def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path, monkeypatch, wor
         ([{"max_norm": None}, {"max_norm": None, "clip.kind": "value", "clip.max_value": 0.1}], 80),
         # Long names that differ at their end are told apart.
         ([{"name": f"{'x' * 45}{end}", "offset": 0.01 * i} for i, end in enumerate("abc")], 120),
-        ([{"name": f"{end}{'x' * 45}", "offset": 0.01 * i} for i, end in enumerate("abc")], 50),
+        ([{"name": f"{'x' * 45}{end}", "offset": 0.01 * i} for i, end in enumerate("abc")], 50),
         ([{"name": "[red]x[bold]|`=1\x1b[31m"}, {"name": "b"}], 80),
     ],
     ids=["narrow", "long key", "no limit", "long names", "cut names", "markup"],
