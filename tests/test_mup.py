@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from llmexp.train.layers import attention_figures
 from torch import Tensor, nn
 
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
 from llmexp.settings.values import ConfigError
-from llmexp.train.layers import attention_figures
 from llmexp.update import groups, held, library, optim
 from tests.conftest import TINY, llmexp
 

@@ -2,8 +2,8 @@
 
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
-              ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
-              state.pt               plain containers (torch.load(weights_only=True)), all other buffers
+              ema.safetensors        and others: tensors of features, named as in model.safetensors
+              state.pt               plain containers (torch.load(weights_only=True)), other buffers
               manifest.json          format version, step, geometry (for people), size and sha256 of
                                      each file, the index of all pieces; written last
 
@@ -12,7 +12,7 @@ Where tensors are sharded, every rank writes the pieces that it holds
 shape, the box's offset and its place in the file, so a reader opens only files that hold something
 of its own boxes, whatever the layouts of saving and loading. The header of a file tells the same.
 saving.py writes them.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from llmexp.update.states import traits_of
 
 FORMAT_VERSION = 2
 STATE = "state.pt"
-_KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
-FILE_NAME = re.compile(rf"({'|'.join(_KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
+_NEEDED = ("model", "optimizer")  # kinds of files with tensors; others are of features
+FILE_NAME = re.compile(r"([a-z_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -69,11 +69,17 @@ class Loaded:
     step: int
     manifest: dict[str, Any]
     state: dict[str, Any]
-    model: dict[str, list[StoredPiece]]
-    optimizer: dict[str, list[StoredPiece]]
-    ema: dict[str, list[StoredPiece]]
+    tensors: dict[str, dict[str, list[StoredPiece]]]  # by kind: model, optimizer, of features
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
     open_files: OpenFiles
+
+    @property
+    def model(self) -> dict[str, list[StoredPiece]]:
+        return self.tensors["model"]
+
+    @property
+    def optimizer(self) -> dict[str, list[StoredPiece]]:
+        return self.tensors.get("optimizer", {})
 
     @property
     def digest(self) -> str:
@@ -91,7 +97,7 @@ def newest_whole(
     root: Path,
     warn: Callable[[str], None],
     joined: Mesh | None = None,
-    kinds: tuple[str, ...] = _KINDS,
+    kinds: tuple[str, ...] | None = None,
     step: int | None = None,
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold, or that of the `step` alone.
@@ -125,25 +131,30 @@ def newest_whole(
 
 
 def read_checkpoint(
-    path: Path, kinds: tuple[str, ...] = _KINDS, hash_share: tuple[int, int] | None = (0, 1)
+    path: Path,
+    kinds: tuple[str, ...] | None = None,
+    hash_share: tuple[int, int] | None = (0, 1),
 ) -> Loaded:
     """Check one checkpoint and read all of it but the tensors, on the CPU.
 
-    Of the files with tensors those of `kinds` alone are opened. `hash_share`: (rank, world), this
-    rank hashes every world-th file; None: no file is hashed. Sizes are checked all the same, and
-    nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
+    Of the files with tensors those of `kinds` alone are opened, or all. `hash_share`: (rank,
+    world), this rank hashes every world-th file; None: no file is hashed. Sizes are checked all the
+    same, and nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
     both versions.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
     seen: dict[Path, tuple[int, ...]] = {}
     hashed: dict[Path, dict[str, Any]] = {}
+    if bad := [name[:100] for name, _ in files if not FILE_NAME.fullmatch(name)]:
+        raise CheckpointError(
+            f"{path / MANIFEST} names {bad[0]!r}, which is no file of a checkpoint"
+        )
+    if kinds is None:
+        there = {re.split(r"[-.]", name)[0] for name, _ in files if name != STATE}
+        kinds = (*_NEEDED, *sorted(there - {*_NEEDED}))
     for number, (name, expected) in enumerate(files):
         file = path / name
-        if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint"
-            )
         try:
             seen[file] = file_state(file)
         except OSError:
@@ -165,7 +176,7 @@ def read_checkpoint(
         pieces = _pieces(path, manifest, kinds)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, state, **pieces, seen=seen, open_files=open_files)
+    return Loaded(path, step, manifest, state, pieces, seen, open_files)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -193,8 +204,8 @@ def _pieces(
 
     Raises ValueError where the pieces do not make up the tensors."""
     files, index = manifest["files"], manifest.get("index")
-    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in _KINDS}
-    if not all(any(n.startswith(kind) for n in files) for kind in kinds if kind != "ema"):
+    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in kinds}
+    if not all(any(n.startswith(k) for n in files) for k in kinds if k in _NEEDED):
         raise ValueError("the manifest names no file with tensors")
     if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")

@@ -55,10 +55,10 @@ def snapshot(
     rank: int,
     world: int,
     copy: bool,
-    ema: Mapping[str, Tensor] | None = None,
+    more: Mapping[str, Mapping[str, Tensor]] | None = None,
     trained: Mapping[int, Tensor] | None = None,
 ) -> Pieces:
-    """Return this rank's pieces of the model, the optimizers and an average of the weights.
+    """Return this rank's pieces of the model, the optimizers and of `more`, by names of files.
 
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
     on; without it they are the live tensors. `trained`: of schedule-free optimizers, by the ids of
@@ -84,8 +84,7 @@ def snapshot(
         described.append({"groups": groups, "state": plain})
 
     tensors = {"model": named_tensors(model), "optimizer": states}
-    if ema is not None:
-        tensors["ema"] = dict(ema)
+    tensors |= {kind: dict(named) for kind, named in (more or {}).items()}
     spread = world > 1 and any(is_split(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmexp import features
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.command_line import recordable
@@ -84,7 +85,8 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         environment.refuse_secrets(list(overrides), "the command line")
         for line in environment.fill_tracker({"tracker": plain(config)["tracker"]}):
             child.say(line)
-        refuse_past(config.train.profile_start, path, given)
+        for part in features.parts("cli"):
+            part.check_resume(config, path, given)
         config = with_knobs(config, checkpoint={"resume": "must"})
         request = {"config": plain(config), "folder": str(path), "fixed": True}
         request |= {key: recorded.get(key) for key in rundir.RECORDED}
@@ -99,12 +101,3 @@ def note_of(before: Config, now: Config) -> str | None:
     if steps is None or steps == before.schedule.get("warmup_steps"):
         return None
     return f"the warm-up stays {plural(steps, 'update')}: schedule.warmup_steps={steps}"
-
-
-def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:
-    """Raise ConfigError for a trace of steps that the run has behind it."""
-    step = rundir.newest_step(path)
-    key = "train.profile_start"
-    if key in given and first is not None and step is not None and first <= step:
-        text = f"is not after the checkpoint that the run goes on from, which is of step {step}"
-        raise refuse(key, first, text, step + 1)

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from llmexp.compare import budgets
+from llmexp.compare.columns import alone, figure_text, half_width
 from llmexp.compare.evidence import same_steps
-from llmexp.compare.figures import alone, figure_text, half_width
 from llmexp.compare.inference import FEW
 from llmexp.compare.judging import RESOLUTION, SMALL
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, Verdict, labels

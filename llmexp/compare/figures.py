@@ -6,18 +6,19 @@ It also tells which runs take part.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from llmexp import features
+from llmexp.compare.columns import column_of, is_score
 from llmexp.compare.position import Position, evaluations, positions, time_before, until
-from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record, Setting, is_loss
+from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
 from llmexp.compare.rows import elapsed, finite
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.settings.knobs import is_record
-from llmexp.system.text import amount, number, with_interval
+from llmexp.system.text import number
 
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -29,30 +30,22 @@ MOVE_VALIDATION = (
 )  # fmt: skip
 
 
-def _column(key: str, when: str = "") -> Column:
-    known = ROW_KEYS[key]
-    return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
-
-
 _COLUMNS = (
-    _column("val/loss"),
-    _column("val/loss", "final "),
-    _column("val/loss", "best "),
-    _column("val/bits_per_byte"),
-    _column("train/loss"),
-    _column("tokens_seen"),
+    column_of("val/loss"),
+    column_of("val/loss", "final "),
+    column_of("val/loss", "best "),
+    column_of("val/bits_per_byte"),
+    column_of("train/loss"),
+    column_of("tokens_seen"),
     Column("own_tokens", "own tokens"),
     Column("steps", "steps"),
     Column("train_time", "time (s)", "lower"),
     Column("line_time", "time with parent (s)", "lower"),
-    _column("tokens_per_sec"),
-    _column("peak_memory_gib"),
+    column_of("tokens_per_sec"),
+    column_of("peak_memory_gib"),
     Column("clipped_share", "steps clipped", "", 3),
-    _column("noise_scale"),
-    _column("skipped_steps"),
-    _column("outlier_steps"),
-    Column("spikes", "spikes", "lower"),
-    Column("spike_tokens", "tokens in spikes", "lower"),
+    column_of("skipped_steps"),
+    *features.collected("compare", "COLUMNS"),
     Column("target/tokens", "tokens to target", "lower"),
     Column("target/steps", "steps to target", "lower"),
     Column("target/time", "time to target (s)", "lower"),
@@ -63,43 +56,6 @@ _COLUMNS = (
 _FIXED = frozenset(column.key for column in _COLUMNS)
 # Figures whose name in the summary is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
-TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
-
-
-def is_score(key: str) -> bool:
-    return TASK.fullmatch(key) is not None
-
-
-def figure_text(setting: Setting, column: Column) -> str:
-    """Return a figure as text, a loss with the half width of its interval.
-
-    Empty where it is not known.
-    """
-    half = half_width(setting, column)
-    return with_interval(setting.figures.get(column.key), half, column.digits, column.counts)
-
-
-def alone(setting: Setting, column: Column) -> str:
-    """Return a figure as its cell has it, without the interval."""
-    return figure_text(setting, column).partition(" ± ")[0]
-
-
-def difference(setting: Setting) -> str:
-    """Return the difference to the leading setting, with its interval where seeds give one."""
-    if (apart := setting.size) is None:
-        return ""
-    return "-+"[apart >= 0] + amount(apart, setting.half)
-
-
-def half_width(setting: Setting, column: Column) -> float | None:
-    """Return the half width of a loss's interval over seeds, or of a score's over items.
-
-    None where there is none, as of rates and times.
-    """
-    key = column.key
-    known = is_loss(key) or is_score(key) or key.startswith("target/")
-    low, high = setting.intervals.get(key if known else "", (0.0, 0.0))
-    return (high - low) / 2 or None
 
 
 def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
@@ -244,8 +200,8 @@ def figures(
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None and key != "clipped_share":  # which is a step's own in its row
             found[key] = own.get(key, _last(finite(columns, key)))
-    spikes = record.status.get("spikes", {})
-    found |= {key: spikes.get(key) for key in ("spikes", "spike_tokens")}
+    for part in features.parts("compare"):
+        found |= part.figures(record) if hasattr(part, "figures") else {}
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
@@ -260,11 +216,6 @@ def figures(
     return {key: value for key, value in found.items() if value is not None}
 
 
-def rose_first_most(setting: Setting) -> tuple[str, int] | None:
-    """Return the module that rose first most often in most runs, and how many these are."""
-    spikes = (record.status.get("spikes", {}) for record in setting.runs)
-    modules = (found.get("rose_first", {}).get("module") for found in spikes)
-    return next(iter(Counter(filter(None, modules)).most_common(1)), None)
 
 
 def _train_loss(record: Record, step: int) -> float | None:
@@ -310,6 +261,6 @@ def columns_of(
         *_COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),
         *(Column(key, key.removeprefix("task/"), "higher", 3) for key in filter(is_score, keys)),
-        *(_column(key) for key in others if key in ROW_KEYS),
+        *(column_of(key) for key in others if key in ROW_KEYS),
         *(Column(key, key, way.get(key, "")) for key in others if key not in ROW_KEYS),
     )

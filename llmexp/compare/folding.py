@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from llmexp.compare.figures import columns_of, is_score, over_items
+from llmexp.compare.columns import is_score
+from llmexp.compare.figures import columns_of, over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS

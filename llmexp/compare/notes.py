@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from llmexp import features
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.figures import alone, broken, rose_first_most
+from llmexp.compare.figures import broken
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
@@ -21,7 +22,6 @@ from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_value as value
 from llmexp.system.text import amount, duration, first_of, listed
 
-SPIKY = 3  # settings whose spikes are told
 _LEFT_OUT = {
     "other task": "of another task",
     "rows lost": "with lost rows",
@@ -51,10 +51,11 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     made_of = differences(f.taking_part)
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
+    of_features = [p.notes for p in features.parts("compare") if hasattr(p, "notes")]
     first, beside, how = (
         [line for say in several for line in say(f)]
         for several in (
-            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _far, _spiked),
+            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _far, *of_features),
             (_left_out, _unequal_seeds, _planned),
             (_tokens, _where, _batch, _method, _halving),
         )
@@ -159,24 +160,6 @@ def _trunk(f: Result) -> Iterator[str]:
         yield "The seeds go on from one trunk, so what they show holds for this trunk only."
     elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
         yield "Several seeds go on from one trunk, so their spread is less than that of trunks."
-
-
-def _spiked(f: Result) -> Iterator[str]:
-    """Tell the spikes of each setting that has any, those of the most spikes first."""
-    spiky = [e for e in f.settings if e.figures.get("spikes")]
-    spiky.sort(key=lambda e: -e.figures["spikes"])
-    parts, columns = [], {k.key: k for k in f.columns}
-    for e in spiky:
-        several = len(e.runs) > 1
-        part = f"{e.label} {alone(e, columns['spikes'])}{' a run' * several}"
-        if e.figures.get("spike_tokens"):
-            part += f", {alone(e, columns['spike_tokens'])} tokens until the loss was back"
-        if first := rose_first_most(e):
-            part += f", {first[0]} rose first most often"
-            part += f" in {first[1]} of {plural(len(e.runs), 'run')}" * several
-        parts.append(part)
-    if parts:
-        yield f"Spikes: {first_of(parts, SPIKY, '; ')}."
 
 
 def _matters(e: Effect, f: Result) -> bool:

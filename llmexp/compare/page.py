@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from llmexp import features
 from llmexp.compare.clipping import looked_at, percent
 from llmexp.compare.document import PLOTLY_FILE, Cell, Row, document
 from llmexp.compare.plot_layers import layer_plots
@@ -51,13 +53,26 @@ def mirrored(c: Result) -> SweepAnswer:
     return SweepAnswer(notes.strip(), table, page(c), marks)
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a feature, folded, under the others."""
+
+    id: str
+    title: str
+    caption: str
+    heads: list[str]
+    rows: list[Row]
+    note: str
+
+
 def page(comparison: Result, inline: bool = True) -> str:
     """Return the page with everything inside, or, without `inline`, with the library beside it."""
     c, parts = comparison, sections(comparison)
+    tables = [found for part in features.parts("page") if (found := part.table(c)).rows]
     return document(
         "llmexp.compare", list(itertools.chain(*parts.values())), inline,
         title=_title(c), about=_about(c), headline=c.headline, notes=c.notes, why=c.why,
-        problems=c.problems, looks=look_rows(c), clip=clip_rows(c), noise=noise_rows(c),
+        problems=c.problems, looks=look_rows(c), clip=clip_rows(c), tables=tables,
         **parts, **run_rows(c),
     )  # fmt: skip
 
@@ -147,15 +162,4 @@ def clip_rows(c: Result) -> list[Row]:
             for at in found.get("table", []):
                 cells.append(share(at.get("share"), f"{number_cells(at.get('limit'))[0].text}: "))
             rows.append(Row("transparent" if i else colour, "" if i else name, cells))
-    return rows
-
-
-def noise_rows(c: Result) -> list[Row]:
-    """Return the gradient noise scale of each run beside its batch."""
-    rows = []
-    for colour, name, record in runs(c):
-        if noise := record.status.get("noise"):
-            known = map(noise.get, ("noise_scale", "low", "high", "measurements"))
-            cells = number_cells(record.facts.get("real_batch_size"), *known, digits=4)
-            rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.figures import half_width
+from llmexp.compare.columns import half_width
 from llmexp.compare.plotting import (
     ABOVE,
     GREY,

@@ -9,8 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from llmexp.compare.columns import alone, figure_text, half_width, is_score
 from llmexp.compare.curves import Scale, scale
-from llmexp.compare.figures import alone, figure_text, half_width, is_score
 from llmexp.compare.plotting import (
     ABOVE,
     GREY,

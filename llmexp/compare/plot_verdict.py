@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import fsum
 from typing import Any
 
-from llmexp.compare.figures import difference
+from llmexp.compare.columns import difference
 from llmexp.compare.plotting import ABOVE, GREY, Plot, plot, points, text
 from llmexp.compare.records import LEADING, Result, Setting
 from llmexp.settings.labels import plural

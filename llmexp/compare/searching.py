@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.compare.figures import figure_text
+from llmexp.compare.columns import figure_text
 from llmexp.compare.folding import varying
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.settings.knobs import SEED

@@ -16,8 +16,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from llmexp import features
 from llmexp.compare.clipping import CLIP_COLUMNS, clip_columns
-from llmexp.compare.figures import difference, figure_text, rose_first_most
+from llmexp.compare.columns import difference, figure_text
 from llmexp.compare.records import REACHED, TWIN, Result, Setting
 from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
@@ -204,8 +205,8 @@ def _rows_of(c: Result) -> list[dict[str, Any]]:
             "note": e.note or None, "label": e.label, "mark": e.mark or None,
             "difference": e.size, "half": e.half,
         }  # fmt: skip
-        if "spikes" in figures:
-            row["rose_first"] = first[0] if (first := rose_first_most(e)) else None
+        for part in features.parts("compare"):
+            row |= part.values(e, figures) if hasattr(part, "values") else {}
         rows.append(row | {"basis": e.basis or None})
     return rows
 

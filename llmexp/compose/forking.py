@@ -27,6 +27,7 @@ from llmexp.runs.door import read_yaml
 from llmexp.runs.naming import named_checkpoint
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.knobs import fields
 from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 
 _BRINGS = re.compile(r"(\\*)\$\{(oc\.env:[^{},]+\})?")
@@ -105,7 +106,8 @@ def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
     tree = _as_text(plain(rundir.built_config(run)))
     tree["train"]["stop_step"] = None  # it has been there
     if fork:
-        tree["train"] |= {"profile_start": None, "twin": 0}
+        steps = {key.partition(".")[2] for key, knob in fields().items() if knob.a_step}
+        tree["train"] |= dict.fromkeys(steps) | {"twin": 0}
         tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
         del tree["fork"]
     whole = read_yaml(conf_dir() / "config.yaml")

@@ -115,12 +115,12 @@ def open_checkpoint(
         raise loading.CheckpointError(f"{path}: has no checkpoint yet")
     if weights == "model":
         return found
-    if not found.ema:
+    if not (other := found.tensors.get(weights)):
         raise loading.CheckpointError(
             f"{found.path}: holds no ema, since the run has no train.ema; leave ema out, or train "
             "with train.ema=0.999"
         )
-    return dataclasses.replace(found, model=found.model | found.ema)
+    return dataclasses.replace(found, tensors=found.tensors | {"model": found.model | other})
 
 
 def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> WeightSource:

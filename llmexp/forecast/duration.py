@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from llmexp import features
 from llmexp.run import Run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
@@ -80,13 +81,16 @@ def part_counts(run: Run, config: Config) -> dict[str, int]:
         at_last(saving.every) or at_last(saving.keep_every)
     ):
         saves += 1
+    of_features = dict[str, int]()
+    for part in features.parts("forecast"):
+        of_features |= part.counts(config, times, at_last)
     return {
         "step": steps - first,
         "row": times(chosen.log_every),
         "evaluation": evaluations,
         "tasks": scores if chosen.tasks else 0,
-        "sample": times(chosen.sample_every) - at_last(chosen.sample_every),
         "save": saves + (saving.save_initial and not first),
+        **of_features,
     }
 
 
@@ -145,7 +149,7 @@ def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     names = {"evaluation": "evaluation", "tasks": "task score", "sample": "text"}
     for kind, name in {**names, "save": "checkpoint"}.items():
         each = getattr(times, f"{kind}_s")
-        if often[kind] and each:
+        if often.get(kind) and each:
             parts.append(f"{plural(often[kind], name)} of {seconds(each)}")
     if times.start_s:
         parts.append(f"start {seconds(times.start_s + times.first_s)}")

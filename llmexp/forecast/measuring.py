@@ -20,6 +20,7 @@ from llmexp import mesh
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.knobs import fields
 from llmexp.system import fileio
 from llmexp.system.child import (
     DONE,
@@ -49,7 +50,7 @@ def _describe(config: Config, path: Path) -> None:
     quiet = with_knobs(
         config,
         tracker={"kind": "none", "also": []},
-        train={"stop_step": None, "profile_start": None},
+        train={key.partition(".")[2]: None for key, knob in fields().items() if knob.a_step},
         parallelism={"max_restarts": 0},
     )
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))

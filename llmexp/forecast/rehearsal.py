@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -197,13 +198,15 @@ def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> No
 
 
 def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
-    """Train a step, with the noise scale where the run measures it."""
+    """Train a step, one of those in which features hold most."""
     length = parts.run.sequence_length
-    every = parts.config.metrics.noise_scale_every or 1
+    every = math.lcm(*(feature.every or 1 for feature in setup.features))
     ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
     window = Window(
         every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
     )
+    for feature in setup.features:
+        feature.backward_start(window)
     train_step(setup, window, lambda: 0)
 
 
@@ -245,8 +248,9 @@ def _name(counting: Counting, setup: Setup) -> None:
     counting.call("parameters", [local(p) for p in setup.model.parameters()])
     counting.call("gradients", gradients)
     counting.call("moments", [local(v) for v in states])
-    if setup.ema is not None:
-        counting.call("ema", [local(v) for v in setup.ema.average.values()])
+    for feature in setup.features:
+        if tensors := feature.tensors():
+            counting.call(feature.name, [local(v) for v in tensors.values()])
 
 
 class _FusedNorm(torch.autograd.Function):

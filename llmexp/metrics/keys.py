@@ -6,37 +6,10 @@ Console, tables, page, proofs and tracker take it from here; docs/semantics.md s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Key:
-    """A key of the rows: its meaning, unit, digits, and which way is better.
-
-    `title` is the short name that a reader sees where it differs from the name, `plot` the title of
-    its curve over training.
-    """
-
-    name: str
-    meaning: str  # in brief
-    title: str = ""
-    unit: str = ""
-    better: str = ""  # lower | higher, where one is
-    digits: int = 4  # significant ones that are shown
-    timing: bool = False  # it says something about the machine, and differs between equal runs
-    plot: str = ""
-
-    @property
-    def label(self) -> str:
-        """Return the short name."""
-        return self.title or self.name
-
-    @property
-    def head(self) -> str:
-        """Return the short name with the unit, for the head of a column."""
-        return f"{self.label} ({self.unit})" if self.unit else self.label
-
+from llmexp import features
+from llmexp.settings.keys import Key
 
 _ALL = (
     Key("step", "optimizer steps so far"),
@@ -64,12 +37,6 @@ _ALL = (
     Key("clipped_tensors", "share of tensors whose update this step limited"),
     Key("attention_logit_max", "largest attention logit of this step"),
     Key("clipped_heads", "share of heads that this step scaled"),
-    Key("noise_scale", "gradient noise scale in sequences, smoothed over its measurements",
-        "noise scale", digits=3),
-    Key("noise_scale_low", "lower end of the 95 % interval of noise_scale"),
-    Key("noise_scale_high", "upper end of the 95 % interval of noise_scale"),
-    Key("outlier_steps", "steps so far whose loss or norm was far above its trailing window",
-        "outlier steps", better="lower"),
     Key("weight_norm", "L2 norm of all parameters, after the update"),
     Key("loss_scale", "loss scale that this step used, in fp16"),
     Key("skipped", "whether this step made no update"),
@@ -77,7 +44,6 @@ _ALL = (
     Key("target_tokens", "valid targets of this step's window"),
     Key("real_batch_size", "sequences of this step's window, all ranks; with batch.ramp",
         plot="Sequences per step"),
-    Key("data_digest", "digest of the window's tokens, however it is cut"),
     Key("step_time", "mean seconds per step since the last row",
         unit="s", better="lower", digits=3, timing=True),
     Key("data_time", "part of step_time that was spent waiting for data",
@@ -95,9 +61,11 @@ _ALL = (
         "memory", "GiB", "lower", digits=3, timing=True),
     Key("amp", "1 where the step ran under autocast"),
     Key("eta", "seconds of training to go at this rate", unit="s", timing=True),
+    *features.collected("settings", "KEYS"),
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
+BY_MICRO_BATCH = tuple(key.name for key in _ALL if key.by_micro_batch)
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
 # Those whose last values end a run's summary, before those of named validation sets and tasks.

@@ -9,7 +9,7 @@ derived, shares, banner  how a number is declared; what each source and group ge
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from llmexp.run.batch import solve_batch, too_large
@@ -278,7 +278,8 @@ def check_model(model: Any, length: int, tokenizer: Any) -> int | None:
 
 def check_steps(train: Train, max_steps: int, first: int) -> None:
     """Raise ConfigError for a step after the end of the run, or in a fork not after `first`."""
-    for name in ("profile_start", "stop_step"):
+    steps = {field.name for field in fields(train) if field.metadata["knob"].a_step}
+    for name in sorted(steps):
         step = getattr(train, name)
         if step is not None and step > max_steps:
             text = f"is past the end of the run, which is {max_steps} optimizer steps; leave it out"

@@ -13,16 +13,12 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from llmexp import features
 from llmexp.settings.clipping import Clip
 from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
-from llmexp.settings.values import Where, choice, count, knob, optional, usual, where
-
-SKIPPING = where(
-    "metrics.skip_outliers",
-    words="with metrics.skip_outliers; else a figure in the rows",
-)
+from llmexp.settings.values import Where, choice, count, knob, optional, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class CoreTrain:
     max_steps: int | None = count("budget in optimizer steps; give one budget", 300)
     max_epochs: float | None = knob(
         "budget in passes over the training sequences, fractions allowed", 1.5, above=0
@@ -103,12 +99,6 @@ class Train:
         affects="rounding",
         default=0,
     )
-    ema: float | None = optional(
-        "decay per update of an average of the weights, scored and saved beside them; null: none",
-        0.999,
-        above=0,
-        at_most=0.99999,
-    )
     device: str = choice("where to compute", "auto | cpu | cuda", affects="rounding")
     log_every: int = count("optimizer steps between rows", 10, affects="nothing")
     eval_every: int | None = count(
@@ -134,16 +124,6 @@ class Train:
         affects="nothing",
         acts=where("train.tasks"),
     )
-    sample_every: int | None = count(
-        "optimizer steps between text samples; null: only at the end",
-        100,
-        affects="nothing",
-        acts=where("train.sample_tokens"),
-        default=None,
-    )
-    sample_tokens: int = knob(
-        "tokens per text sample; 0: no sample", 120, at_least=0, affects="nothing"
-    )
     compile: bool | str = knob(
         "compile the model with torch.compile; auto: on CUDA with Triton and a C compiler",
         True,
@@ -161,7 +141,6 @@ class Train:
         affects="nothing",
         default=True,
     )
-    data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
     max_consecutive_skips: int = knob(
         "stop after more skipped updates in a row than this; outliers alone stop no run",
         50,
@@ -169,57 +148,29 @@ class Train:
         affects="nothing",
     )
     stop_step: int | None = count(
-        "save and stop after this optimizer step; null: never", 100, affects="nothing"
-    )
-    profile_start: int | None = count(
-        "first optimizer step of a torch.profiler trace; null: no trace", 10, affects="nothing"
-    )
-    profile_steps: int = count(
-        "optimizer steps in the trace",
-        3,
-        affects="nothing",
-        acts=where("train.profile_start"),
-        default=3,
+        "save and stop after this optimizer step; null: never", 100, affects="nothing", a_step=True
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
-    noise_scale_every: int | None = count(
-        "optimizer steps between gradient noise scales; null: never", 10, affects="nothing"
-    )
-    outlier_sigma: float | None = knob(
-        "an outlier's loss or norm is this many standard deviations above its trailing window; "
-        "null: no check",
-        6.0,
-        above=0,
-        decides=SKIPPING,
-    )
-    outlier_window: int = usual(
-        "optimizer steps in the trailing window",
-        128,
-        at_least=8,
-        acts=where("metrics.outlier_sigma"),
-        decides=SKIPPING,
-    )
-    skip_outliers: bool = knob(
-        "skip the update of an outlier step", acts=where("metrics.outlier_sigma"), default=False
-    )
-    layers_every: int | None = count(
-        "optimizer steps between figures layer by layer, in layers.jsonl; null: never",
-        100,
-        affects="nothing",
-        default=None,
-    )
-    spikes: bool = knob(
-        "record each spike, and the ten steps before it layer by layer, in spikes/STEP.json",
-        affects="nothing",
-        acts=where("metrics.outlier_sigma"),
-        default=False,
-    )
+class CoreMetrics:
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
     )
+
+
+def _with_features(section: str, core: type) -> type:
+    """Return a section with the knobs of the features that join it."""
+    joining = [part.Knobs for part in features.parts("settings") if section == part.SECTION]
+    bases = (*reversed(joining), core)
+    return dataclasses.make_dataclass(section, [], bases=bases, frozen=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+    Train = CoreTrain
+    Metrics = CoreMetrics
+else:
+    Train, Metrics = _with_features("train", CoreTrain), _with_features("metrics", CoreMetrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +213,14 @@ class Config:
         "your own functions, called at the events of a step (README)", "[mymodel.watch]"
     )
     user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}", default={})
+
+
+_T = TypeVar("_T")
+
+
+def knobs_of(config: Config, kind: type[_T]) -> _T:
+    """Return the section of which the knobs of a feature are a part."""
+    return next(section for section in vars(config).values() if isinstance(section, kind))
 
 
 # They may name variables.

@@ -197,7 +197,7 @@ def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
     for section, names in _NO_WORK.items():
         tree[section] = {k: v for k, v in tree[section].items() if k not in names}
     for name in ("sample_every", "tasks_every"):  # whether they come at all
-        tree["train"][name] = tree["train"][name] is not None
+        tree["train"][name] = tree["train"].get(name) is not None
     whole = ("train", "optimizer", "batch", "model", "precision", "metrics", "hooks", "user")
     return {key: tree[key] for key in whole} | {
         "device": device_name,

@@ -228,6 +228,7 @@ class Knob:
     acts: Where | None = None
     decides: Where | None = None
     default: Any = NO_DEFAULT
+    a_step: bool = False  # it is a step of the run, which has to reach it
 
     @property
     def meaning(self) -> str:

@@ -8,31 +8,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmexp import mesh
+from llmexp import features, mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
-from llmexp.settings.config import Config, plain
+from llmexp.settings.config import plain
 from llmexp.settings.knobs import differing
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.tracker.mirror import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
+from llmexp.train.feature import Feature, look_back, starting
 from llmexp.train.folder import fixed_facts, fixed_part
+from llmexp.train.hooks import UserHooks
 from llmexp.train.set_up import set_up
-from llmexp.train.spikes import forget_after
 from llmexp.train.state import Loop, Outputs, Progress, stateful_parts
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
@@ -107,32 +107,30 @@ def restore(
 ) -> tuple[Progress, Meter]:
     """Restore a checkpoint, whatever the layout that saved it.
 
-    That is parameters, optimizer state, counters and what is `saved` by name; the RNG and the data
-    position follow from the step number. A run that is `forked` keeps its own settings of the
-    optimizer, and what its model computes from settings of its own; it may drop the optimizer
-    state, counts its best loss and spikes anew, and takes its perturbation as a twin. Raises
+    That is parameters, optimizer state, counters, what is `saved` by name and what features keep;
+    the RNG and the data position follow from the step number. A run that is `forked` keeps its own
+    settings of the optimizer, and what its model computes from settings of its own; it may drop the
+    optimizer state, counts its best loss anew, and takes its perturbation as a twin. Raises
     CheckpointError."""
     config = parts.config
     try:
-        differ = forked and _differs(loaded, config, "model.")
-        loading.restore_model(loaded, setup.model, computed=not differ)
+        here = fixed_part(plain(config))
+        changed = differing(loaded.manifest["config"], here) if forked else []
+        loading.restore_model(loaded, setup.model, computed=not starting(changed, "model."))
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked:  # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)
-        if setup.ema is not None and loaded.ema:
-            loading.fill_all(loaded, setup.ema.average, loaded.ema)
-        elif setup.ema is not None:  # of a fork whose parent had none
-            setup.ema.begin()
-        anew = [*_begun_anew(loaded, config)] if forked else []
+        anew = OF_CLIPPING if starting(changed, "clip.") else ()
         for name, part in saved.items():
             if name in loaded.state and name not in anew:
                 part.load_state_dict(loaded.state[name])
         progress = Progress(**loaded.state["progress"])
+        for feature in setup.features:
+            _restore_feature(feature, loaded, forked and feature.begins_anew(changed))
         meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"])
         if forked:  # what it counts is its own
-            progress.best_val_loss, progress.loss, progress.spike_level = math.inf, None, None
-            progress.spikes, progress.spike_tokens, progress.rose_first = 0, 0, {}
+            progress.best_val_loss, progress.loss = math.inf, None
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
     except loading.CheckpointError:
@@ -143,23 +141,15 @@ def restore(
     return progress, meter
 
 
-def _differs(loaded: loading.Loaded, config: Config, *starts: str) -> bool:
-    """Return whether a setting whose key begins so is another one than in the checkpoint."""
-    changed = differing(loaded.manifest["config"], fixed_part(plain(config)))
-    return any(key.startswith(starts) for key in changed)
-
-
-def _begun_anew(loaded: loading.Loaded, config: Config) -> Iterator[str]:
-    """Yield the names of the saved parts that a fork begins anew.
-
-    The settings that they depend on are not its parent's.
-    """
-    if _differs(loaded, config, "clip."):
-        yield from OF_CLIPPING
-    if _differs(loaded, config, length := "batch.sequence_length"):
-        yield "noise"  # its sums are by sequences
-    if _differs(loaded, config, "data.", "batch.real_batch_size", length, "batch.ramp"):
-        yield "outliers"  # other losses and norms are usual
+def _restore_feature(feature: Feature, loaded: loading.Loaded, anew: bool) -> None:
+    """Give a feature what a checkpoint holds of it."""
+    if feature.name in loaded.state:
+        feature.load_state_dict(loaded.state[feature.name], anew)
+    if tensors := feature.tensors():
+        if pieces := loaded.tensors.get(feature.name):
+            loading.fill_all(loaded, tensors, pieces)
+        else:
+            feature.begin_tensors()
 
 
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
@@ -177,10 +167,10 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         loaded = parents_checkpoint(parent, joined, warn)
     setup = set_up(parts, joined, fresh=loaded is None)
     clip = parts.config.clip
-    norms, noise = Norms(clip.kind, clip.max_norm), NoiseScale(parts.run.sequence_length)
+    norms = Norms(clip.kind, clip.max_norm)
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
-        saved = stateful_parts(setup, norms, noise)
+        saved = stateful_parts(setup, norms)
         progress, meter = restore(parts, setup, loaded, forked, saved)
         source = loaded.path if forked else loaded.path.name
         console.line(
@@ -189,25 +179,26 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         )
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
-    layers = None
-    if main and (setup.layers is not None or (path / rundir.LAYERS).exists()):
-        layers = Rows(path / rundir.LAYERS, progress.step)
+    removals = look_back(path, progress.step, features.parts("train")) if main else []
     accepted()
-    for file in (rows, layers):
-        if file is not None:
-            file.open()
-    if main:
-        forget_after(path, progress.step)
+    if rows is not None:
+        rows.open()
+    for remove in removals:
+        remove()
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
-    return Loop(
+    if parts.hooks:
+        setup.features.insert(0, UserHooks(parts.hooks))
+    loop = Loop(
         parts=parts,
         setup=setup,
-        out=Outputs(path, main, console, tracker, rows, layers),
+        out=Outputs(path, main, console, tracker, rows),
         progress=progress,
         meter=meter,
         norms=norms,
-        noise=noise,
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=loaded.kept if loaded and not forked else [],
     )
+    for feature in setup.features:
+        feature.begin(loop)
+    return loop

@@ -18,7 +18,6 @@ from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.loop import Due, report_step, take_step
-from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
 from llmexp.train.verdicts import finish_previous
 
@@ -88,8 +87,8 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     }
     if loop.parts.tasks:
         actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)
-    if config.train.sample_every is not None and (loop.out.main or loop.mesh.sharded):
-        actions["sample_s"] = lambda: print_sample(loop)
+    for feature in loop.features:
+        actions |= {f"{name}_s": act for name, act in feature.timed().items()}
     actions["save_s"] = lambda: save(loop, wait=not config.checkpoint.async_)
     found = {}
     for name, act in actions.items():

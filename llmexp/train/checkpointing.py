@@ -22,7 +22,6 @@ from llmexp.data.stream import DataChanged
 from llmexp.runs import rundir
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.system.text import first_of
-from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving, stateful_parts
 from llmexp.train.step import TrainingFailed
 from llmexp.update import faces, optim
@@ -45,23 +44,24 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     loop.saved_at = time.monotonic()
     tokens_seen = loop.meter.tokens_seen()
     run, root, chosen = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint
-    for rows in (out.rows, out.layers):
-        if rows is not None:
-            rows.sync()
+    if out.rows is not None:
+        out.rows.sync()
+    for feature in loop.features:
+        feature.sync()
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
     geometry = {name: getattr(run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
-    parts = stateful_parts(setup, loop.norms, loop.noise)
     state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
-        **{name: part.state_dict() for name, part in parts.items()},
+        **{name: p.state_dict() for name, p in stateful_parts(setup, loop.norms).items()},
+        **{f.name: found for f in loop.features if (found := f.state_dict())},
     }
-    average = None if setup.ema is None else setup.ema.average
+    more = {f.name: tensors for f in loop.features if (tensors := f.tensors())}
     ranks = loop.mesh.rank, loop.mesh.world_size
     with faces.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
-        pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, average, trained)
+        pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, more, trained)
     refuse_bad(loop, pieces.bad)
     step = progress.step
     commit = functools.partial(
@@ -142,7 +142,8 @@ def advance_save(loop: Loop, must: bool = False) -> None:
     else:
         loop.saving, loop.failed_saves = None, 0
         loop.saved.append(saving.step)
-        call_hooks(loop, "saved", saving.step)
+        for feature in loop.features:
+            feature.saved(saving.step)
 
 
 def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:

@@ -10,7 +10,6 @@ import torch
 from llmexp import mesh
 from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
-from llmexp.metrics.keys import EMA
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.tasks import scoring
@@ -39,9 +38,8 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
                 there = stream.n_sequences(run.sequence_length)
                 sequences = min(there, -(-most // run.sequence_length)) if most else there
                 sets |= losses(stream, sequences, f"val/{name}")
-        if setup.ema is not None:
-            with setup.ema.in_place():
-                sets |= losses(main, run.eval_sequences, EMA)
+        for feature in setup.features:
+            sets |= feature.evaluate(functools.partial(losses, main, run.eval_sequences))
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 

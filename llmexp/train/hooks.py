@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from llmexp.data.window import Window
 from llmexp.run import Run
 from llmexp.settings.targets import own_line, place
+from llmexp.train.feature import Feature
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
 
@@ -36,54 +37,88 @@ class HookContext:
     micro_batches: list[tuple[Tensor, Tensor]] | None = None
 
 
-def call_hooks(
-    loop: Loop,
-    event: str,
-    step: int,
-    row: dict[str, Any] | None = None,
-    *,
-    window: Window | None = None,
-    wanted: bool = False,
-) -> None:
-    """Call the user's functions, here and nowhere else.
+class UserHooks(Feature):
+    """Call the user's functions, here and nowhere else, at the events that docs/own.md names.
 
-    Finite figures that they return are kept for the row of this step where there will be one
-    (`wanted`).
+    Finite figures that they return are kept for the row of this step where there will be one.
     """
-    parts = loop.parts
-    batches = None if window is None else window.micro_batches
-    for name, hook in parts.hooks:
-        gradients = loop.setup.gradients if event == "backward_end" else []
-        so_far = None if row is None else dict(row)
-        context = HookContext(
-            step, loop.setup.model, loop.setup.optimizers, parts.run, so_far, parts.user, batches
-        )
-        try:
-            found = hook(event, context)
-        # a hook does not decide how a run ends
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            where = own_line(error)
-            if loop.mesh.distributed:
-                where = f"rank {loop.mesh.rank}, {where}"
-            raise TrainingFailed(
-                f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
-            ) from error
-        if gradients and [*map(id, loop.setup.gradients)] != [*map(id, gradients)]:
-            raise TrainingFailed(
-                f"the hook {name} put another tensor in the place of a gradient at {event} of step "
-                f"{step}, which is not measured and clipped; change it in place, such as "
-                f"p.grad.mul_(2){place(hook)}"
-            )
-        try:
-            # without a row a tensor is not read: that would make the host wait for nothing
-            read = _figures(found, read_tensors=wanted)
-            if wanted:  # a row is strict JSON
-                loop.figures |= {k: (v, (name, hook)) for k, v in read.items() if math.isfinite(v)}
-        except ValueError as error:
-            raise TrainingFailed(
-                f"the hook {name} returned {error} at {event} of step {step}; a hook returns None "
-                f"or a dict of numbers, for example {{'mine/norm': 1.5}}{place(hook)}"
-            ) from None
+
+    def __init__(self, hooks: list[tuple[str, Callable[..., Any]]]) -> None:
+        self._hooks = hooks
+        self._figures: dict[str, tuple[float, tuple[str, Any]]] = {}  # and the hook, by key
+
+    def step_start(self, step: int) -> None:
+        self._call("step_start", step)
+
+    def backward_start(self, window: Window) -> None:
+        self._call("backward_start", window.step + 1, window)
+
+    def backward_end(self, window: Window) -> None:
+        self._call("backward_end", window.step + 1, window)
+
+    def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
+        self._call("step_end", window.step + 1, window, row)
+
+    def evaluated(self, window: Window, row: dict[str, Any]) -> None:
+        self._call("evaluated", window.step + 1, window, row)
+
+    def saved(self, step: int) -> None:
+        self.loop.row_is_due = False
+        self._call("saved", step)
+
+    def row_ready(self, row: dict[str, Any]) -> None:
+        figures, self._figures = self._figures, {}
+        for key, (value, (name, hook)) in figures.items():
+            if key in row:
+                raise TrainingFailed(
+                    f"the hook {name}{place(hook)} returned {key}, which the row of step "
+                    f"{row['step']} has already; choose another name, for example mine/{key}"
+                )
+            row[key] = value
+
+    def _call(
+        self,
+        event: str,
+        step: int,
+        window: Window | None = None,
+        row: dict[str, Any] | None = None,
+    ) -> None:
+        loop: Loop | None = self.loop
+        if loop is None:  # in a rehearsal
+            return
+        batches = None if window is None else window.micro_batches
+        for name, hook in self._hooks:
+            gradients = loop.setup.gradients if event == "backward_end" else []
+            so_far = None if row is None else dict(row)
+            model, optimizers, user = loop.setup.model, loop.setup.optimizers, loop.parts.user
+            context = HookContext(step, model, optimizers, loop.run, so_far, user, batches)
+            try:
+                found = hook(event, context)
+            # a hook does not decide how a run ends
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                where = own_line(error)
+                if loop.mesh.distributed:
+                    where = f"rank {loop.mesh.rank}, {where}"
+                raise TrainingFailed(
+                    f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
+                ) from error
+            if gradients and [*map(id, loop.setup.gradients)] != [*map(id, gradients)]:
+                raise TrainingFailed(
+                    f"the hook {name} put another tensor in the place of a gradient at {event} of "
+                    f"step {step}, which is not measured and clipped; change it in place, such as "
+                    f"p.grad.mul_(2){place(hook)}"
+                )
+            try:
+                # without a row a tensor is not read: that would make the host wait for nothing
+                read = _figures(found, read_tensors=loop.row_is_due)
+                if loop.row_is_due:  # a row is strict JSON
+                    finite = {k: (v, (name, hook)) for k, v in read.items() if math.isfinite(v)}
+                    self._figures |= finite
+            except ValueError as error:
+                raise TrainingFailed(
+                    f"the hook {name} returned {error} at {event} of step {step}; a hook returns "
+                    f"None or a dict of numbers, for example {{'mine/norm': 1.5}}{place(hook)}"
+                ) from None
 
 
 def _figures(found: Any, *, read_tensors: bool) -> dict[str, float]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
 from llmexp.run import Run
 from llmexp.settings.config import Config
-from llmexp.settings.targets import place
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.system.child import STOP
@@ -29,10 +27,7 @@ from llmexp.train.checkpointing import (
     save_what_can_be,
 )
 from llmexp.train.evaluation import score_tasks, validate
-from llmexp.train.hooks import call_hooks
-from llmexp.train.layers import row_of
-from llmexp.train.profiling import start_profiler
-from llmexp.train.sampling import print_sample
+from llmexp.train.feature import Feature
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
 from llmexp.train.verdicts import finish_previous, none_applied
@@ -48,15 +43,22 @@ class Due:
     evaluation: bool = False
     tasks: bool = False
     checkpoint: bool = False
-    sample: bool = False
+    acting: tuple[Feature, ...] = ()
 
     @property
     def verdict(self) -> bool:
         """Return whether the step has to be finished before the next one."""
-        return self.row or self.checkpoint or self.sample
+        return self.row or self.checkpoint or bool(self.acting)
 
 
-def due_after(step: int, last: bool, config: Config, run: Run, by_time: bool = False) -> Due:
+def due_after(
+    step: int,
+    last: bool,
+    config: Config,
+    run: Run,
+    by_time: bool = False,
+    features: Sequence[Feature] = (),
+) -> Due:
     """Return what follows a step: a function of the step and the config, but for `by_time`."""
 
     def every(steps: int | None) -> bool:
@@ -73,7 +75,7 @@ def due_after(step: int, last: bool, config: Config, run: Run, by_time: bool = F
         or by_time
         or every(config.checkpoint.every)
         or every(config.checkpoint.keep_every),
-        sample=not last and every(chosen.sample_every),
+        acting=tuple(feature for feature in features if feature.due(step, last)),
     )
 
 
@@ -88,7 +90,8 @@ def train(loop: Loop) -> str:
         save(loop)
     first = progress.step
     windows = loop.windows(first)
-    profiler = start_profiler(loop)
+    for feature in loop.features:
+        feature.train_start()
     while progress.step < max_steps:
         stop, writing, by_time = mesh.any_rank(
             loop.mesh, STOP.requested, loop.is_writing, due_by_time(loop)
@@ -102,30 +105,25 @@ def train(loop: Loop) -> str:
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
-        due = due_after(progress.step + 1, last, config, loop.run, by_time)
+        due = due_after(progress.step + 1, last, config, loop.run, by_time, loop.features)
         window, step = take_step(loop, windows, due)
-        layers = loop.setup.layers
-        if step.layers is not None and layers is not None and layers.wanted(progress.step):
-            report_layers(loop, row_of(step.layers))
         if due.row:
             report_step(loop, step, window, due)
         else:
-            call_hooks(loop, "step_end", progress.step, window=window)
-        slow = due.evaluation or due.tasks or due.checkpoint or due.sample
+            for feature in loop.features:
+                feature.step_end(window, None)
+        slow = due.evaluation or due.tasks or due.checkpoint or due.acting
         if loop.out.rows is not None and (slow or loop.out.rows.due):
             show_rows(loop)
         loop.out.console.progress(progress.step, *loop.shown)
         if progress.step == first + 1:  # all ranks are there, compiled and warm
             mesh.shorten_timeout(loop.mesh, config.parallelism.timeout_s)
-        if profiler is not None:
-            profiler.step()
         if due.checkpoint:
             save(loop, wait=last or not config.checkpoint.async_, must=last)
-        # a split model needs all its ranks to write a text
-        if due.sample and (loop.out.main or loop.mesh.sharded):
-            print_sample(loop)
-    if profiler is not None:
-        profiler.stop()  # writes a trace that the end of the run has cut short
+        for feature in due.acting:
+            feature.act()
+    for feature in loop.features:
+        feature.train_end()
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
@@ -142,23 +140,21 @@ def due_by_time(loop: Loop) -> bool:
 
 def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, StepResult]:
     """Train on the next window. The host waits for the device only where a verdict is due."""
-    progress, meter = loop.progress, loop.meter
-    hook = functools.partial(call_hooks, loop, step=progress.step + 1, wanted=due.row)
-    hook("step_start")
+    progress, meter, loop.row_is_due = loop.progress, loop.meter, due.row
+    for feature in loop.features:
+        feature.step_start(progress.step + 1)
     with meter.stepping():
         with meter.waiting_for_data():
             window = next(windows)
-        hook("backward_start", window=window)  # before the seed: it may draw random numbers
+        for feature in loop.features:
+            feature.backward_start(window)
         loop.seed(progress.step)
-        gradients_ready = functools.partial(hook, "backward_end", window=window)
         try:
-            step = train_step(loop.setup, window, lambda: finish_previous(loop), gradients_ready)
+            step = train_step(loop.setup, window, lambda: finish_previous(loop))
         except ConfigError as error:  # such as a rate that is not finite, maybe of this rank alone
             raise TrainingFailed(f"step {progress.step + 1} is refused: {error}") from error
         progress.step += 1
         loop.pending = step
-        if step.layers is not None:
-            loop.last_layers.append((progress.step, step.layers))
         meter.add(step.target_tokens)
         if due.verdict:
             finish_previous(loop)
@@ -173,7 +169,9 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
         publish(loop, row)
         save_what_can_be(loop)
         raise not_finite(loop, "the weights, as their norm shows")
-    call_hooks(loop, "step_end", progress.step, row, window=window, wanted=True)
+    loop.row_is_due = True
+    for feature in loop.features:
+        feature.step_end(window, row)
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long
     if due.tasks:
@@ -184,15 +182,10 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
             row["off_interval"] = True
         elif "val/loss" in row:
             progress.best_val_loss = min(row["val/loss"], progress.best_val_loss)
-        call_hooks(loop, "evaluated", progress.step, row, window=window, wanted=True)
-    figures, loop.figures = loop.figures, {}
-    for key, (value, (name, hook)) in figures.items():
-        if key in row:
-            raise TrainingFailed(
-                f"the hook {name}{place(hook)} returned {key}, which the row of step "
-                f"{progress.step} has already; choose another name, for example mine/{key}"
-            )
-        row[key] = value
+        for feature in loop.features:
+            feature.evaluated(window, row)
+    for feature in loop.features:
+        feature.row_ready(row)
     publish(loop, row)
 
 
@@ -224,14 +217,11 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     row["skipped"] = seen.skipped
     row["skipped_steps"] = progress.skipped_steps
     row["target_tokens"] = int(seen.target_tokens)
-    if loop.config.train.data_digest:
-        digest = torch.tensor(window.digest, device=loop.mesh.device)
-        row["data_digest"] = f"{int(mesh.total(loop.mesh, digest)) % 2**63:016x}"
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
-    row |= loop.meter.take(tokens, loop.mesh.world_size) | loop.noise.figures()
-    if setup.outliers.sigma is not None:
-        row["outlier_steps"] = progress.outlier_count
+    row |= loop.meter.take(tokens, loop.mesh.world_size)
+    for feature in loop.features:
+        row |= feature.row(window)
     if run.flops_per_token is not None:
         flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
@@ -246,15 +236,6 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
         left = sequences / run.stage_at(progress.step - 1).real_batch_size
     row["eta"] = left * row["step_time"]
     return row
-
-
-def report_layers(loop: Loop, figures: dict[str, Any]) -> None:
-    """Write the figures of the last step layer by layer."""
-    tokens_seen = loop.meter.tokens_seen()  # by all ranks
-    if loop.out.layers is not None:
-        line = {"step": loop.progress.step, "tokens_seen": tokens_seen}
-        loop.out.layers.add(line | figures)
-        loop.out.layers.flush()
 
 
 def publish(loop: Loop, row: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
 from llmexp.system.redact import clean
-from llmexp.train.layers import row_of
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
 from llmexp.train.step import (
@@ -125,8 +124,8 @@ def look_into(
             setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         _compare(found, asked["rows"], loop.progress.step, seen)
         here |= {"lr": step.lr} | figures_of(loop, seen, norm)
-        if loop.last_layers:
-            here["layers"] = row_of(loop.last_layers[-1][1])
+        for feature in loop.features:
+            here |= feature.last_step()
         if ended:
             return {"here": here, "later": [], "ended": ended}
         with measuring(loop):
@@ -149,7 +148,7 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
     found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
     if not seen.skipped:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
-    how = FINDINGS[seen.code]
+    how = FINDINGS.get(seen.code) or next(f.refuses for f in loop.features if f.refuses)
     if seen.code in (BAD_LOSS, BAD_NORM):
         how += " that is not finite"
         if loop.setup.scaler.enabled:

@@ -1,4 +1,4 @@
-"""Text from a model: the sample at the end of a run, and `llmexp sample RUN_DIR`."""
+"""Text from a model: the samples of a run, and `llmexp sample RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from llmexp import mesh
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer
 from llmexp.models.loss import looking
 from llmexp.models.sampling import generate
 from llmexp.settings.values import ConfigError
-from llmexp.train.state import Loop
-from llmexp.update import faces, precision
-
-_SMALL = 20_000_000  # parameters
+from llmexp.update import precision
 
 
 def sample(
@@ -86,21 +82,6 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None) -
     return words[0] if words else opening
 
 
-def sample_text(loop: Loop) -> str:
-    """Return a sampled text on one line, which begins as `first_words` says."""
-    parts, tokens = loop.parts, loop.config.train.sample_tokens
-    length = loop.run.sequence_length  # no position that was never trained
-    prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
-    with one_thread(small=loop.run.parameters < _SMALL):
-        model: nn.Module = loop.setup.model
-        if loop.mesh.sharded:  # a split model is whole within the loss alone
-            mesh.share_buffers(loop.mesh, model)
-            model = loop.setup.loss
-        with faces.evaluating(loop.setup.optimizers, loop.setup.module):
-            text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)
-    return " ".join(text.split())
-
-
 @contextlib.contextmanager
 def one_thread(*, small: bool) -> Iterator[None]:
     """Compute with one thread within, where the model is `small`.
@@ -117,14 +98,3 @@ def one_thread(*, small: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def print_sample(loop: Loop) -> None:
-    """Print a sample in mid-run; one that fails is a line."""
-    try:
-        text = sample_text(loop)
-    except Exception as error:
-        if loop.mesh.sharded and not isinstance(error, (KeyError, ValueError)):
-            raise  # not of the tokenizer: other ranks may be waiting for this one in the model
-        text = f"none: {error!r}"
-    loop.out.console.line(f"sample: {text}")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from llmexp import mesh
+from llmexp import features, mesh
 from llmexp.mesh.sequence import share_tokens
-from llmexp.metrics.noise import SmallGradient
-from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import SummedLoss
 from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
-from llmexp.train.ema import Ema
-from llmexp.train.layers import Layers
 from llmexp.train.step import Setup
 from llmexp.update import precision
 
@@ -50,8 +46,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         for p in parameters:
             p.grad = torch.zeros_like(p)
     optimizers, micro_batch_size = parts.build_optimizers(model), parts.run.micro_batch_size
-    every, spikes = config.metrics.layers_every, config.metrics.spikes
-    return Setup(
+    setup = Setup(
         mesh=joined,
         model=model,
         loss=loss,
@@ -65,12 +60,11 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
             config.precision.growth_interval,
         ),
         clipping=Rule(joined, model, parameters, optimizers, config.clip, micro_batch_size),
-        small=SmallGradient(joined, config.metrics.noise_scale_every),
-        outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
-        ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
-        layers=Layers(joined, loss, parts.precision, every, spikes) if every or spikes else None,
         arithmetic=parts.precision,
         rate_factor=parts.rate_factor,
         stage_rate=lambda step: parts.run.stage_at(step).rate,
-        skip_outliers=config.metrics.skip_outliers,
     )
+    for part in features.parts("train"):
+        if (made := part.make(parts, setup)) is not None:
+            setup.features.append(made)
+    return setup

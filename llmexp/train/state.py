@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.run import Run
 from llmexp.runs.rows import Rows
@@ -23,7 +21,7 @@ from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.tracker.mirror import Trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.layers import Taken
+from llmexp.train.feature import Feature
 from llmexp.train.step import Setup, StepResult, seed_step
 from llmexp.train.windows import read_ahead
 
@@ -39,18 +37,6 @@ class Progress:
     best_val_loss: float = math.inf  # of the evaluations by their interval
     loss: tuple[int, float] | None = None  # the last step that had a loss, and its loss
     least_loss: float = math.inf
-    outlier_count: int = 0
-    # the last OUTLIERS_KEPT of them
-    outlier_steps: list[int] = dataclasses.field(default_factory=list)
-    spikes: int = 0  # this, and all below, by `metrics.spikes`
-    spike_tokens: int = 0  # target tokens of all ranks from each spike until its loss was back
-    spike_level: float | None = None  # to which the loss has to come back; None: it is there
-    # by module: how many spikes it rose first in
-    rose_first: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-OUTLIERS_KEPT = 100
-STEPS_KEPT = 11  # of the figures layer by layer: a spike's and ten before
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,6 @@ class Outputs:
     console: Console
     tracker: Trackers
     rows: Rows | None
-    layers: Rows | None  # figures layer by layer; None: not asked for
 
 
 @dataclass
@@ -75,15 +60,10 @@ class Saving:
     committing: bool = False
 
 
-def stateful_parts(setup: Setup, norms: Norms, noise: NoiseScale) -> dict[str, Any]:
-    """Return the objects whose `state_dict` a checkpoint keeps, by name."""
+def stateful_parts(setup: Setup, norms: Norms) -> dict[str, Any]:
+    """Return the objects besides features whose `state_dict` a checkpoint keeps, by name."""
     rule = setup.clipping
-    found: dict[str, Any] = {
-        "norms": norms,
-        "noise": noise,
-        "outliers": setup.outliers,
-        "scaler": setup.scaler,
-    }
+    found: dict[str, Any] = {"norms": norms, "scaler": setup.scaler}
     found |= {"limit": rule.limit} if rule.limit.moving else {}
     return found | ({"measures": rule.measures} if rule.measures else {})
 
@@ -98,15 +78,10 @@ class Loop:
     progress: Progress
     meter: Meter
     norms: Norms
-    noise: NoiseScale
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
     pending: StepResult | None = None  # the last step, while its verdict is not yet looked at
     writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
-    # by step, the newest last; on the device
-    last_layers: deque[tuple[int, Taken]] = dataclasses.field(
-        default_factory=lambda: deque(maxlen=STEPS_KEPT)
-    )
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here, or by the processes before
     saved: list[int] = dataclasses.field(default_factory=list)
@@ -114,9 +89,12 @@ class Loop:
     # clock at the last save, tried or done, else at the start
     saved_at: float = dataclasses.field(default_factory=time.monotonic)
     warned_of_data: bool = False  # that a data file was replaced
-    # of hooks for the next row: key -> (value, the hook)
-    figures: dict[str, tuple[float, tuple[str, Any]]] = dataclasses.field(default_factory=dict)
+    row_is_due: bool = False  # after the step that is under way
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
+
+    @property
+    def features(self) -> list[Feature]:
+        return self.setup.features
 
     @property
     def config(self) -> Config:
@@ -132,7 +110,8 @@ class Loop:
 
     def windows(self, start_step: int) -> Iterator[Window]:
         """Yield this rank's windows from a step on, read ahead in the background."""
-        return read_ahead(self.parts, self.mesh, start_step)
+        digest = any(feature.needs_digest for feature in self.features)
+        return read_ahead(self.parts, self.mesh, start_step, digest)
 
     def seed(self, step: int) -> None:
         """Seed the random numbers of the window that follows `step` steps."""

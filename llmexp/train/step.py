@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +14,14 @@ from torch.optim import Optimizer
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.metrics.noise import SmallGradient
-from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
-from llmexp.train.ema import Ema
-from llmexp.train.layers import Layers, Taken
+from llmexp.train.feature import Feature
 from llmexp.update import optim, precision
 from llmexp.update.limits import Limit
 
-# Codes of an `Outcome`; the update is applied for the first two.
-OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
+# Codes of an `Outcome`; the update is applied for the first.
+OK, SKIPPED, EMPTY, BAD_LOSS, BAD_NORM = range(5)
 
 
 class TrainingFailed(RuntimeError):
@@ -70,14 +68,10 @@ class Setup:
     optimizers: list[Optimizer]
     scaler: precision.Scaler
     clipping: _Clipping
-    small: SmallGradient  # that of a small batch, for the noise scale
-    outliers: Outliers
-    ema: Ema | None
-    layers: Layers | None
     arithmetic: str  # fp32, bf16, ...: the kind of precision
     rate_factor: Callable[[int], float]  # of the learning rate, after so many updates
     stage_rate: Callable[[int], float]  # a second one, after so many steps: by the batch
-    skip_outliers: bool
+    features: list[Feature] = field(default_factory=list)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -101,46 +95,45 @@ class Outcome:
     clipped: bool
     loss_scale: float
     measured: Sequence[float] = ()  # what the rule of clipping looks at
-    limits: Limits | None = None  # of outliers, that held for the step
-    small_square: float = 0.0  # mean square norm of the gradient of a small batch
-    small_targets: float = 0.0  # of that batch; 0: it was not measured
+    more: dict[str, float] = field(default_factory=dict)  # of features
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether it has targets, and finite figures."""
+        return self.code in (OK, SKIPPED)
 
     @property
     def code(self) -> int:
-        """Return what is wrong, or OK: what `must_skip` and `skip_outliers` found on the device."""
+        """Return what is wrong, or OK: what `must_skip` and `judge` found on the device."""
         if self.target_tokens == 0:
             return EMPTY
         if not math.isfinite(self.loss):
             return BAD_LOSS
         if not math.isfinite(self.grad_norm):
             return BAD_NORM
-        if self.skipped:
-            return SKIPPED_OUTLIER
-        ordinary = self.limits is None or self.limits.hold(self.loss, self.grad_norm)
-        return OK if ordinary else OUTLIER
+        return SKIPPED if self.skipped else OK
 
 
 class StepResult:
     """Hold what one optimizer step came to.
 
-    `figures` have their names in `Outcome`: numbers on a CPU, else tensors on the device, copied to
-    the host at once. `read` waits for that copy alone, not for work queued after it.
+    `figures` have their names in `Outcome`, `more` are those of features: numbers on a CPU, else
+    tensors on the device, copied to the host at once. `read` waits for that copy alone, not for
+    work queued after it.
     """
 
     def __init__(
         self,
         lr: float,
         own_nll: Tensor | float,
-        layers: Taken | None,
-        limits: Limits | None,
         figures: dict[str, Any],
+        more: dict[str, Any],
         measured: Sequence[Any],
     ) -> None:
         self.lr, self.target_tokens = lr, figures["target_tokens"]
         self.own_nll = own_nll  # this rank's part of the loss, summed
-        self.layers = layers  # figures of the step layer by layer, where they were due
-        self._limits = limits  # of outliers, that held for the step
-        self._names, values = list(figures), [*figures.values(), *measured]
+        self._names, self._more = list(figures), list(more)
+        values = [*figures.values(), *more.values(), *measured]
         self._event: torch.cuda.Event | None = None
         if isinstance(figures["skipped"], bool):  # they are on the host
             self._values = [float(value) for value in values]
@@ -155,16 +148,17 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
             self._values = self._pinned.tolist()
-        named: dict[str, Any] = dict(zip(self._names, self._values, strict=False))
+        values = iter(self._values)
+        named: dict[str, Any] = {name: next(values) for name in self._names}
         named |= {name: bool(named[name]) for name in ("skipped", "clipped")}
-        return Outcome(**named, measured=self._values[len(named) :], limits=self._limits)
+        more = {name: next(values) for name in self._more}
+        return Outcome(**named, more=more, measured=list(values))
 
 
 def train_step(
     setup: Setup,
     window: Window,
     finish_previous: Callable[[], int],
-    gradients_ready: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
@@ -172,13 +166,8 @@ def train_step(
     ranks begin with the buffers of rank 0, and each moves its own on, micro-batch by micro-batch.
     `finish_previous` returns the number of applied updates. It waits for the verdict on the step
     before; asked this late, the device has finished that step and the wait is short.
-    `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
-    makes of them is measured, clipped and applied.
     """
     mesh.share_buffers(setup.mesh, setup.model)
-    layers = setup.layers if setup.layers and setup.layers.due(window.step + 1) else None
-    if layers is not None:
-        layers.look(window.micro_batches[0][0])
     targets, loss_weight = loss_factor(setup, window)
     setup.clipping.begin()
     nll = accumulate(setup, window, loss_weight)
@@ -188,24 +177,23 @@ def train_step(
     gradients = setup.gradients
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     setup.scaler.unscale(held)
-    gradients_ready()
+    for feature in setup.features:
+        feature.backward_end(window)
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
-    if layers is not None:
-        layers.before_update()
     updates = finish_previous()
     norm_after, clipped, clip_factor = setup.clipping.before_update(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
-    outlier_limits = setup.outliers.limits  # by the finished steps: all before this one
-    if outlier_limits is not None and setup.skip_outliers:
-        skip = skip_outliers(setup.mesh, skip, loss, norm, outlier_limits)
-    scale = setup.scaler.value
-    small = setup.small.take(targets, scale)
+    scale, more = setup.scaler.value, dict[str, Any]()
+    for feature in setup.features:
+        skip = feature.judge(skip, loss, norm)
+        more |= feature.figures(targets, scale)
     optim.update(setup.optimizers, skip, clip_factor)
     clipped, measured = setup.clipping.after_update(skip, clipped)
-    taken = None if layers is None else layers.after_update()
+    for feature in setup.features:
+        feature.updated(window)
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
@@ -217,9 +205,8 @@ def train_step(
         "grad_norm_post_clip": norm_after,
         "clipped": clipped,
         "loss_scale": scale,
-        **small,
     }
-    return StepResult(lr, own_nll, taken, outlier_limits, figures, measured)
+    return StepResult(lr, own_nll, figures, more, measured)
 
 
 def on_host(value: Tensor) -> Any:
@@ -267,7 +254,10 @@ def accumulate(
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)
             look(micro_nll, i)
-            with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
+            with contextlib.ExitStack() as around:
+                for feature in setup.features:
+                    if (context := feature.around_backward(window, i)) is not None:
+                        around.enter_context(context)
                 micro_nll.backward(loss_weight)
         nll += micro_nll.detach()
     return nll
@@ -278,15 +268,6 @@ def must_skip(loss: Any, norm: Any, count: Any) -> Any:
     if isinstance(loss, Tensor):
         return ~(loss.isfinite() & norm.isfinite() & (count > 0))
     return not (math.isfinite(loss) and math.isfinite(norm) and count > 0)
-
-
-def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:
-    """Return whether all ranks skip it, outliers included; `Outcome.code` must agree."""
-    if isinstance(skip, bool):
-        return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
-    loss_64, norm_64 = loss.double(), norm.double()  # as `Limits.hold` compares them
-    above = (loss_64 > limits.loss[1]) | (norm_64 > limits.norm[1])
-    return mesh.maximum(joined, (skip | above).int()) > 0
 
 
 def seed_step(seed: int, step: int, random_stream: int) -> None:

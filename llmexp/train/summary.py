@@ -17,7 +17,6 @@ from llmexp.system.console import banner
 from llmexp.system.fileio import write_whole
 from llmexp.system.text import duration
 from llmexp.tracker.fields import upload_is_pending
-from llmexp.train.spikes import spike_totals
 from llmexp.train.state import Loop
 
 
@@ -53,10 +52,9 @@ def summarise(loop: Loop) -> dict[str, Any]:
     norms = loop.norms
     if norms.steps:
         found["clipped_share"] = norms.clipped / norms.steps
-    if loop.setup.outliers.sigma is not None:
-        found["outlier_steps"] = loop.progress.outlier_count
-    found |= {k: v for k, v in spike_totals(loop).items() if k != "rose_first"}
-    return found | loop.noise.figures()
+    for feature in loop.features:
+        found |= feature.summary()
+    return found
 
 
 def training_time(loop: Loop) -> float | None:
@@ -74,44 +72,18 @@ def training_time(loop: Loop) -> float | None:
 
 
 def details(loop: Loop) -> dict[str, Any]:
-    """Return what status.json holds besides the summary: clipping and noise scale, if measured."""
+    """Return what status.json holds besides the summary: clipping, and of features."""
     found: dict[str, Any] = {}
     if clip := loop.norms.summary():
         measures = loop.setup.clipping.measures.summary()
         found["clip"] = clip | ({"measures": measures} if measures else {})
-    if spikes := spike_totals(loop):
-        found["spikes"] = spikes
-    noise = loop.noise
-    if noise.measurements:
-        noise_found: dict[str, Any] = {
-            key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
-        }
-        noise_found["measurements"] = noise.measurements
-        noise_found["verdict"] = noise.verdict(*batch_now(loop))
-        found["noise"] = noise_found
-    return found
-
-
-def batch_now(loop: Loop) -> tuple[int, float | None]:
-    """Return the sequences of the last step; with a ramp also how many of them are targets.
-
-    The second is not known of a fork before its first step."""
-    run, step = loop.run, loop.progress.step
-    if not run.ramp or step == run.first_step:
-        return run.stage_at(step).real_batch_size, None
-    size = run.stage_at(step - 1).real_batch_size
-    tokens = run.tokens_at(step) - run.begin.tokens
-    return size, size * (loop.meter.tokens_seen() - run.begin.tokens_seen) / tokens
+    return found | {f.name: status for f in loop.features if (status := f.status())}
 
 
 def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     """Return what a run has measured of itself, for the screen."""
-    measured, sections = details(loop), list[tuple[str, str]]()
-    if first := measured.get("spikes", {}).get("rose_first"):
-        text = f"{first['module']}, in {first['spikes']} of the spikes"
-        sections.append(("rose first", text))
-    if "noise" in measured:
-        sections.append(("noise scale", measured["noise"]["verdict"]))
+    measured = details(loop)
+    sections = [words for feature in loop.features for words in feature.words()]
     if "clip" in measured:
         measures = measured["clip"].get("measures", {})
         sections.append(("clipping", clip_line(measured["clip"], loop.norms.limit)))
@@ -121,8 +93,10 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     return sections
 
 
-def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
-    """Show the end of a run: figures, a sample, a picture, the folder, the next command."""
+def say_the_end(
+    loop: Loop, state: str, summary: dict[str, Any], last_words: list[tuple[str, str]]
+) -> None:
+    """Show the end of a run: figures, words, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.parts
     reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
     stop_step = parts.config.train.stop_step
@@ -135,9 +109,7 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     ]
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: an error here is only printed
-        sections += measured_sections(loop)
-        if text is not None:
-            sections.append(("sample", text))
+        sections += [*measured_sections(loop), *last_words]
         if loop.out.rows is not None and parts.config.metrics.picture:
             before = (row for row, _ in walk_rows(path / LINEAGE))
             rows = (row for row, _ in walk_rows(path / rundir.METRICS))

@@ -5,30 +5,21 @@ from __future__ import annotations
 import math
 
 from llmexp import mesh
-from llmexp.metrics.outliers import LASTING, describe
 from llmexp.runs.ending import COMES_AGAIN, goes_on
-from llmexp.train import spikes
 from llmexp.train.checkpointing import save_what_can_be
 from llmexp.train.diagnose import NOTHING, first_bad
-from llmexp.train.state import OUTLIERS_KEPT, Loop
+from llmexp.train.state import Loop
 from llmexp.train.step import (
     BAD_LOSS,
     BAD_NORM,
     EMPTY,
-    OK,
-    OUTLIER,
-    SKIPPED_OUTLIER,
+    SKIPPED,
     Outcome,
     StepResult,
     TrainingFailed,
 )
 
-FINDINGS = {
-    EMPTY: "no valid target",
-    SKIPPED_OUTLIER: "an outlier",
-    BAD_LOSS: "a loss",
-    BAD_NORM: "a gradient norm",
-}
+FINDINGS = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}
 
 
 def finish_previous(loop: Loop) -> int:
@@ -48,17 +39,15 @@ def finish_previous(loop: Loop) -> int:
     take_in(loop, seen)
     if not seen.skipped:
         progress.updates += 1
-        if loop.setup.ema is not None:
-            loop.setup.ema.follow()
         progress.consecutive_skips = 0
     else:
         # without a loss scale a figure that is not finite ends the run, below
-        if seen.code in (EMPTY, SKIPPED_OUTLIER) or loop.setup.scaler.enabled:
+        if seen.code in (EMPTY, SKIPPED) or loop.setup.scaler.enabled:
             progress.skipped_steps += 1
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
             raise TrainingFailed(words)
-        if seen.code != SKIPPED_OUTLIER:  # of which `take_in` prints more
+        if seen.code != SKIPPED:  # of which the feature prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {FINDINGS[seen.code]}{how}; its update was skipped"
             loop.out.console.line(text)
@@ -76,7 +65,7 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
     overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
     not_finite = overflowed and not scaler.enabled
     scale_gone = overflowed and scaler.enabled and float(scaler.value) < 1
-    too_many = progress.consecutive_skips > limit and code != SKIPPED_OUTLIER
+    too_many = progress.consecutive_skips > limit and code != SKIPPED
     if not (not_finite or scale_gone or too_many):
         return ""
     save_what_can_be(loop)
@@ -147,24 +136,8 @@ def diagnosed(loop: Loop) -> str:
 
 def take_in(loop: Loop, seen: Outcome) -> None:
     """Keep what is measured of the last step; its figures are on the host now."""
-    progress, outliers = loop.progress, loop.setup.outliers
-    if seen.code in (OUTLIER, SKIPPED_OUTLIER):
-        assert outliers.limits is not None
-        progress.outlier_count += 1
-        progress.outlier_steps = [*progress.outlier_steps, progress.step][-OUTLIERS_KEPT:]
-        skipped = "; its update was skipped" if seen.code == SKIPPED_OUTLIER else ""
-        why = describe(outliers.limits, seen.loss, seen.grad_norm)
-        loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
-    if seen.code != EMPTY and loop.setup.layers is not None and loop.config.metrics.spikes:
-        spikes.follow_spike(loop, seen, outliers.robust())
-    if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
-        outliers.add(seen.loss, seen.grad_norm, skipped=seen.skipped)
-        if outliers.skipped == LASTING:
-            loop.out.console.line(f"{LASTING} in a row: their level counts as the usual one now")
-        small = seen.small_square, seen.small_targets
-        loop.noise.add(*small, seen.grad_norm**2, seen.target_tokens)
-    if any(stage.first_step == progress.step for stage in loop.run.stages[1:]):
-        outliers.forget()  # the next step has another batch, and other norms
+    for feature in loop.features:
+        feature.finished(seen)
     if not seen.skipped:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
         loop.setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)

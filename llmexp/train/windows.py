@@ -38,7 +38,9 @@ def sequences_of(parts: Parts, step: int) -> tuple[int, list[int]]:
     return begin, sampler_of(parts).starts(np.arange(begin, end)[None])[0].tolist()
 
 
-def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
+def read_ahead(
+    parts: Parts, joined: Mesh, start_step: int, digest: bool = False
+) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
     run = parts.run
     rank_slice = RankSlice(run.micro_batch_size, joined.dp_rank, joined.dp_size)
@@ -50,6 +52,6 @@ def read_ahead(parts: Parts, joined: Mesh, start_step: int) -> Iterator[Window]:
                 rank_slice,
                 max(start_step, stage.first_step),
                 end,
-                digest=parts.config.train.data_digest,
+                digest=digest,
                 pin_memory=joined.device.type == "cuda",
             )

@@ -28,7 +28,6 @@ from llmexp.train.checkpointing import finish_alone
 from llmexp.train.failing import Failure
 from llmexp.train.loop import show_rows, train
 from llmexp.train.replaying import replay
-from llmexp.train.sampling import sample_text
 from llmexp.train.state import Loop
 from llmexp.train.summary import details, say_the_end, summarise
 
@@ -192,9 +191,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = finish_run(loop, state, code)
-    text = end_sample(loop) if state == "finished" else None
+    of_all = [f.last_words() for f in loop.features] if state == "finished" else []
     if loop.out.main:
-        say_the_end(loop, state, summary, text)
+        say_the_end(loop, state, summary, [words for found in of_all for words in found])
     loop.out.console.close()
     return code
 
@@ -230,24 +229,9 @@ def close_rows(loop: Loop, state: str) -> None:
     try:
         show_rows(loop)
         loop.out.rows.close()
-        if loop.out.layers is not None:
-            loop.out.layers.close()
+        for feature in loop.features:
+            feature.close()
     except OSError as error:
         if state != "failed":
             raise
         loop.out.console.line(f"WARNING: the rows may not all be on the disk: {error}")
-
-
-def end_sample(loop: Loop) -> str | None:
-    """Return the text that the model writes at the end.
-
-    None where none is wanted or this rank has no part in it. The run is over and recorded: an error
-    is only printed."""
-    parts = loop.parts
-    # a split model needs all its ranks for that; rank 0 prints the text
-    if not parts.config.train.sample_tokens or not (loop.out.main or loop.mesh.sharded):
-        return None
-    try:
-        return sample_text(loop)
-    except Exception as error:
-        return f"none: {error!r}"

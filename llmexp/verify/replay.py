@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.metrics.outliers import middle
+from llmexp.metrics.robust import middle
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, read_rows
 from llmexp.settings.convert import with_knobs

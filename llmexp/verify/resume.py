@@ -106,19 +106,20 @@ def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
 
     def at_end(what: str, part: str) -> Check:
         return none_differ(
-            f"{what} at the end", *unequal(*(stored(getattr(c, part)) for c in loaded))
+            f"{what} at the end", *unequal(*(stored(c.tensors.get(part, {})) for c in loaded))
         )
 
     def of_states(*parts: str) -> tuple[list[str], int]:
         return unequal(*(leaves({part: c.state.get(part) for part in parts}) for c in loaded))
 
+    more = sorted({*a.tensors, *b.tensors} - {"model", "optimizer"})
     others = sorted({*a.state, *b.state} - {"optimizers", "scaler"})
     scaler = Check("loss scaler", None, note="only fp16 has one")
     if a.state["scaler"] or b.state["scaler"]:
         found = joined(of_states("scaler"), pair.columns("loss_scale"))
         scaler = none_differ("loss scaler: its state, and the scale in each row", *found)
     return [
-        *([at_end("average of the weights", "ema")] if a.ema or b.ema else []),
+        *(at_end(f"tensors of {kind}", kind) for kind in more),
         at_end("parameters", "model"),
         pair.recorded("parameters after each step, each rank", "parameters"),
         at_end("moments", "optimizer"),
@@ -149,7 +150,7 @@ def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> C
 
 
 def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
-    """Return a digest of each tensor of a checkpoint (`Loaded.model`, `.optimizer` or `.ema`).
+    """Return a digest of each tensor of a checkpoint, of one kind (`Loaded.tensors`).
 
     A split tensor has one for each piece.
     """

@@ -18,8 +18,8 @@ from rich.cells import cell_len
 
 import llmexp
 from llmexp.__main__ import run
+from llmexp.compare.columns import difference
 from llmexp.compare.comparing import compare
-from llmexp.compare.figures import difference
 from llmexp.compare.page import page
 from llmexp.compare.table import to_markdown
 from llmexp.runs.rundir import locked

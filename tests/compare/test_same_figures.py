@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import settings as sampled
 from hypothesis import strategies as st
 
+from llmexp.compare.columns import difference
 from llmexp.compare.comparing import findings, with_words
-from llmexp.compare.figures import difference
 from llmexp.compare.page import mirrored, page, run_rows
 from llmexp.compare.records import Result
 from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
+from llmexp.metrics.outliers import Outliers
 from torch import nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
-from llmexp.metrics.outliers import Outliers
 from llmexp.settings.config import Clip
 from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step

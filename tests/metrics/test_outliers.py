@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llmexp.metrics.outliers import ENOUGH, LASTING, Limits, Outliers, describe
 
 from llmexp import mesh
-from llmexp.metrics.outliers import ENOUGH, LASTING, Limits, Outliers, describe
 from llmexp.train.step import OK, OUTLIER, SKIPPED_OUTLIER, Outcome, must_skip, skip_outliers
 
 FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmexp.metrics.noise import NoiseScale
 
 from llmexp.data.stream import DataChanged
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.rules import Measures
 from llmexp.run import Run

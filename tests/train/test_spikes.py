@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from llmexp.metrics.outliers import Limits
 from llmexp.train.spikes import follow_spike, rose_first, what_rose
+
 from llmexp.train.state import Progress
 from llmexp.train.step import Outcome
 from tests.conftest import Result, llmexp

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from llmexp import features
+from llmexp.settings.config import knobs_of
 from llmexp.settings.values import is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.text import gib
@@ -38,7 +40,9 @@ def memory_checked(parts: Parts) -> Parts:
         text += "train.check_memory=false starts it all the same"
         raise refuse("train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
-    state = share * (1 + (config.train.ema is not None) + 2 * adamw)
+    declared = [part for part in features.parts("settings") if hasattr(part, "copies_of_weights")]
+    more = sum(part.copies_of_weights(knobs_of(config, part.Knobs)) for part in declared)
+    state = share * (1 + more + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
     about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))
     if about <= there:

@@ -1,18 +1,27 @@
-"""An exponential moving average of the weights, kept beside them on the device."""
-
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors
+from llmexp.features.ema.settings import Knobs
+from llmexp.metrics.keys import EMA
+from llmexp.settings.config import knobs_of
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.feature import Feature
+from llmexp.train.step import Outcome, Setup
 
 
-class Ema:
+def make(parts: Parts, setup: Setup) -> Ema | None:
+    decay = knobs_of(parts.config, Knobs).ema
+    return None if decay is None else Ema(decay, setup.model, setup.module)
+
+
+class Ema(Feature):
     """Hold average = decay x average + (1 - decay) x weights, taken after each applied update.
 
     The host does so with the verdict on the step: mostly during the next one, before its update.
@@ -20,21 +29,30 @@ class Ema:
     is split over ranks as they are. `average`: the parameters that are trained, by clean name.
     """
 
+    name = "ema"
+
     def __init__(self, decay: float, model: nn.Module, module: nn.Module) -> None:
         trained = {n: t for n, t in named_tensors(model).items() if t.requires_grad}
         self.average = {name: t.detach().clone() for name, t in trained.items()}
         self._weights = list(trained.values())
         self._decay, self._module = decay, module
 
-    def begin(self) -> None:
-        """Take the weights as they are for the initial ones."""
+    def finished(self, seen: Outcome) -> None:
+        """Take in the weights of an update that was applied; the host does not wait."""
+        if not seen.skipped:
+            weights, average = self._held()
+            torch._foreach_lerp_(average, weights, 1 - self._decay)
+
+    def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
+        with self.in_place():
+            return losses(EMA)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.average
+
+    def begin_tensors(self) -> None:
         weights, average = self._held()
         torch._foreach_copy_(average, weights)
-
-    def follow(self) -> None:
-        """Take in the weights of an update that was applied; the host does not wait."""
-        weights, average = self._held()
-        torch._foreach_lerp_(average, weights, 1 - self._decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

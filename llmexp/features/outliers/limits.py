@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+from llmexp.metrics.robust import middle
 
 ENOUGH = 32  # steps in the window before anything is judged, or all of a smaller window
 LASTING = (
@@ -16,7 +16,6 @@ LASTING = (
 # A loss that stands still differs by rounding alone (some 2**-24 in fp32): that is no outlier.
 LEAST_DEVIATION = 1e-6
 SCALE = 2**200  # units in 1: the smallest numbers of fp32 keep their digits
-ROBUST = 1.4826  # standard deviations in a median distance from the median, for normal values
 LARGEST = 1e80  # what is beyond it counts as this; its square in units is a float
 
 
@@ -68,7 +67,7 @@ class Trailing:
         return mean - reach, mean + reach
 
 
-class Outliers:
+class Judge:
     """Judge loss and norm of each step by a trailing window, on the host.
 
     Values enter it clamped to the limits of their step, so that one spike does not blind it and a
@@ -76,7 +75,7 @@ class Outliers:
     a row it begins anew.
     """
 
-    def __init__(self, sigma: float | None, window: int) -> None:
+    def __init__(self, sigma: float, window: int) -> None:
         self.sigma = sigma
         self._needed = min(ENOUGH, window)
         self._losses, self._norms = Trailing(window), Trailing(window)
@@ -88,7 +87,7 @@ class Outliers:
 
         `skipped`: it was an outlier, and made no update.
         """
-        if self.sigma is None or not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             return
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped == LASTING:
@@ -110,7 +109,7 @@ class Outliers:
 
         None while too little is known.
         """
-        if self.limits is None or self.sigma is None:
+        if self.limits is None:
             return None
         ends = []
         for series in (self._losses, self._norms):
@@ -120,7 +119,7 @@ class Outliers:
         return Limits(*ends)
 
     def _renew(self) -> None:
-        if self.sigma is not None and len(self._losses.values) >= self._needed:
+        if len(self._losses.values) >= self._needed:
             self.limits = Limits(self._losses.about(self.sigma), self._norms.about(self.sigma))
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,15 +132,6 @@ class Outliers:
             self._norms.add(norm)
         self.skipped = state["skipped"]
         self._renew()
-
-
-def middle(values: Collection[float]) -> tuple[float, float]:
-    """Return the median, and the standard deviation by the median distance from it.
-
-    Values that are far off widen neither.
-    """
-    median = statistics.median(values)
-    return median, ROBUST * statistics.median(abs(value - median) for value in values)
 
 
 def describe(limits: Limits, loss: float, norm: float) -> str:

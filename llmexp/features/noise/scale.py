@@ -37,19 +37,15 @@ class SmallGradient:
         self._norm: Tensor | None = None
         self._targets = 0
 
+    def due(self, step: int) -> bool:
+        """Return whether a step, counted from 1, is measured."""
+        return self._every is not None and step > 0 and step % self._every == 0
+
     @contextlib.contextmanager
     def watching(
-        self,
-        step: int,
-        micro_step: int,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        parameters: list[nn.Parameter],
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], parameters: list[nn.Parameter]
     ) -> Iterator[None]:
-        """Around the backward of a micro-batch; both numbers count from 1."""
-        due = self._every is not None and step > 0 and step % self._every == 0
-        if micro_step > 1 or not due:
-            yield
-            return
+        """Around the backward of the first micro-batch."""
         own = self._mesh.sharding is None
         several = len(micro_batches) > 1
         norms: list[Tensor] = []

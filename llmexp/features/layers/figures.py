@@ -41,11 +41,8 @@ class Layers:
     All ranks call together. Sharded layouts give the figures of a single rank.
     """
 
-    def __init__(
-        self, joined: mesh.Mesh, loss: SummedLoss, arithmetic: str, every: int | None, always: bool
-    ) -> None:
+    def __init__(self, joined: mesh.Mesh, loss: SummedLoss, arithmetic: str) -> None:
         self._mesh, self._loss, self._arithmetic = joined, loss, arithmetic
-        self._every, self._always = every, always
         model: nn.Module = loss.model
         blocks = blocks_of(model)
         self._blocks = {name: m for name, m in model.named_modules() if m in blocks}
@@ -56,14 +53,6 @@ class Layers:
         self._owner = torch.tensor([self._modules.index(o) for o in owners], device=joined.device)
         self._taken: Taken = {}
         self._before: list[Tensor] = []
-
-    def due(self, step: int) -> bool:
-        """Return whether a step, counted from 1, is measured."""
-        return self._always or self.wanted(step)
-
-    def wanted(self, step: int) -> bool:
-        """Return whether the figures of a step go into layers.jsonl."""
-        return self._every is not None and step % self._every == 0
 
     def look(self, tokens_bt: Tensor) -> None:
         """Run the window's first sequence through the model, as it is before its update."""

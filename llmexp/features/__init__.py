@@ -1,0 +1,44 @@
+"""Optional parts of a run, each in a folder of its own, which a run without it never executes.
+
+The files of a feature are named after the rooms that they stand in. A room collects them by `parts`
+and names none of them; a feature is removed by its folder and its line in FEATURES.
+
+settings   its `Knobs`, which join the section `SECTION`, and the `KEYS` of its figures in the rows
+train      `make`: the `train.feature.Feature` that a run asks for, or None
+compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
+page       `table`: a table of the page
+forecast   `counts`: how often it acts, for the time that a run takes
+cli        `check_resume`: what a resumed run cannot ask of it
+
+Other files are a feature's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+FEATURES = (
+    "digest",
+    "ema",
+    "noise",
+    "outliers",
+    "layers",
+    "spikes",  # of layers and outliers
+    "sample",
+    "profile",
+)
+
+
+@functools.cache
+def parts(room: str) -> tuple[Any, ...]:
+    """Return the module of each feature that has one in a room, in their order."""
+    found = [f"{__name__}.{name}.{room}" for name in FEATURES]
+    return tuple(importlib.import_module(one) for one in found if importlib.util.find_spec(one))
+
+
+def collected(room: str, name: str) -> tuple[Any, ...]:
+    """Return what the features declare under a name in a room, in one tuple."""
+    return tuple(one for part in parts(room) for one in getattr(part, name, ()))

@@ -1,0 +1,1 @@
+"""A digest of each window's tokens in its row."""

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.keys import Key
+from llmexp.settings.values import knob
+
+SECTION = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
+
+
+KEYS = (Key("data_digest", "digest of the window's tokens, however it is cut"),)

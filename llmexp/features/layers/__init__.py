@@ -1,0 +1,1 @@
+"""Figures of chosen steps layer by layer, in layers.jsonl."""

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmexp import features, mesh
+from llmexp.data.window import Window
+from llmexp.features.layers.figures import Layers, Taken, row_of
+from llmexp.features.layers.settings import Knobs
+from llmexp.runs import rundir
+from llmexp.runs.rows import Rows
+from llmexp.settings.config import knobs_of
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.feature import Feature
+from llmexp.train.state import Loop
+from llmexp.train.step import Setup
+
+STEPS_KEPT = 11  # a spike's and ten before
+
+
+def make(parts: Parts, setup: Setup) -> LayerByLayer | None:
+    every = knobs_of(parts.config, Knobs).layers_every
+    wanted = [
+        part.needs_layers(parts.config)
+        for part in features.parts("train")
+        if hasattr(part, "needs_layers")
+    ]
+    return LayerByLayer(parts, setup, every, any(wanted)) if every or any(wanted) else None
+
+
+class LayerByLayer(Feature):
+    """Take the figures of chosen steps, which wait on the device; write those asked for."""
+
+    name = "layers"
+    loop: Loop
+
+    def __init__(self, parts: Parts, setup: Setup, every: int | None, always: bool) -> None:
+        self._every, self._always = every, always
+        self._mesh, self._model = setup.mesh, setup.model
+        self._layers = Layers(setup.mesh, setup.loss, parts.precision)
+        self.last: deque[tuple[int, Taken]] = deque(maxlen=STEPS_KEPT)  # by step, on the device
+        self._lines: Rows | None = None
+
+    def _wanted(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
+
+    def _due(self, window: Window) -> bool:
+        return self._always or self._wanted(window.step + 1)
+
+    def backward_start(self, window: Window) -> None:
+        if self._due(window):
+            mesh.share_buffers(self._mesh, self._model)  # as they are when the step begins
+            self._layers.look(window.micro_batches[0][0])
+
+    def backward_end(self, window: Window) -> None:
+        if self._due(window):
+            self._layers.before_update()
+
+    def updated(self, window: Window) -> None:
+        if self._due(window):
+            self.last.append((window.step + 1, self._layers.after_update()))
+
+    def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
+        if not self._wanted(window.step + 1):
+            return
+        figures, tokens_seen = row_of(self.last[-1][1]), self.loop.meter.tokens_seen()
+        if self._lines is not None:
+            self._lines.add({"step": window.step + 1, "tokens_seen": tokens_seen} | figures)
+            self._lines.flush()
+
+    def last_step(self) -> dict[str, Any]:
+        return {"layers": row_of(self.last[-1][1])} if self.last else {}
+
+    def begin(self, loop: Loop) -> None:
+        super().begin(loop)
+        if loop.out.main:
+            self._lines = Rows(loop.out.path / rundir.LAYERS, loop.progress.step).open()
+
+    def sync(self) -> None:
+        if self._lines is not None:
+            self._lines.sync()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def look_back(path: Path, step: int) -> Callable[[], None]:
+    file = path / rundir.LAYERS
+    if not file.exists():
+        return lambda: None
+    rows = Rows(file, step)
+    return lambda: rows.open().close()

@@ -1,0 +1,1 @@
+"""The gradient noise scale, from norms of gradients that a step has anyway."""

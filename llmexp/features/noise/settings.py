@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.keys import Key
+from llmexp.settings.values import count
+
+SECTION = "metrics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    noise_scale_every: int | None = count(
+        "optimizer steps between gradient noise scales; null: never", 10, affects="nothing"
+    )
+
+
+KEYS = (
+    Key("noise_scale", "gradient noise scale in sequences, smoothed over its measurements",
+        "noise scale", digits=3, by_micro_batch=True),
+    Key("noise_scale_low", "lower end of the 95 % interval of noise_scale", by_micro_batch=True),
+    Key("noise_scale_high", "upper end of the 95 % interval of noise_scale", by_micro_batch=True),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Outlier steps: loss or gradient norm far above the steps before; their updates may be skipped."""

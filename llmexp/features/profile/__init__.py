@@ -1,0 +1,1 @@
+"""A trace of some steps by torch's profiler."""

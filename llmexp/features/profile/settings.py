@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.values import count, where
+
+SECTION = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    profile_start: int | None = count(
+        "first optimizer step of a torch.profiler trace; null: no trace",
+        10,
+        affects="nothing",
+        a_step=True,
+    )
+    profile_steps: int = count(
+        "optimizer steps in the trace",
+        3,
+        affects="nothing",
+        acts=where("train.profile_start"),
+        default=3,
+    )

@@ -1,0 +1,1 @@
+"""Texts from the model, in mid-run and at its end."""

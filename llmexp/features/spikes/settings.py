@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.values import knob, where
+
+SECTION = "metrics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    spikes: bool = knob(
+        "record each spike, and the ten steps before it layer by layer, in spikes/STEP.json",
+        affects="nothing",
+        acts=where("metrics.outlier_sigma"),
+        default=False,
+    )

@@ -1,0 +1,171 @@
+"""What an optional part of a run may do: in a step, between the steps, and around them.
+
+The loop knows its features by these methods alone, which it calls for each in turn
+(`Setup.features`); a user's hooks hear the same events (`hooks`). One that a run does not ask for
+is not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from llmexp.data.window import Window
+
+
+class Feature:
+    """Do nothing at any event; a feature overrides those that it needs.
+
+    All ranks have the same features and come to the same events together: each may ask the others.
+    """
+
+    name = ""  # of its state in checkpoints
+    refuses = ""  # what a step is whose update `judge` skips: "an outlier"
+    needs_digest = False  # of each window's tokens
+    every: int | None = None  # steps between those in which it holds most memory
+    loop: Any = None  # the `Loop`, from `begin` on
+
+    # Of one step, in this order; on an accelerator nothing here may wait for it.
+
+    def step_start(self, step: int) -> None:
+        """Come before a step, counted from 1, and before its data are there."""
+
+    def backward_start(self, window: Window) -> None:
+        """Come before the first forward and backward pass, and before the step's random numbers."""
+
+    def around_backward(self, window: Window, number: int) -> AbstractContextManager[None] | None:
+        """Return what stands around the backward pass of a micro-batch, counted from 1."""
+        return None
+
+    def backward_end(self, window: Window) -> None:
+        """Come when gradients are complete, reduced and of true scale, before they are measured."""
+
+    def judge(self, skip: Any, loss: Any, norm: Tensor) -> Any:
+        """Return whether the update is skipped, on the device; `skip`: others have said so.
+
+        The feature prints a line for each step that it skips; such steps alone end no run.
+        """
+        return skip
+
+    def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
+        """Return 0-dim figures of the step, which are `Outcome.more` when its verdict is read."""
+        return {}
+
+    def updated(self, window: Window) -> None:
+        """Come after the update."""
+
+    def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
+        """Come after the step; `row`: what is known of its row, where one is due."""
+
+    # With the verdict on a step, on the host: before the update of the next one, or before its row.
+
+    def finished(self, seen: Any) -> None:
+        """Take in the `Outcome` of the step that the progress stands at."""
+
+    # Between the steps; here the host may wait.
+
+    def row(self, window: Window) -> dict[str, Any]:
+        """Return what the row of the last step gets."""
+        return {}
+
+    def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
+        """Return losses of other weights: `losses` gives those of the model as it is, by a name."""
+        return {}
+
+    def evaluated(self, window: Window, row: dict[str, Any]) -> None:
+        """Come after an evaluation, with the row."""
+
+    def row_ready(self, row: dict[str, Any]) -> None:
+        """Come last before a row is written; it may be added to."""
+
+    def due(self, step: int, last: bool) -> bool:
+        """Return whether `act` follows the step. It is then finished before the next one."""
+        return False
+
+    def act(self) -> None:
+        """Do what is due, after the row and the checkpoint."""
+
+    def saved(self, step: int) -> None:
+        """Come after a checkpoint is committed."""
+
+    # Around the steps.
+
+    def begin(self, loop: Any) -> None:
+        """Begin; `loop` stands where the run goes on."""
+        self.loop = loop
+
+    def train_start(self) -> None:
+        """Come before the first step of this process."""
+
+    def train_end(self) -> None:
+        """Come after its last one."""
+
+    def sync(self) -> None:
+        """Bring to the disk what no checkpoint may be ahead of."""
+
+    def close(self) -> None:
+        """End, also where the run has failed."""
+
+    # In a checkpoint.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values; {}: it has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
+        """Take the state of a checkpoint; `anew`: of a fork to which it does not apply as it is."""
+
+    def begins_anew(self, changed: Sequence[str]) -> bool:
+        """Return whether a fork with these keys changed has other settings than its state's."""
+        return False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return tensors by the names of parameters; a file of the feature's name holds them."""
+        return {}
+
+    def begin_tensors(self) -> None:
+        """Set them to the weights: of a fork whose parent had none."""
+
+    # At the end, and in a plan.
+
+    def summary(self) -> dict[str, Any]:
+        """Return figures for the summary of the run."""
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """Return what status.json holds under the feature's name."""
+        return {}
+
+    def words(self) -> list[tuple[str, str]]:
+        """Return what the screen shows at the end: titles and texts."""
+        return []
+
+    def last_words(self) -> list[tuple[str, str]]:
+        """Return the same of a finished run, from its model: all ranks call together."""
+        return []
+
+    def last_step(self) -> dict[str, Any]:
+        """Return what a replay tells of its last step."""
+        return {}
+
+    def timed(self) -> dict[str, Callable[[], None]]:
+        """Return what a calibration times, by name: NAME_s."""
+        return {}
+
+
+def starting(keys: Sequence[str], *starts: str) -> list[str]:
+    """Return the keys that begin so."""
+    return [key for key in keys if key.startswith(starts)]
+
+
+def look_back(path: Path, step: int, parts: tuple[Any, ...]) -> list[Callable[[], None]]:
+    """Read what features have left in a run's folder; return what removes that after a step.
+
+    Nothing is written before all files are read. Raises ConfigError for damage.
+    """
+    looking = [part.look_back for part in parts if hasattr(part, "look_back")]
+    return [look(path, step) for look in looking]
