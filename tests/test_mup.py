@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from llmexp.train.layers import attention_figures
 from torch import Tensor, nn
 
+from llmexp.features.layers.figures import attention_figures
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of

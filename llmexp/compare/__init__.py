@@ -3,6 +3,7 @@
 Along the data flow. In reading order:
 records        what a comparison is made of
 reading, rows  run folders, metrics.jsonl and steps.bin, none of it trusted
+columns        columns of the table, and a figure as its cell has it
 figures        which runs take part, and their figures
 position       the tokens, steps or seconds at which losses are compared
 target         where runs first reach a figure

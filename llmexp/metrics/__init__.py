@@ -7,8 +7,7 @@ meter     counts and clocks since the last row
 ratio     the standard error of a ratio of sums
 norms     gradient norms: the clip table
 rules     the same for what other rules of clipping look at
-noise     the gradient noise scale
-outliers  steps far off those before, by moving limits
+robust    the middle of values, which values far off do not move
 lines     a row as a line of the console
 plot      loss.png; running means of curves
 """

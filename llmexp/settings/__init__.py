@@ -13,6 +13,7 @@ convert    from a mapping to a checked `Config`
 targets    `_target_`: from a dotted name to a function, of allowed packages only; its arguments
 tracking   wandb's variables in the section `tracker`
 knobs      what of a config decides its result and what its work; what a resume may change
+keys       how a figure of a row is declared
 labels     short names of swept values: `accum=1 clip=0.5`
 commands   commands to paste, and what installs a missing package
 """

@@ -3,17 +3,14 @@
 No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
+feature        the events at which optional parts of a run (`features`) and hooks act
 step           one optimizer step: the factor of the loss, whether it is skipped
 clipping       the rule of clipping of a step
 set_up         builds that from the parts of a run
-layers         figures of a step layer by layer
-ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to evaluate, save, stop; the rows
-spikes         records a spike, and what rose first before it
 verdicts       finishes each step, one later: counts it, or ends the run with words
-profiling      a trace of some steps
 state          what the loop holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files

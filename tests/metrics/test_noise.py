@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
-from llmexp.metrics.outliers import Outliers
 from torch import nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
+from llmexp.features.noise.scale import DECAY, NORMAL, NoiseScale, _student
+from llmexp.features.noise.train import Noise
 from llmexp.settings.config import Clip
 from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step
@@ -64,21 +64,19 @@ def measure(
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clipping=Rule(joined, model, [model.w], [optimizer], Clip(kind="none"), 2),
-        small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None, layers=None,
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
         stage_rate=lambda step: 1.0,
-        skip_outliers=False,
     )  # fmt: skip
-    noise, rng = NoiseScale(LENGTH), torch.Generator().manual_seed(1)
+    noise, rng = Noise(s, every, LENGTH), torch.Generator().manual_seed(1)
+    s.features.append(noise)
     for step in range(steps):
         targets = torch.randint(VOCABULARY, (accumulation, 2, LENGTH), generator=rng)
         targets[torch.rand(targets.shape, generator=rng) < masked] = -100
         window = Window(step, [(t, t) for t in targets], int((targets >= 0).sum()), 0)
         seen = train_step(s, window, lambda: 0).read()
-        assert (seen.small_targets == 0) == (accumulation == 1 or (step + 1) % every != 0)
-        small = seen.small_square, seen.small_targets
-        noise.add(*small, seen.grad_norm**2, seen.target_tokens)
-    return noise, model
+        assert ("small_targets" in seen.more) == (accumulation > 1 and (step + 1) % every == 0)
+        noise.finished(seen)
+    return noise.scale, model
 
 
 @pytest.mark.parametrize(("masked", "kind"), [(0.0, "fp64"), (0.6, "fp64"), (0.3, "fp16")])

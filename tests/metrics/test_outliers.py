@@ -11,18 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmexp.metrics.outliers import ENOUGH, LASTING, Limits, Outliers, describe
 
 from llmexp import mesh
-from llmexp.train.step import OK, OUTLIER, SKIPPED_OUTLIER, Outcome, must_skip, skip_outliers
+from llmexp.features.outliers.limits import ENOUGH, LASTING, Judge, Limits, describe
+from llmexp.features.outliers.train import judged
+from llmexp.train.step import OK, SKIPPED, Outcome, must_skip
 
 FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
 
 
-def fed(
-    entries: list[tuple[float, float]], sigma: float | None = 6.0, window: int = 64
-) -> Outliers:
-    found = Outliers(sigma, window)
+def fed(entries: list[tuple[float, float]], sigma: float = 6.0, window: int = 64) -> Judge:
+    found = Judge(sigma, window)
     for entry in entries:
         found.add(*entry)
     return found
@@ -98,7 +97,7 @@ def test_only_what_is_above_is_skipped_and_a_new_level_is_skipped_four_times(lev
     """Levels of loss and norm that last for some steps, the updates of all outliers skipped; a
     resume in the middle changes nothing."""
     steps = noisy(40) + [(loss, norm) for loss, norm, times in levels for _ in range(times)]
-    found, resumed, skips = Outliers(sigma, 16), Outliers(sigma, 16), []
+    found, resumed, skips = Judge(sigma, 16), Judge(sigma, 16), []
     for number, (loss, norm) in enumerate(steps):
         limits = found.limits
         skips.append(limits is not None and not limits.hold(loss, norm))
@@ -113,10 +112,6 @@ def test_only_what_is_above_is_skipped_and_a_new_level_is_skipped_four_times(lev
             assert (resumed.limits, resumed.state_dict()) == (found.limits, found.state_dict())
     lengths = [len(list(same)) for skipped, same in itertools.groupby(skips) if skipped]
     assert max(lengths, default=0) <= LASTING
-
-
-def test_off_is_off():
-    assert fed(noisy(100), sigma=None).limits is None
 
 
 def test_it_is_reported_with_figures():
@@ -134,7 +129,7 @@ def test_the_window_forgets(window):
 
 @given(st.lists(st.floats(0, 10), min_size=40, max_size=90), st.integers(0, 19))
 def test_robust_limits_are_about_the_median_and_early_heights_do_not_widen_them(values, high):
-    outliers = Outliers(6.0, 64)
+    outliers = Judge(6.0, 64)
     for number, value in enumerate(values):
         outliers.add(1e6 * (number < high) + value, value)
     kept = np.array(values[-64:])
@@ -148,18 +143,16 @@ def test_robust_limits_are_about_the_median_and_early_heights_do_not_widen_them(
 
 @pytest.mark.parametrize("device", [False, True])
 def test_the_step_on_the_device_and_its_outcome_on_the_host_agree(device):
-    """`must_skip` and `skip_outliers` skip what `Outcome.code` has a reason for, and no more."""
+    """`must_skip` and `judged` skip what `Outcome.code` has a reason for, and no more."""
     joined = mesh.join("cpu", "single", 1, 1, 1)
     limits = Limits((1.0, 3.0), (0.5, 2.0))
     edges = (math.nan, math.inf, -math.inf, 0.5, 1.0, 2.0, 3.0, math.nextafter(3.0, 4.0), 4.0)
     for loss, norm, count in itertools.product(edges, edges, (0.0, 5.0)):
         given = [torch.tensor(x, dtype=torch.float64) if device else x for x in (loss, norm, count)]
         bad = must_skip(*given)
-        skip = skip_outliers(joined, bad, given[0], torch.tensor(norm).double(), limits)
-        outlying, applied = bool(skip) and not bad, (OK, OUTLIER)
+        skip = judged(joined, bad, given[0], torch.tensor(norm).double(), limits)
+        outlying = bool(skip) and not bad
         assert outlying == (not bad and not limits.hold(loss, norm))
-        figures = (loss, norm, norm, False, 1.0, (), limits)
-        skipping = Outcome(count, bool(skip), *figures).code
-        assert (skipping in applied, skipping == SKIPPED_OUTLIER) == (not skip, outlying)
-        watching = Outcome(count, bool(bad), *figures).code
-        assert (watching in applied, watching == OUTLIER) == (not bad, outlying)
+        seen = Outcome(count, bool(skip), loss, norm, norm, False, 1.0)
+        assert (seen.code == OK, seen.code == SKIPPED) == (not skip, outlying)
+        assert seen.is_finite == (not bad)

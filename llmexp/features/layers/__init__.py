@@ -1,1 +1,4 @@
-"""Figures of chosen steps layer by layer, in layers.jsonl."""
+"""Figures of chosen steps layer by layer, in layers.jsonl.
+
+figures    what is taken of a step on the device
+"""

@@ -1,1 +1,4 @@
-"""Outlier steps: loss or gradient norm far above the steps before; their updates may be skipped."""
+"""Outlier steps: loss or gradient norm far above the steps before; their updates may be skipped.
+
+limits     by a trailing window
+"""
