@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.evaluation import validate
 from llmexp.train.set_up import set_up
+from llmexp.train.state import Progress
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
 from llmexp.update.precision import settings_kept
@@ -251,12 +253,18 @@ def _trained(config: Config) -> tuple[str, list[float]]:
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
     digest, figures, updates = hashlib.sha256(), [], 0
+    out = SimpleNamespace(main=False, console=SimpleNamespace(line=lambda text: None))
+    loop = SimpleNamespace(progress=Progress(), run=parts.run, parts=parts, out=out)
+    for feature in s.features:
+        feature.loop = loop
     for number, window in enumerate(read_ahead(parts, s.mesh, 0)):
         seed_step(config.train.seed, number, 0)
         step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
         seen = step.read()
         updates += not seen.skipped
-        s.outliers.add(seen.loss, seen.grad_norm)
+        loop.progress.step = number + 1
+        for feature in s.features:
+            feature.finished(seen)
         s.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
