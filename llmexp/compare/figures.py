@@ -5,6 +5,7 @@ It also tells which runs take part.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ _COLUMNS = (
     column_of("peak_memory_gib"),
     Column("clipped_share", "steps clipped", "", 3),
     column_of("skipped_steps"),
-    *features.collected("compare", "COLUMNS"),
+    *itertools.chain(*features.declared("compare", "COLUMNS")),
     Column("target/tokens", "tokens to target", "lower"),
     Column("target/steps", "steps to target", "lower"),
     Column("target/time", "time to target (s)", "lower"),
@@ -200,8 +201,8 @@ def figures(
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None and key != "clipped_share":  # which is a step's own in its row
             found[key] = own.get(key, _last(finite(columns, key)))
-    for part in features.parts("compare"):
-        found |= part.figures(record) if hasattr(part, "figures") else {}
+    for of_feature in features.declared("compare", "figures"):
+        found |= of_feature(record)
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
@@ -214,8 +215,6 @@ def figures(
         if found["train_time"] is not None and (seconds := time_before(record)) is not None:
             found["line_time"] = found["train_time"] + seconds
     return {key: value for key, value in found.items() if value is not None}
-
-
 
 
 def _train_loss(record: Record, step: int) -> float | None:

@@ -205,8 +205,8 @@ def _rows_of(c: Result) -> list[dict[str, Any]]:
             "note": e.note or None, "label": e.label, "mark": e.mark or None,
             "difference": e.size, "half": e.half,
         }  # fmt: skip
-        for part in features.parts("compare"):
-            row |= part.values(e, figures) if hasattr(part, "values") else {}
+        for values_of in features.declared("compare", "values"):
+            row |= values_of(e, figures)
         rows.append(row | {"basis": e.basis or None})
     return rows
 

@@ -23,10 +23,11 @@ from llmexp.checkpoint.pieces import TYPES
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
-from llmexp.exchange.families import TRANSFORMERS, NameRule, family_of, to_config
+from llmexp.exchange.families import NameRule, family_of, to_config
 from llmexp.exchange.multipliers import multipliers
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.models.common import all_finite
+from llmexp.settings.rules import TRANSFORMERS
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import new_folder, write_json, write_whole
 

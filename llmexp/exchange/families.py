@@ -12,8 +12,6 @@ from typing import Any
 
 from llmexp.settings.values import ConfigError
 
-TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
-
 
 @dataclass(frozen=True)
 class NameRule:

@@ -5,6 +5,7 @@ and names none of them; a feature is removed by its folder and its line in FEATU
 
 settings   its `Knobs`, which join the section `SECTION`, and the `KEYS` of its figures in the rows
 train      `make`: the `train.feature.Feature` that a run asks for, or None
+assembly   `check`: refuses a config before anything is built
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 page       `table`: a table of the page
 forecast   `counts`: how often it acts, for the time that a run takes
@@ -29,6 +30,8 @@ FEATURES = (
     "spikes",  # of layers and outliers
     "sample",
     "profile",
+    "picture",
+    "tracker",
 )
 
 
@@ -39,6 +42,6 @@ def parts(room: str) -> tuple[Any, ...]:
     return tuple(importlib.import_module(one) for one in found if importlib.util.find_spec(one))
 
 
-def collected(room: str, name: str) -> tuple[Any, ...]:
-    """Return what the features declare under a name in a room, in one tuple."""
-    return tuple(one for part in parts(room) for one in getattr(part, name, ()))
+def declared(room: str, name: str) -> list[Any]:
+    """Return what the features have under a name in a room, such as a function."""
+    return [getattr(part, name) for part in parts(room) if hasattr(part, name)]

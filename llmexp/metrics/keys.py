@@ -5,6 +5,7 @@ Console, tables, page, proofs and tracker take it from here; docs/semantics.md s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ _ALL = (
         "memory", "GiB", "lower", digits=3, timing=True),
     Key("amp", "1 where the step ran under autocast"),
     Key("eta", "seconds of training to go at this rate", unit="s", timing=True),
-    *features.collected("settings", "KEYS"),
+    *itertools.chain(*features.declared("settings", "KEYS")),
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)

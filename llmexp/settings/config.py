@@ -154,9 +154,7 @@ class CoreTrain:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreMetrics:
-    picture: bool = knob(
-        "draw the curves into loss.png at the end of the run", False, affects="nothing"
-    )
+    """Have no knobs but those of features."""
 
 
 def _with_features(section: str, core: type) -> type:

@@ -13,6 +13,8 @@ from llmexp.settings.values import Where, choice, count, knob, optional, usual
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
 LIBRARY_TARGET = "llmexp.update.library.library"  # target of optimizer=library, which has a name
+# The model whose tensors have the names of transformers already.
+TRANSFORMERS = "llmexp.models.hf.HuggingFace"
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 SHAPE_KEYS = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmexp import features, mesh
+from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.pieces import piece_of
@@ -27,7 +27,6 @@ from llmexp.settings.knobs import differing
 from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
-from llmexp.tracker.mirror import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature, look_back, starting
 from llmexp.train.folder import fixed_facts, fixed_part
@@ -179,19 +178,18 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         )
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
-    removals = look_back(path, progress.step, features.parts("train")) if main else []
+    removals = look_back(path, progress.step) if main else []
     accepted()
     if rows is not None:
         rows.open()
     for remove in removals:
         remove()
-    tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     if parts.hooks:
         setup.features.insert(0, UserHooks(parts.hooks))
     loop = Loop(
         parts=parts,
         setup=setup,
-        out=Outputs(path, main, console, tracker, rows),
+        out=Outputs(path, main, console, rows),
         progress=progress,
         meter=meter,
         norms=norms,

@@ -12,7 +12,6 @@ from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.ending import COMES_AGAIN
-from llmexp.tasks import scoring
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, TrainingFailed
 from llmexp.update import faces, precision
@@ -48,6 +47,8 @@ def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
 
     All ranks share the items.
     """
+    from llmexp.tasks import scoring
+
     row = dict[str, float]()
     tokens = parts.run.micro_batch_size * parts.run.sequence_length
     mesh.share_buffers(setup.mesh, setup.model)

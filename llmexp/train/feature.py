@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from llmexp import features
 from llmexp.data.window import Window
 
 
@@ -110,6 +111,9 @@ class Feature:
     def close(self) -> None:
         """End, also where the run has failed."""
 
+    def closed(self, summary: dict[str, Any], code: int) -> None:
+        """Come last, with the figures of the run and its exit code, also where it has failed."""
+
     # In a checkpoint.
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,6 +152,10 @@ class Feature:
         """Return the same of a finished run, from its model: all ranks call together."""
         return []
 
+    def to_copy(self) -> list[tuple[str, str]]:
+        """Return titles and texts that rank 0 shows last, unwrapped: paths and commands."""
+        return []
+
     def last_step(self) -> dict[str, Any]:
         """Return what a replay tells of its last step."""
         return {}
@@ -162,10 +170,9 @@ def starting(keys: Sequence[str], *starts: str) -> list[str]:
     return [key for key in keys if key.startswith(starts)]
 
 
-def look_back(path: Path, step: int, parts: tuple[Any, ...]) -> list[Callable[[], None]]:
+def look_back(path: Path, step: int) -> list[Callable[[], None]]:
     """Read what features have left in a run's folder; return what removes that after a step.
 
     Nothing is written before all files are read. Raises ConfigError for damage.
     """
-    looking = [part.look_back for part in parts if hasattr(part, "look_back")]
-    return [look(path, step) for look in looking]
+    return [look(path, step) for look in features.declared("train", "look_back")]

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from llmexp.checkpoint import loading
-from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
@@ -71,6 +70,8 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     wanted = Path(request["folder"])
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
+        from llmexp.exchange.average import refuse_average
+
         rundir.check_plain(wanted)
         refuse_average(wanted)
     refuse_folder(wanted, there, parts.config.checkpoint.resume)

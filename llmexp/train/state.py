@@ -19,7 +19,6 @@ from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
 from llmexp.system.console import Console
-from llmexp.tracker.mirror import Trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Setup, StepResult, seed_step
@@ -46,7 +45,6 @@ class Outputs:
     path: Path
     main: bool
     console: Console
-    tracker: Trackers
     rows: Rows | None
 
 

@@ -8,15 +8,11 @@ from typing import Any
 
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_line
-from llmexp.metrics.plot import plot_losses
 from llmexp.runs import rundir
-from llmexp.runs.rows import LINEAGE, Figures, walk_rows
-from llmexp.settings.commands import command
+from llmexp.runs.rows import Figures
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
-from llmexp.system.fileio import write_whole
 from llmexp.system.text import duration
-from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.state import Loop
 
 
@@ -110,18 +106,10 @@ def say_the_end(
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: an error here is only printed
         sections += [*measured_sections(loop), *last_words]
-        if loop.out.rows is not None and parts.config.metrics.picture:
-            before = (row for row, _ in walk_rows(path / LINEAGE))
-            rows = (row for row, _ in walk_rows(path / rundir.METRICS))
-            if png := plot_losses(rows, f"{parts.config.name}/{path.name}", before):
-                write_whole(path / "loss.png", png)
-            if (path / "loss.png").exists():
-                to_copy.append(("picture", str(path / "loss.png")))
+        to_copy += [words for feature in loop.features for words in feature.to_copy()]
     except Exception as error:
         sections.append(("missing", f"the end of this report: {error!r}"))
     to_copy.append(("folder", str(path)))
-    if upload_is_pending(path):
-        to_copy.append(("upload", command("sync", path)))
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))
     elif loop.saved:

@@ -214,7 +214,8 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
         state, code = "failed", FAILED
         raise
     finally:
-        out.tracker.finish(summary, code)
+        for feature in loop.features:
+            feature.closed(summary, code)
         if state == "failed":
             out.console.close()
     return summary

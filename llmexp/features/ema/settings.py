@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import optional
 
@@ -17,6 +18,6 @@ class Knobs:
     )
 
 
-def copies_of_weights(knobs: Knobs) -> int:
+def copies_of_weights(config: Any) -> int:
     """Return how often a rank holds its part of the weights once more."""
-    return int(knobs.ema is not None)
+    return int(config.train.ema is not None)

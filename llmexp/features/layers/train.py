@@ -22,12 +22,8 @@ STEPS_KEPT = 11  # a spike's and ten before
 
 def make(parts: Parts, setup: Setup) -> LayerByLayer | None:
     every = knobs_of(parts.config, Knobs).layers_every
-    wanted = [
-        part.needs_layers(parts.config)
-        for part in features.parts("train")
-        if hasattr(part, "needs_layers")
-    ]
-    return LayerByLayer(parts, setup, every, any(wanted)) if every or any(wanted) else None
+    always = any(needs(parts.config) for needs in features.declared("train", "needs_layers"))
+    return LayerByLayer(parts, setup, every, always) if every or always else None
 
 
 class LayerByLayer(Feature):

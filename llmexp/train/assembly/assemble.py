@@ -11,12 +11,13 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from llmexp import features
 from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.text_bytes import TextBytes
@@ -31,8 +32,6 @@ from llmexp.settings.parts import COMMON
 from llmexp.settings.targets import bind, hook
 from llmexp.settings.values import is_ours
 from llmexp.system.text import first_of
-from llmexp.tasks.scoring import Task
-from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (
     build_corpus,
     build_tokenizer,
@@ -60,6 +59,9 @@ from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solv
 from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
 from llmexp.update.held import not_updated
+
+if TYPE_CHECKING:
+    from llmexp.tasks.scoring import Task
 
 _T = TypeVar("_T")
 
@@ -141,7 +143,8 @@ def assemble(
     `parent`: that of a fork, from its run.json. Raises ConfigError."""
     cached = cache or Cache()
     variables.remember_names(plain(config))
-    stores.check_chosen(config.tracker.kind, config.tracker.also)
+    for part in features.parts("assembly"):
+        part.check(config)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))

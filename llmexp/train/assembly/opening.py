@@ -13,7 +13,6 @@ from llmexp import mesh
 from llmexp.checkpoint import loading
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import EXPORT_DTYPES, Exported, Stored, export_model
-from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import give_memory
@@ -21,6 +20,7 @@ from llmexp.models.loss import SummedLoss
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
+from llmexp.settings.rules import TRANSFORMERS
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.train.assembly.inputs import document_end, inputs_of, padded_vocabulary, uses_tokenizer

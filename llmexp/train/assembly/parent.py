@@ -15,8 +15,6 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.data.stream import Corpus
-from llmexp.exchange.average import refuse_average
-from llmexp.exchange.sizes import CONVERTED
 from llmexp.run import Parent
 from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.runs import rundir
@@ -26,7 +24,6 @@ from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.system.text import first_of
-from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
 
 
@@ -47,6 +44,8 @@ def find_parent_run(config: Config, model: nn.Module) -> ParentRun | None:
     fork cannot go on from."""
     if config.fork.run is None:
         return None
+    from llmexp.exchange.average import refuse_average
+
     path, step = Path(str(config.fork.run)), config.fork.step
     refuse_average(path)
     recorded, tree = rundir.read_run(path), rundir.built_config(path)
@@ -70,6 +69,8 @@ def parent_of(config: Config, found: ParentRun | None, corpus: Corpus) -> Parent
     Raises ConfigError."""
     if found is None:
         return None
+    from llmexp.tracker.fields import run_fields
+
     path, tree, recorded, loaded = found.path, found.tree, found.recorded, found.loaded
     step, before = loaded.step, recorded.get("parent") or {}
     try:
@@ -127,6 +128,8 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         begin = typed("model.init_from", f"{run}@{step}")
         way = f"leave it out, or begin a new run with what fits: {begin}"
         raise ConfigError(f"{given or 'model'}: {why}; {way}") from None
+    from llmexp.exchange.sizes import CONVERTED
+
     for key in CONVERTED:
         now, before = ({"parametrization": "standard"} | c.model for c in (config, there))
         if now.get(key) != before.get(key):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from llmexp import mesh
 from llmexp.checkpoint.pieces import TYPES, piece_of
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import WeightSource, begin_with, check_weights, open_source
-from llmexp.exchange.tokenizer import same_ids, tokenizer_beside
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.models.initial import numbers_of
 from llmexp.run.layout import Layout
@@ -25,23 +22,30 @@ from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import LIBRARY_TARGET, Group
+from llmexp.settings.rules import LIBRARY_TARGET, TRANSFORMERS, Group
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
 from llmexp.system.text import first_of, gib
-from llmexp.tasks.items import read_task
-from llmexp.tasks.scoring import Task, prepare_task
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
 from llmexp.update import groups, held, library, precision
 from llmexp.update.states import Traits
 from llmexp.update.twin import perturb
+
+if TYPE_CHECKING:
+    from llmexp.exchange.reading import WeightSource
+    from llmexp.tasks.scoring import Task
 
 
 def prepare_tasks(
     names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
 ) -> list[Task]:
     """Return the tasks of these names, with their requests. Raises ConfigError."""
+    if not names:
+        return []
+    from llmexp.tasks.items import read_task
+    from llmexp.tasks.scoring import prepare_task
+
     return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
@@ -55,6 +59,8 @@ def initial_weights(
     section = fill(section, "model")
     if (given := section.get("init_from")) is None:
         return None
+    from llmexp.exchange.reading import begin_with, check_weights, open_source
+
     try:
         source = open_source(given, mesh.share_here() if read else None)
         grown = check_weights(source, section, model)
@@ -91,6 +97,8 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     """
     if tokenizer is None:
         return []
+    from llmexp.exchange.tokenizer import same_ids, tokenizer_beside
+
     other: Tokenizer | None
     try:
         if rundir.is_run(folder):

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 
 from llmexp import features
-from llmexp.settings.config import knobs_of
 from llmexp.settings.values import is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.text import gib
@@ -40,8 +39,7 @@ def memory_checked(parts: Parts) -> Parts:
         text += "train.check_memory=false starts it all the same"
         raise refuse("train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
-    declared = [part for part in features.parts("settings") if hasattr(part, "copies_of_weights")]
-    more = sum(part.copies_of_weights(knobs_of(config, part.Knobs)) for part in declared)
+    more = sum(copies(config) for copies in features.declared("settings", "copies_of_weights"))
     state = share * (1 + more + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
     about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))

@@ -1,0 +1,1 @@
+"""The curves of a run as loss.png, drawn at its end."""

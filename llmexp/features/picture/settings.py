@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmexp.settings.values import knob
+
+SECTION = "metrics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    picture: bool = knob(
+        "draw the curves into loss.png at the end of the run", False, affects="nothing"
+    )

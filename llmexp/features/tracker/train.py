@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmexp.settings.commands import command
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.feature import Feature
+from llmexp.train.step import Setup
+
+if TYPE_CHECKING:
+    from llmexp.tracker.mirror import Trackers
+    from llmexp.train.state import Loop
+
+
+def make(parts: Parts, setup: Setup) -> Mirrored | None:
+    chosen = parts.config.tracker
+    return Mirrored() if chosen.kind != "none" or chosen.also else None
+
+
+class Mirrored(Feature):
+    """Send the rows of rank 0; a thread does, and the run neither waits nor fails."""
+
+    _trackers: Trackers | None = None
+
+    def begin(self, loop: Loop) -> None:
+        from llmexp.tracker.mirror import open_trackers
+
+        super().begin(loop)
+        if loop.out.main:
+            self._trackers = open_trackers(loop.out.path, loop.config, loop.out.console.line)
+
+    def closed(self, summary: dict[str, Any], code: int) -> None:
+        if self._trackers is not None:
+            self._trackers.finish(summary, code)
+
+    def to_copy(self) -> list[tuple[str, str]]:
+        from llmexp.tracker.fields import upload_is_pending
+
+        path = self.loop.out.path
+        return [("upload", command("sync", path))] if upload_is_pending(path) else []
