@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from llmexp.compare.records import Column, Setting, is_loss
+from llmexp import features
+from llmexp.compare.records import Column, Record, Setting, is_loss
 from llmexp.metrics.keys import ROW_KEYS
 from llmexp.system.text import amount, with_interval
 
@@ -51,3 +52,9 @@ def column_of(key: str, when: str = "") -> Column:
     """Return the column of a figure of the rows."""
     known = ROW_KEYS[key]
     return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
+
+
+def of_features(record: Record) -> dict[str, float | None]:
+    """Return the figures that features find in the folder of a run."""
+    figures = features.declared("compare", "figures")
+    return {key: value for found in figures for key, value in found(record).items()}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
-from llmexp.compare.columns import column_of, is_score
+from llmexp.compare.columns import column_of, is_score, of_features
 from llmexp.compare.position import Position, evaluations, positions, time_before, until
 from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
 from llmexp.compare.rows import elapsed, finite
@@ -201,8 +201,7 @@ def figures(
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None and key != "clipped_share":  # which is a step's own in its row
             found[key] = own.get(key, _last(finite(columns, key)))
-    for of_feature in features.declared("compare", "figures"):
-        found |= of_feature(record)
+    found |= of_features(record)
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
