@@ -56,5 +56,5 @@ def column_of(key: str, when: str = "") -> Column:
 
 def of_features(record: Record) -> dict[str, float | None]:
     """Return the figures that features find in the folder of a run."""
-    figures = features.declared("compare", "figures")
+    figures = features.offered("compare", "figures")
     return {key: value for found in figures for key, value in found(record).items()}

@@ -46,7 +46,7 @@ _COLUMNS = (
     column_of("peak_memory_gib"),
     Column("clipped_share", "steps clipped", "", 3),
     column_of("skipped_steps"),
-    *itertools.chain(*features.declared("compare", "COLUMNS")),
+    *itertools.chain(*features.offered("compare", "COLUMNS")),
     Column("target/tokens", "tokens to target", "lower"),
     Column("target/steps", "steps to target", "lower"),
     Column("target/time", "time to target (s)", "lower"),

@@ -51,7 +51,7 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
     made_of = differences(f.taking_part)
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
-    of_features = features.declared("compare", "notes")
+    of_features = features.offered("compare", "notes")
     first, beside, how = (
         [line for say in several for line in say(f)]
         for several in (

@@ -68,7 +68,7 @@ class Table:
 def page(comparison: Result, inline: bool = True) -> str:
     """Return the page with everything inside, or, without `inline`, with the library beside it."""
     c, parts = comparison, sections(comparison)
-    tables = [found for of in features.declared("page", "table") if (found := of(c)).rows]
+    tables = [found for of in features.offered("page", "table") if (found := of(c)).rows]
     return document(
         "llmexp.compare", list(itertools.chain(*parts.values())), inline,
         title=_title(c), about=_about(c), headline=c.headline, notes=c.notes, why=c.why,

@@ -205,7 +205,7 @@ def _rows_of(c: Result) -> list[dict[str, Any]]:
             "note": e.note or None, "label": e.label, "mark": e.mark or None,
             "difference": e.size, "half": e.half,
         }  # fmt: skip
-        for values_of in features.declared("compare", "values"):
+        for values_of in features.offered("compare", "values"):
             row |= values_of(e, figures)
         rows.append(row | {"basis": e.basis or None})
     return rows

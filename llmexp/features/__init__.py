@@ -42,6 +42,6 @@ def parts(room: str) -> tuple[Any, ...]:
     return tuple(importlib.import_module(one) for one in found if importlib.util.find_spec(one))
 
 
-def declared(room: str, name: str) -> list[Any]:
+def offered(room: str, name: str) -> list[Any]:
     """Return what the features have under a name in a room, such as a function."""
     return [getattr(part, name) for part in parts(room) if hasattr(part, name)]

@@ -62,7 +62,7 @@ _ALL = (
         "memory", "GiB", "lower", digits=3, timing=True),
     Key("amp", "1 where the step ran under autocast"),
     Key("eta", "seconds of training to go at this rate", unit="s", timing=True),
-    *itertools.chain(*features.declared("settings", "KEYS")),
+    *itertools.chain(*features.offered("settings", "KEYS")),
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)

@@ -207,7 +207,7 @@ def test_a_snapshot_names_what_is_not_finite(dtype, sizes, value, kind, data):
             held.view(-1)[place] = number
             if value == "largest":
                 held.fill_(number)
-    pieces = saving.snapshot(model, [optimizer], 0, 1, False, average)
+    pieces = saving.snapshot(model, [optimizer], 0, 1, False, {"ema": average})
     wrong = held is not None and value != "largest"
     wrong = wrong and not (kind in ("buffer", "cache", "own state") and math.isinf(value))
     names = {"parameter": "model weight", "buffer": "model mask", "ema": "ema weight"}

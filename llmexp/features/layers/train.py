@@ -22,7 +22,7 @@ STEPS_KEPT = 11  # a spike's and ten before
 
 def make(parts: Parts, setup: Setup) -> LayerByLayer | None:
     every = knobs_of(parts.config, Knobs).layers_every
-    always = any(needs(parts.config) for needs in features.declared("train", "needs_layers"))
+    always = any(needs(parts.config) for needs in features.offered("train", "needs_layers"))
     return LayerByLayer(parts, setup, every, always) if every or always else None
 
 

@@ -143,8 +143,8 @@ def assemble(
     `parent`: that of a fork, from its run.json. Raises ConfigError."""
     cached = cache or Cache()
     variables.remember_names(plain(config))
-    for part in features.parts("assembly"):
-        part.check(config)
+    for check in features.offered("assembly", "check"):
+        check(config)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
@@ -159,8 +159,7 @@ def assemble(
     model = cached(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
-    given = config.optimizer, model, section, solved, place
-    loss, building, known, warnings = _loss_and_optimizers(*given, cached)
+    loss, building, known, warnings = _loss_and_optimizers(model, section, solved, place, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
@@ -198,18 +197,14 @@ def assemble(
 
 
 def _loss_and_optimizers(
-    optimizer: dict[str, Any],
-    model: nn.Module,
-    section: tuple[Any, ...],
-    solved: Config,
-    place: Placement,
-    cached: Cache,
+    model: nn.Module, section: tuple[Any, ...], solved: Config, place: Placement, cached: Cache
 ) -> tuple[SummedLoss, Callable[[nn.Module], list[Optimizer]], dict[str, Any], list[str]]:
     """Return the model with its loss, what builds its optimizers, facts about them, and warnings.
 
     Those of the user's are tried. Raises ConfigError, also for a rule of clipping or ranks that do
     not go with them.
     """
+    optimizer = solved.optimizer
     own = not is_ours(optimizer.get("_target_"))
     traits, warnings = cached(try_optimizers, optimizer, section) if own else ([], [])
     building = functools.partial(build_optimizers, optimizer, traits=traits)
