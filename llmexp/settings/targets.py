@@ -257,22 +257,23 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
     """Return the name of an entry of `hooks`, and its function of (event, context).
 
-    An entry is a name, or a section with arguments. Raises ConfigError.
+    A class, which is a feature of the user's, gets the `train.step.Setup` in their place. An entry
+    is a name, or a section with arguments. Raises ConfigError.
     """
     key = f"hooks.{number}"
     if isinstance(entry, Mapping):
-        found, knobs = resolve(key, entry, ("event", "context"))
+        found, knobs = resolve(key, entry, ("event", "context", "setup"))
         name = str(entry["_target_"])
     else:
         name = str(fill(entry, "hooks"))
         found, knobs = locate("hooks", name), {}
+    gets = ("setup",) if is_class(found) else ("event", "context")
     try:
-        inspect.signature(found).bind("step_start", None, **knobs)
+        inspect.signature(found).bind(*gets, **knobs)
     except TypeError as error:
+        arguments = ", ".join([*gets, *(f"{knob}=..." for knob in knobs)])
         raise ConfigError(
-            f"hooks={name}: cannot be called as (event, "
-            f"context{''.join(f', {k}=...' for k in knobs)}): "
-            f"{error}{place(found)}"
+            f"hooks={name}: cannot be called as ({arguments}): {error}{place(found)}"
         ) from None
     better = getattr(found, "better", {})
     if not isinstance(better, Mapping) or any(
@@ -283,6 +284,11 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
             f"example {{'mine/norm': 'lower'}}{place(found)}"
         )
     return name, functools.partial(found, **knobs) if knobs else found
+
+
+def is_class(hook: Callable[..., Any]) -> bool:
+    """Return whether an entry of `hooks` is a class, with or without knobs."""
+    return isinstance(getattr(hook, "func", hook), type)
 
 
 def better_of(hook: Callable[..., Any]) -> dict[str, str]:

@@ -30,7 +30,6 @@ from llmexp.system.console import Console, banner
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature, look_back, starting
 from llmexp.train.folder import fixed_facts, fixed_part
-from llmexp.train.hooks import UserHooks
 from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Outputs, Progress, stateful_parts
 from llmexp.train.step import Setup
@@ -184,8 +183,6 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         rows.open()
     for remove in removals:
         remove()
-    if parts.hooks:
-        setup.features.insert(0, UserHooks(parts.hooks))
     loop = Loop(
         parts=parts,
         setup=setup,

@@ -37,8 +37,8 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
                 there = stream.n_sequences(run.sequence_length)
                 sequences = min(there, -(-most // run.sequence_length)) if most else there
                 sets |= losses(stream, sequences, f"val/{name}")
-        for feature in setup.features:
-            sets |= feature.evaluate(functools.partial(losses, main, run.eval_sequences))
+        for evaluate in setup.features.on("evaluate"):
+            sets |= evaluate(functools.partial(losses, main, run.eval_sequences))
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 

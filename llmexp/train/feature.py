@@ -1,14 +1,14 @@
 """What an optional part of a run may do: in a step, between the steps, and around them.
 
-The loop knows its features by these methods alone, which it calls for each in turn
-(`Setup.features`); a user's hooks hear the same events (`hooks`). One that a run does not ask for
-is not made.
+The loop knows its features by these methods alone, which it calls for each that has them in turn
+(`Features.on`); a user's hooks hear the same events (`hooks`), and a user's own `Feature` can be
+named as a hook. One that a run does not ask for is not made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from llmexp import features
 from llmexp.data.window import Window
+from llmexp.settings.targets import hook, place
+from llmexp.settings.values import ConfigError
 
 
 class Feature:
@@ -38,9 +40,9 @@ class Feature:
     def backward_start(self, window: Window) -> None:
         """Come before the first forward and backward pass, and before the step's random numbers."""
 
-    def around_backward(self, window: Window, number: int) -> AbstractContextManager[None] | None:
+    def around_backward(self, window: Window, number: int) -> AbstractContextManager[None]:
         """Return what stands around the backward pass of a micro-batch, counted from 1."""
-        return None
+        return nullcontext()
 
     def backward_end(self, window: Window) -> None:
         """Come when gradients are complete, reduced and of true scale, before they are measured."""
@@ -83,12 +85,12 @@ class Feature:
     def row_ready(self, row: dict[str, Any]) -> None:
         """Come last before a row is written; it may be added to."""
 
-    def due(self, step: int, last: bool) -> bool:
-        """Return whether `act` follows the step. It is then finished before the next one."""
-        return False
+    def due(self, step: int, last: bool) -> Callable[[], None] | None:
+        """Return what is to be done after the step, its row and its checkpoint, or None.
 
-    def act(self) -> None:
-        """Do what is due, after the row and the checkpoint."""
+        The step is then finished before the next one.
+        """
+        return None
 
     def saved(self, step: int) -> None:
         """Come after a checkpoint is committed."""
@@ -163,6 +165,36 @@ class Feature:
     def timed(self) -> dict[str, Callable[[], None]]:
         """Return what a calibration times, by name: NAME_s."""
         return {}
+
+
+class Features(list[Feature]):
+    """Hold the features of a run in the order in which they act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on: dict[str, list[Callable[..., Any]]] = {}
+
+    def on(self, event: str) -> list[Callable[..., Any]]:
+        """Return the methods of those that do something at an event, worked out once."""
+        if event not in self._on:
+            acting = [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
+            self._on[event] = [getattr(feature, event) for feature in acting]
+        return self._on[event]
+
+
+def own_hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
+    """Return the name and the function of an entry of `hooks`, or its class, which is a Feature.
+
+    Raises ConfigError.
+    """
+    name, found = hook(entry, number)
+    kind = getattr(found, "func", found)
+    if isinstance(kind, type) and not issubclass(kind, Feature):
+        raise ConfigError(
+            f"hooks={name}: is a class, and no feature; name a function of (event, context), or "
+            f"derive the class from llmexp.train.feature.Feature{place(kind)}"
+        )
+    return name, found
 
 
 def starting(keys: Sequence[str], *starts: str) -> list[str]:

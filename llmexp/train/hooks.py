@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from llmexp.data.window import Window
 from llmexp.run import Run
-from llmexp.settings.targets import own_line, place
+from llmexp.settings.targets import is_class, own_line, place
 from llmexp.train.feature import Feature
 from llmexp.train.state import Loop
-from llmexp.train.step import TrainingFailed
+from llmexp.train.step import Setup, TrainingFailed
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class HookContext:
     row: dict[str, Any] | None
     user: dict[str, Any]
     micro_batches: list[tuple[Tensor, Tensor]] | None = None
+
+
+def of_hooks(hooks: Sequence[tuple[str, Callable[..., Any]]], setup: Setup) -> list[Feature]:
+    """Return what listens for a user: one feature for all functions, and own features as they are.
+
+    A class gets the `Setup`, and its knobs.
+    """
+    classes = [found for _, found in hooks if is_class(found)]
+    functions = [(name, found) for name, found in hooks if not is_class(found)]
+    made: list[Feature] = [UserHooks(functions)] if functions else []
+    for found in classes:
+        made.append(feature := found(setup))
+        feature.name = feature.name or type(feature).__name__.lower()
+    return made
 
 
 class UserHooks(Feature):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from llmexp.train.checkpointing import (
     save_what_can_be,
 )
 from llmexp.train.evaluation import score_tasks, validate
-from llmexp.train.feature import Feature
+from llmexp.train.feature import Features
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
 from llmexp.train.verdicts import finish_previous, none_applied
@@ -43,12 +43,12 @@ class Due:
     evaluation: bool = False
     tasks: bool = False
     checkpoint: bool = False
-    acting: tuple[Feature, ...] = ()
+    acts: tuple[Callable[[], None], ...] = ()  # of features
 
     @property
     def verdict(self) -> bool:
         """Return whether the step has to be finished before the next one."""
-        return self.row or self.checkpoint or bool(self.acting)
+        return self.row or self.checkpoint or bool(self.acts)
 
 
 def due_after(
@@ -57,7 +57,7 @@ def due_after(
     config: Config,
     run: Run,
     by_time: bool = False,
-    features: Sequence[Feature] = (),
+    features: Features | None = None,
 ) -> Due:
     """Return what follows a step: a function of the step and the config, but for `by_time`."""
 
@@ -75,7 +75,9 @@ def due_after(
         or by_time
         or every(config.checkpoint.every)
         or every(config.checkpoint.keep_every),
-        acting=tuple(feature for feature in features if feature.due(step, last)),
+        acts=tuple(act for due in features.on("due") if (act := due(step, last)))
+        if features
+        else (),
     )
 
 
@@ -90,8 +92,8 @@ def train(loop: Loop) -> str:
         save(loop)
     first = progress.step
     windows = loop.windows(first)
-    for feature in loop.features:
-        feature.train_start()
+    for act in loop.features.on("train_start"):
+        act()
     while progress.step < max_steps:
         stop, writing, by_time = mesh.any_rank(
             loop.mesh, STOP.requested, loop.is_writing, due_by_time(loop)
@@ -110,9 +112,9 @@ def train(loop: Loop) -> str:
         if due.row:
             report_step(loop, step, window, due)
         else:
-            for feature in loop.features:
-                feature.step_end(window, None)
-        slow = due.evaluation or due.tasks or due.checkpoint or due.acting
+            for act in loop.features.on("step_end"):
+                act(window, None)
+        slow = due.evaluation or due.tasks or due.checkpoint or due.acts
         if loop.out.rows is not None and (slow or loop.out.rows.due):
             show_rows(loop)
         loop.out.console.progress(progress.step, *loop.shown)
@@ -120,10 +122,10 @@ def train(loop: Loop) -> str:
             mesh.shorten_timeout(loop.mesh, config.parallelism.timeout_s)
         if due.checkpoint:
             save(loop, wait=last or not config.checkpoint.async_, must=last)
-        for feature in due.acting:
-            feature.act()
-    for feature in loop.features:
-        feature.train_end()
+        for act in due.acts:
+            act()
+    for act in loop.features.on("train_end"):
+        act()
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
@@ -141,13 +143,13 @@ def due_by_time(loop: Loop) -> bool:
 def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, StepResult]:
     """Train on the next window. The host waits for the device only where a verdict is due."""
     progress, meter, loop.row_is_due = loop.progress, loop.meter, due.row
-    for feature in loop.features:
-        feature.step_start(progress.step + 1)
+    for act in loop.features.on("step_start"):
+        act(progress.step + 1)
     with meter.stepping():
         with meter.waiting_for_data():
             window = next(windows)
-        for feature in loop.features:
-            feature.backward_start(window)
+        for act in loop.features.on("backward_start"):
+            act(window)
         loop.seed(progress.step)
         try:
             step = train_step(loop.setup, window, lambda: finish_previous(loop))
@@ -170,8 +172,8 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
         save_what_can_be(loop)
         raise not_finite(loop, "the weights, as their norm shows")
     loop.row_is_due = True
-    for feature in loop.features:
-        feature.step_end(window, row)
+    for act in loop.features.on("step_end"):
+        act(window, row)
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long
     if due.tasks:
@@ -182,10 +184,10 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
             row["off_interval"] = True
         elif "val/loss" in row:
             progress.best_val_loss = min(row["val/loss"], progress.best_val_loss)
-        for feature in loop.features:
-            feature.evaluated(window, row)
-    for feature in loop.features:
-        feature.row_ready(row)
+        for act in loop.features.on("evaluated"):
+            act(window, row)
+    for act in loop.features.on("row_ready"):
+        act(row)
     publish(loop, row)
 
 
@@ -220,8 +222,8 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
     row |= loop.meter.take(tokens, loop.mesh.world_size)
-    for feature in loop.features:
-        row |= feature.row(window)
+    for row_of in loop.features.on("row"):
+        row |= row_of(window)
     if run.flops_per_token is not None:
         flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12

@@ -10,6 +10,7 @@ from llmexp.models.loss import SummedLoss
 from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
+from llmexp.train.hooks import of_hooks
 from llmexp.train.step import Setup
 from llmexp.update import precision
 
@@ -64,6 +65,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         rate_factor=parts.rate_factor,
         stage_rate=lambda step: parts.run.stage_at(step).rate,
     )
+    setup.features.extend(of_hooks(parts.hooks, setup))
     for part in features.parts("train"):
         if (made := part.make(parts, setup)) is not None:
             setup.features.append(made)

@@ -20,7 +20,7 @@ from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.feature import Feature
+from llmexp.train.feature import Features
 from llmexp.train.step import Setup, StepResult, seed_step
 from llmexp.train.windows import read_ahead
 
@@ -91,7 +91,7 @@ class Loop:
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property
-    def features(self) -> list[Feature]:
+    def features(self) -> Features:
         return self.setup.features
 
     @property

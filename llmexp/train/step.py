@@ -16,7 +16,7 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
-from llmexp.train.feature import Feature
+from llmexp.train.feature import Features
 from llmexp.update import optim, precision
 from llmexp.update.limits import Limit
 
@@ -71,7 +71,7 @@ class Setup:
     arithmetic: str  # fp32, bf16, ...: the kind of precision
     rate_factor: Callable[[int], float]  # of the learning rate, after so many updates
     stage_rate: Callable[[int], float]  # a second one, after so many steps: by the batch
-    features: list[Feature] = field(default_factory=list)
+    features: Features = field(default_factory=Features)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -177,8 +177,8 @@ def train_step(
     gradients = setup.gradients
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     setup.scaler.unscale(held)
-    for feature in setup.features:
-        feature.backward_end(window)
+    for act in setup.features.on("backward_end"):
+        act(window)
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
     updates = finish_previous()
@@ -187,13 +187,14 @@ def train_step(
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
     scale, more = setup.scaler.value, dict[str, Any]()
-    for feature in setup.features:
-        skip = feature.judge(skip, loss, norm)
-        more |= feature.figures(targets, scale)
+    for judge in setup.features.on("judge"):
+        skip = judge(skip, loss, norm)
+    for figures_of in setup.features.on("figures"):
+        more |= figures_of(targets, scale)
     optim.update(setup.optimizers, skip, clip_factor)
     clipped, measured = setup.clipping.after_update(skip, clipped)
-    for feature in setup.features:
-        feature.updated(window)
+    for act in setup.features.on("updated"):
+        act(window)
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
@@ -255,9 +256,8 @@ def accumulate(
                 micro_nll = setup.module(tokens_bt, targets_bt)
             look(micro_nll, i)
             with contextlib.ExitStack() as around:
-                for feature in setup.features:
-                    if (context := feature.around_backward(window, i)) is not None:
-                        around.enter_context(context)
+                for context_of in setup.features.on("around_backward"):
+                    around.enter_context(context_of(window, i))
                 micro_nll.backward(loss_weight)
         nll += micro_nll.detach()
     return nll

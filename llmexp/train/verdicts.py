@@ -136,8 +136,8 @@ def diagnosed(loop: Loop) -> str:
 
 def take_in(loop: Loop, seen: Outcome) -> None:
     """Keep what is measured of the last step; its figures are on the host now."""
-    for feature in loop.features:
-        feature.finished(seen)
+    for act in loop.features.on("finished"):
+        act(seen)
     if not seen.skipped:
         loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
         loop.setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -31,9 +31,9 @@ class Noise(Feature):
         self.every, self._parameters = every, setup.parameters
         self._small, self.scale = SmallGradient(setup.mesh, every), NoiseScale(sequence_length)
 
-    def around_backward(self, window: Window, number: int) -> AbstractContextManager[None] | None:
+    def around_backward(self, window: Window, number: int) -> AbstractContextManager[None]:
         if number > 1 or not self._small.due(window.step + 1):
-            return None
+            return nullcontext()
         return self._small.watching(window.micro_batches, self._parameters)
 
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:

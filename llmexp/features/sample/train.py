@@ -30,8 +30,9 @@ class Sample(Feature):
     def __init__(self, chosen: Knobs) -> None:
         self._every, self._tokens = chosen.sample_every, chosen.sample_tokens
 
-    def due(self, step: int, last: bool) -> bool:
-        return not last and self._every is not None and step % self._every == 0
+    def due(self, step: int, last: bool) -> Callable[[], None] | None:
+        is_due = not last and self._every is not None and step % self._every == 0
+        return self.act if is_due else None
 
     def act(self) -> None:
         """Print a sample in mid-run; one that fails is a line."""

@@ -29,7 +29,7 @@ from llmexp.run.rules import check_batch, solve_rule
 from llmexp.settings import variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
-from llmexp.settings.targets import bind, hook
+from llmexp.settings.targets import bind
 from llmexp.settings.values import is_ours
 from llmexp.system.text import first_of
 from llmexp.train.assembly.inputs import (
@@ -58,6 +58,7 @@ from llmexp.train.assembly.placement import Placement, check_parallel, check_ran
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
+from llmexp.train.feature import own_hook
 from llmexp.update.held import not_updated
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def assemble(
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     check_batch(config, dp_size := place.layout.dp_size)
-    hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
+    hooks = [own_hook(entry, number) for number, entry in enumerate(config.hooks)]
     # inputs: tokenizer and vocabulary
     tokenizer = cached(build_tokenizer, config.tokenizer)
     kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)

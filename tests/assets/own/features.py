@@ -1,0 +1,45 @@
+"""Features of a user's own, which are named as hooks."""
+
+from __future__ import annotations
+
+import torch
+
+from llmexp.train.feature import Feature
+
+
+class Cosine(Feature):
+    """Put the cosine between a step's update and the one before into its row."""
+
+    name = "cosine"
+
+    def __init__(self, setup, every=1):
+        self._weights, self._every = setup.parameters, every
+        self._before = self._last = self._found = None
+
+    def backward_start(self, window):
+        self._before = torch.cat([p.detach().flatten() for p in self._weights])
+
+    def updated(self, window):
+        update = torch.cat([p.detach().flatten() for p in self._weights]) - self._before
+        if self._last is not None:
+            self._found = torch.nn.functional.cosine_similarity(update, self._last, dim=0)
+        self._last = update
+
+    def row(self, window):
+        if self._found is None or (window.step + 1) % self._every:
+            return {}
+        return {"mine/cosine": float(self._found)}
+
+    def state_dict(self):
+        return {} if self._last is None else {"last": self._last.tolist()}
+
+    def load_state_dict(self, state, anew):
+        if not anew:
+            self._last = torch.tensor(state["last"], dtype=self._weights[0].dtype)
+
+
+class NoFeature:
+    """A class that listens to nothing."""
+
+    def __init__(self, setup):
+        pass

@@ -1,0 +1,49 @@
+"""A user's own feature, named as a hook, does what the project's do: rows, state, knobs."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tests.conftest import llmexp
+from tests.tiny import TINY
+from tests.tools import exact, weights
+
+RUN = [
+    "data=synthetic", "data.n_tokens=5000", "train.max_steps=6", "train.log_every=1",
+    "train.eval_every=null", "checkpoint.every=1", "checkpoint.keep=null", "precision=fp64",
+    "checkpoint.save_initial=true", "--allow", "own",
+]  # fmt: skip
+COSINE = "hooks=[own.features.Cosine]"
+
+
+def test_its_figure_is_that_of_the_checkpoints(runs):
+    run = runs(*RUN, COSINE)
+    flat = [torch.cat([t.flatten() for t in weights(run, step).values()]) for step in range(7)]
+    updates = [after - before for before, after in itertools.pairwise(flat)]
+    rows = run.rows()
+    assert "mine/cosine" not in rows[0]
+    for row, (one, other) in zip(rows[1:], itertools.pairwise(updates), strict=True):
+        want = float(one @ other / (one.norm() * other.norm()))
+        # fp64 sums of a thousand products of rounded differences
+        torch.testing.assert_close(row["mine/cosine"], want, rtol=1e-9, atol=1e-9)
+
+
+def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
+    whole, cut = runs(*RUN, COSINE), runs.copy(tmp_path / "cut", *RUN, COSINE, step=3)
+    resumed = llmexp("resume", "cut", "--allow", "own", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert exact(cut) == exact(whole)
+    every = runs(*RUN, "hooks=[{_target_:own.features.Cosine,every:3}]")
+    assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
+
+
+def test_a_class_that_is_no_feature_and_a_wrong_knob_are_refused(tmp_path):
+    for entry, says in (
+        ("own.features.NoFeature", "hooks=own.features.NoFeature: is a class, and no feature"),
+        ("{_target_:own.features.Cosine,evry:3}", "evry"),
+    ):
+        refused = llmexp("train", *TINY, *RUN, f"hooks=[{entry}]", "hydra.run.dir=r", cwd=tmp_path)
+        assert (refused.code, says in refused.err) == (2, True), refused.err
+    assert not (tmp_path / "r").exists()
