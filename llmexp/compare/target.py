@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.figures import is_score, train_losses
+from llmexp.compare.columns import is_score
+from llmexp.compare.figures import train_losses
 from llmexp.compare.position import ROWS, common_rows, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from llmexp.metrics.noise import NoiseScale
 
 from llmexp.data.stream import DataChanged
+from llmexp.features.noise.train import Noise
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.rules import Measures
@@ -26,6 +26,7 @@ from llmexp.runs.rows import Figures
 from llmexp.system.fileio import Unwritable
 from llmexp.train import checkpointing, failing, worker
 from llmexp.train.checkpointing import finish_alone
+from llmexp.train.feature import Feature, Features
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import TrainingFailed
@@ -69,18 +70,16 @@ def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: A
     setup: Any = SimpleNamespace(
         mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
         clipping=SimpleNamespace(measures=Measures({}, {}, range(1))),
-        outliers=SimpleNamespace(sigma=None, skipped=0),
-        layers=None,
+        features=Features(),
     )
     run: Any = SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0, max_steps=10)
     run.tokens_at = lambda step: 96 * step
-    shown = SimpleNamespace(spikes=False, picture=False)
-    config = SimpleNamespace(train=SimpleNamespace(stop_step=3), metrics=shown)
+    config = SimpleNamespace(train=SimpleNamespace(stop_step=3))
     parts: Any = SimpleNamespace(config=config, run=run)
     console: Any = Place()
-    out = Outputs(path, True, console, Place(), Place(*rows), None)  # type: ignore[arg-type]
+    out = Outputs(path, True, console, Place(*rows))  # type: ignore[arg-type]
     meter = Meter(torch.device("cpu"), 96 * progress.step)
-    return Loop(parts, setup, out, progress, meter, Norms("none", None), NoiseScale(12), {}, None)
+    return Loop(parts, setup, out, progress, meter, Norms("none", None), {}, None)
 
 
 def test_times_are_of_the_whole_run(monkeypatch):
@@ -116,7 +115,10 @@ def test_final_is_of_the_last_step_and_no_other():
 
 def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale():
     loop = made(step=4)
-    loop.noise.add(2.0, 12, 1.0, 48)
+    noise = Noise(SimpleNamespace(parameters=[], mesh=None), 1, 12)  # type: ignore[arg-type]
+    noise.begin(loop)
+    noise.scale.add(2.0, 12, 1.0, 48)
+    loop.features.append(noise)
     run = SimpleNamespace(
         ramp="0: 4, 400: 8", first_step=4, sequence_length=12, total_sequences=100,
         begin=Begin(step=4, sequences=16, tokens=192, tokens_seen=180),
@@ -136,7 +138,7 @@ def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
     loop = made(row(5), step=5, path=tmp_path)
     loop.config.train.stop_step = stop_step
     monkeypatch.setattr("llmexp.train.summary.measured_sections", lambda loop: 1 / 0)
-    say_the_end(loop, "preempted", {"steps": 5}, None)
+    say_the_end(loop, "preempted", {"steps": 5}, [])
     text = loop.out.console.lines[0]
     assert f"preempted by {cause} at step 5 of 10" in text
     assert "the end of this report: ZeroDivisionError" in text
@@ -214,6 +216,10 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     loop = made(row(2), step=3, path=tmp_path)
     rows = Place(row(2), full=broken != "device")
     loop.out = dataclasses.replace(loop.out, rows=rows)
+    ended: list[int] = []
+    feature = Feature()
+    feature.closed = lambda summary, code: ended.append(code)  # type: ignore[method-assign]
+    loop.features.append(feature)
     if broken == "disk":
         with pytest.raises(OSError, match="no room"):
             worker.finish_run(loop, "finished", 0)
@@ -224,8 +230,8 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
         assert (found["steps"], "tokens_seen" in found) == (3, False)
         assert failing.failure_of(lost).exit_code == 3
     assert len(loop.out.console.lines) == (broken == "both")  # the rows may not all be there
-    assert [len(place.ended) for place in (rows, loop.out.tracker, loop.out.console)] == [1] * 3
-    assert loop.out.tracker.ended[0][1] == 3
+    assert [len(place.ended) for place in (rows, loop.out.console)] == [1, 1]
+    assert ended == [3]
 
 
 def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):

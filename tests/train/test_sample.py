@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
+from llmexp.features.sample.train import Sample
 from llmexp.models.gpt2 import GPT2
 from llmexp.runs.naming import named_checkpoint
 from llmexp.train.assembly.opening import _build, open_run
-from llmexp.train.sampling import print_sample, sample
+from llmexp.train.sampling import sample
 from tests.conftest import train
 from tests.tools import composed
 
@@ -85,31 +86,31 @@ def test_the_space_behind_a_prompt_stays():
 
 def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
     run = SimpleNamespace(sequence_length=12, max_position_embeddings=32, parameters=64)
-    config = SimpleNamespace(train=SimpleNamespace(sample_tokens=20))
     corpus = SimpleNamespace(is_text=False)
     parts = SimpleNamespace(document_end=None, precision="fp32", tokenizer=encoding, corpus=corpus)
-    parts.run, parts.config = run, config
     setup = SimpleNamespace(loss=model, model=model, module=model, optimizers=[])
     mesh, console = SimpleNamespace(sharded=sharded, distributed=False), SimpleNamespace()
     console.line = said.append
-    out = SimpleNamespace(console=console)
-    return SimpleNamespace(setup=setup, parts=parts, run=run, config=config, mesh=mesh, out=out)
+    out = SimpleNamespace(main=True, console=console)
+    made = Sample(SimpleNamespace(sample_every=1, sample_tokens=20))  # type: ignore[arg-type]
+    made.loop = SimpleNamespace(setup=setup, parts=parts, run=run, mesh=mesh, out=out)  # type: ignore[assignment]
+    return made
 
 
 def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
     said: list[str] = []
     model = Eager()
-    print_sample(looped(holed(**{"<|endoftext|>": 280}), model, said))
+    looped(holed(**{"<|endoftext|>": 280}), model, said).act()
     assert max(model.lengths) == 12 < len(model.lengths)
     assert said.pop().startswith("sample: ab")
     for sharded in (False, True):
-        print_sample(looped(holed(), model, said, sharded=sharded))
+        looped(holed(), model, said, sharded=sharded).act()
         assert said.pop().startswith("sample: none: ConfigError")
     broken = nn.Linear(2, 2)
-    print_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said))
+    looped(holed(**{"<|endoftext|>": 280}), broken, said).act()
     assert said.pop().startswith("sample: none: ")
     with pytest.raises(RuntimeError):  # another rank may be in its part of the same pass
-        print_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True))
+        looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True).act()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from llmexp.metrics.outliers import Limits
-from llmexp.train.spikes import follow_spike, rose_first, what_rose
 
-from llmexp.train.state import Progress
+from llmexp.features.outliers.limits import Limits
+from llmexp.features.spikes.train import Spikes, rose_first, what_rose
 from llmexp.train.step import Outcome
 from tests.conftest import Result, llmexp
 from tests.tools import equal, weights
@@ -132,17 +131,16 @@ def test_what_rose_first_is_the_first_to_leave_its_level():
 
 
 def test_an_overflow_counts_inside_a_spike_and_neither_begins_nor_ends_one():
-    progress = Progress()
-    loop = SimpleNamespace(progress=progress)
+    spikes = Spikes(SimpleNamespace(last=[]))  # type: ignore[arg-type]
     limits = Limits((1.0, 3.0), (0.0, 5.0))
     step = Outcome(48.0, True, 0.5, math.inf, math.inf, False, 1024.0)
-    follow_spike(loop, step, limits)
-    assert (progress.spikes, progress.spike_tokens, progress.spike_level) == (0, 0, None)
-    progress.spike_level = 2.0
-    follow_spike(loop, step, limits)
-    assert (progress.spike_tokens, progress.spike_level) == (48, 2.0)
+    spikes.follow(step, limits)
+    assert (spikes.spikes, spikes.spike_tokens, spikes.spike_level) == (0, 0, None)
+    spikes.spike_level = 2.0
+    spikes.follow(step, limits)
+    assert (spikes.spike_tokens, spikes.spike_level) == (48, 2.0)
     back = dataclasses.replace(step, skipped=False, loss=1.5, grad_norm=1.0)
-    follow_spike(loop, dataclasses.replace(back, loss=2.5), None)  # nothing known of new steps yet
-    assert (progress.spike_tokens, progress.spike_level) == (96, 2.0)
-    follow_spike(loop, back, None)
-    assert (progress.spike_tokens, progress.spike_level) == (96, None)
+    spikes.follow(dataclasses.replace(back, loss=2.5), None)  # nothing known of new steps yet
+    assert (spikes.spike_tokens, spikes.spike_level) == (96, 2.0)
+    spikes.follow(back, None)
+    assert (spikes.spike_tokens, spikes.spike_level) == (96, None)

@@ -1,6 +1,6 @@
 """Find spikes in a run's loss and gradient norm, and record each with its run-up layer by layer.
 
-A spike begins with a step above the robust limits of the trailing window (see `metrics.outliers`),
+A spike begins with a step above the robust limits of the trailing window (`outliers.limits`),
 and lasts until a step is within them and its loss is at or below the window's median before it.
 """
 
