@@ -16,8 +16,6 @@ from torch import Tensor
 
 from llmexp import features
 from llmexp.data.window import Window
-from llmexp.settings.targets import hook, place
-from llmexp.settings.values import ConfigError
 
 
 class Feature:
@@ -180,21 +178,6 @@ class Features(list[Feature]):
             acting = [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
             self._on[event] = [getattr(feature, event) for feature in acting]
         return self._on[event]
-
-
-def own_hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
-    """Return the name and the function of an entry of `hooks`, or its class, which is a Feature.
-
-    Raises ConfigError.
-    """
-    name, found = hook(entry, number)
-    kind = getattr(found, "func", found)
-    if isinstance(kind, type) and not issubclass(kind, Feature):
-        raise ConfigError(
-            f"hooks={name}: is a class, and no feature; name a function of (event, context), or "
-            f"derive the class from llmexp.train.feature.Feature{place(kind)}"
-        )
-    return name, found
 
 
 def starting(keys: Sequence[str], *starts: str) -> list[str]:

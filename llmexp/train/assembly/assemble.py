@@ -29,8 +29,8 @@ from llmexp.run.rules import check_batch, solve_rule
 from llmexp.settings import variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
-from llmexp.settings.targets import bind
-from llmexp.settings.values import is_ours
+from llmexp.settings.targets import bind, hook, place
+from llmexp.settings.values import ConfigError, is_ours
 from llmexp.system.text import first_of
 from llmexp.train.assembly.inputs import (
     build_corpus,
@@ -58,7 +58,7 @@ from llmexp.train.assembly.placement import Placement, check_parallel, check_ran
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
-from llmexp.train.feature import own_hook
+from llmexp.train.feature import Feature
 from llmexp.update.held import not_updated
 
 if TYPE_CHECKING:
@@ -195,6 +195,21 @@ def assemble(
         tasks=tasks,
         user=variables.fill(config.user, "user"),
     )
+
+
+def own_hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
+    """Return the name and the function of an entry of `hooks`, or its class, which is a Feature.
+
+    Raises ConfigError.
+    """
+    name, found = hook(entry, number)
+    kind = getattr(found, "func", found)
+    if isinstance(kind, type) and not issubclass(kind, Feature):
+        raise ConfigError(
+            f"hooks={name}: is a class, and no feature; name a function of (event, context), or "
+            f"derive the class from llmexp.train.feature.Feature{place(kind)}"
+        )
+    return name, found
 
 
 def _loss_and_optimizers(
