@@ -109,7 +109,7 @@ def fails(event, context, kind):
     others = {
         ("clashes", "step_end"): {"lr": 1.0},
         ("counts", "step_start"): 3,
-        ("texts", "step_start"): {"mine/name": "x"},
+        ("texts", "step_start"): {"mine/name": "1.5"},
         ("numbered", "saved"): {1: 2.0},
     }
     return others.get((kind, event))
