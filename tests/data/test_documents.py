@@ -67,6 +67,19 @@ def test_json_lines_and_arrays_and_texts(tmp_path, monkeypatch, ending):
     assert read(path)[0] == []
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"BZh91AY&SY....", "is cut short or damaged"),
+        ("text".encode("utf-32"), "is text in UTF-32, not UTF-8; .* iconv -f UTF-32 -t UTF-8 .*/a"),
+    ],
+)
+def test_what_holds_no_documents_is_refused(tmp_path, content, reason):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        read(tmp_path / "a")
+
+
 def test_what_a_file_is_decides_and_not_its_name(tmp_path):
     (tmp_path / "a.txt").write_bytes(gzip.compress(lines(["one", "two"])))
     assert read(tmp_path / "a.txt")[0] == ["one", "two"]
