@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
 FEATURES = (
     "digest",
     "ema",
@@ -38,8 +39,8 @@ FEATURES = (
 @functools.cache
 def parts(room: str) -> tuple[Any, ...]:
     """Return the module of each feature that has one in a room, in their order."""
-    found = [f"{__name__}.{name}.{room}" for name in FEATURES]
-    return tuple(importlib.import_module(one) for one in found if importlib.util.find_spec(one))
+    there = [name for name in FEATURES if (HERE / name / f"{room}.py").exists()]
+    return tuple(importlib.import_module(f"{__name__}.{name}.{room}") for name in there)
 
 
 def offered(room: str, name: str) -> list[Any]:

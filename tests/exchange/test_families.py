@@ -80,7 +80,7 @@ def stored(model: nn.Module, folder: Path) -> Loaded:
         shape, at = tuple(tensor.shape), start + header[name]["data_offsets"][0]
         pieces[name] = [StoredPiece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype, at)]
     seen = {file: file_state(file)}
-    return Loaded(folder, 7, {}, {}, pieces, {}, {}, seen, OpenFiles())
+    return Loaded(folder, 7, {}, {}, {"model": pieces}, seen, OpenFiles())
 
 
 def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path]:
