@@ -149,7 +149,7 @@ def test_a_file_that_changes_after_its_hash_is_named_before_the_weights_are_used
 
 def test_an_average_that_lacks_a_parameter_is_refused_by_its_file(tmp_path):
     model = Tied()
-    held = saving.snapshot(model, [], 0, 1, False, {"scale": torch.ones(1)})
+    held = saving.snapshot(model, [], 0, 1, False, {"ema": {"scale": torch.ones(1)}})
     loaded = loading.read_checkpoint(written(tmp_path, 1, held))
     own = {name: torch.zeros_like(t) for name, t in named_tensors(model).items()}
     words = r"ema\.safetensors does not hold all tensors; missing: embed\.weight"
