@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import COMMANDS, run
@@ -32,6 +32,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size
 PACKAGES = st.lists(st.sampled_from(["mine", "mine.deep", "other", "third.a.b"]), max_size=3)
 
 
+@example([], "-s 1", "x")
 @given(st.lists(WORDS), WORDS, WORDS)
 def test_words_come_back_from_a_shell(words, path, value):
     text = command("train", *words, Path(path), ("name", value))
@@ -54,8 +55,8 @@ def test_what_is_allowed_stands_once_and_covers_each_part(before, parts, name):
     flag, packages = words
     known = packages.split(",")
     assert (flag, sorted(set(known))) == ("--allow", sorted(known))
-    for name in [*before, *parts]:
-        assert any(f"{name}.".startswith(f"{package}.") for package in known)
+    outside = [p for p in parts if not any(f"{p}.".startswith(f"{b}.") for b in before)]
+    assert {*known} == {*before} | {part.partition(".")[0] for part in outside}
 
 
 def test_parts_of_ones_own_are_found_in_nested_and_flat_configs():

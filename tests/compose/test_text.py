@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -186,6 +186,7 @@ def test_a_variable_is_text_where_text_is_taken(tmp_path, monkeypatch, capfd):
     assert "inf" not in result.err
 
 
+@example("é" * 100)
 @given(st.text(max_size=200) | SCRIPTS)
 def test_names_keep_letters_of_all_scripts_and_fit_a_disk(text):
     name = as_name(text)
