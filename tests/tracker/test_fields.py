@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,20 +31,17 @@ from tests.tools import composed, option
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "null", "{}", '{"run_id": "r", "tokens_seen": "x", "step": 1}',
-        '{"run_id": "r", "tokens_seen": 1, "step": Infinity}',
-        '{"run_id": 3, "tokens_seen": 1, "step": 1}',
-        '{"run_id": "a/b", "tokens_seen": 1, "step": 1}', "\udcff", "[" * 200_000,
-    ],
-)  # fmt: skip
-def test_a_damaged_position_is_none(tmp_path: Path, text: str) -> None:
+DAMAGED = ["", "{", "[]", "null", "{}", "\udcff", "[" * 200_000]
+WRONG = [{"tokens_seen": "x"}, {"step": float("inf")}, {"run_id": 3}, {"run_id": "a/b"}]
+
+
+def test_a_damaged_position_is_none(tmp_path: Path) -> None:
     assert read_position(tmp_path) is None
-    (tmp_path / "tracker.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert read_position(tmp_path) is None
-    assert not upload_is_pending(tmp_path)
+    known = {"run_id": "r", "tokens_seen": 1, "step": 1}
+    for text in [*DAMAGED, *(json.dumps(known | wrong) for wrong in WRONG)]:
+        (tmp_path / "tracker.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert read_position(tmp_path) is None, text[:99]
+        assert not upload_is_pending(tmp_path)
 
 
 def test_a_position_is_kept_and_owed_again_by_the_same_run_id(tmp_path: Path) -> None:
