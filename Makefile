@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test quick test-all test-processors words same mutants mutants-drawn check docs size locked clean
+.PHONY: train test quick test-all test-processors words same mutants mutants-drawn check docs size core locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -76,6 +76,10 @@ docs: .venv/bin/mkdocs
 # Lines and tokens of each room of the package.
 size:
 	@$(PYTHON) -m tools.size
+
+# The functions that plain runs call, with lines and tokens: what to read first. Some minutes.
+core: .venv/.ready
+	.venv/bin/python -m tools.core $(ARGS)
 
 # The environment from archives of known hashes, on the platform that requirements-ci.txt was made for.
 locked:
