@@ -94,6 +94,9 @@ def test_one_run_in_several_ways_is_one_run_in_every_figure(tmp_path, seed):
         assert {run["mark"] for run in whole.data["runs"][1:]} == {"same"}
         assert whole.headline.endswith("the same to the last bit.")
     if seed == 1:
+        last = read_rows(runs["each"])[-1]  # evaluated as it is the end
+        assert last["off_interval"]
+        assert {run["final val/loss"] for run in whole.data["runs"]} == {last["val/loss"]}
         reached = llmexp.compare(*runs.values(), target="val/loss=5").data["runs"]
         assert len({str(run.get("target/tokens")) for run in reached}) == 1
 
