@@ -42,6 +42,9 @@ def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`((?:llmexp|tests|tools|docs|launchers)/[\w./-]+\.\w+)", text):
         assert (ROOT / name).exists(), name
+    for name, test in re.findall(r"`(?:tests/)?([\w/]*test_\w+\.py)(?:::(test_\w+))?", text):
+        code = (ROOT / "tests" / name).read_text(encoding="utf-8")
+        assert not test or re.search(rf"def {test}\b", code), f"{name}::{test}"
 
 
 def length(path: Path, name: str) -> int:
