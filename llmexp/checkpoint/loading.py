@@ -56,7 +56,7 @@ from llmexp.update.states import traits_of
 FORMAT_VERSION = 2
 STATE = "state.pt"
 _NEEDED = ("model", "optimizer")  # kinds of files with tensors; others are of features
-FILE_NAME = re.compile(r"([a-z_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
+FILE_NAME = re.compile(r"([a-z0-9_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 

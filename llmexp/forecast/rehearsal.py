@@ -99,6 +99,7 @@ def rehearse(
             parts,
             config=config,
             precision=precision,
+            hooks=[],  # of a user's: they may look at values, or write files
             build_model=lambda: without_memory(parts, modes, fake, counting),
             begin_model=lambda model, device, _: model.to(device),
         )

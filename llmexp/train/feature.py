@@ -24,7 +24,7 @@ class Feature:
     All ranks have the same features and come to the same events together: each may ask the others.
     """
 
-    name = ""  # of its state in checkpoints
+    name = ""  # of its state in checkpoints; of a user's feature own_NAME, or own_ and its class
     refuses = ""  # what a step is whose update `judge` skips: "an outlier"
     needs_digest = False  # of each window's tokens
     every: int | None = None  # steps between those in which it holds most memory
@@ -46,9 +46,10 @@ class Feature:
         """Come when gradients are complete, reduced and of true scale, before they are measured."""
 
     def judge(self, skip: Any, loss: Any, norm: Tensor) -> Any:
-        """Return whether the update is skipped, on the device; `skip`: others have said so.
+        """Return whether the update is skipped, the same on all ranks; `skip`: it is already.
 
-        The feature prints a line for each step that it skips; such steps alone end no run.
+        On a CPU both are bools and `loss` a float, else all are tensors on the device. The feature
+        prints a line for each step that it skips; such steps alone end no run.
         """
         return skip
 
@@ -112,12 +113,14 @@ class Feature:
         """End, also where the run has failed."""
 
     def closed(self, summary: dict[str, Any], code: int) -> None:
-        """Come last, with the figures of the run and its exit code, also where it has failed."""
+        """Come last, with the figures of the run and its exit code, also where it has failed.
+
+        An error here is a line."""
 
     # In a checkpoint.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values; {}: it has no state."""
+        """Return plain values, of which those of rank 0 are kept; {}: it has no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
@@ -178,6 +181,11 @@ class Features(list[Feature]):
             acting = [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
             self._on[event] = [getattr(feature, event) for feature in acting]
         return self._on[event]
+
+
+def own_name(kind: type[Feature]) -> str:
+    """Return the name of a user's feature in checkpoints: none of the project's begins so."""
+    return f"own_{kind.name or kind.__name__.lower()}"
 
 
 def starting(keys: Sequence[str], *starts: str) -> list[str]:

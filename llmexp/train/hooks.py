@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from llmexp.data.window import Window
 from llmexp.run import Run
 from llmexp.settings.targets import is_class, own_line, place
-from llmexp.train.feature import Feature
+from llmexp.train.feature import Feature, own_name
 from llmexp.train.state import Loop
 from llmexp.train.step import Setup, TrainingFailed
 
@@ -47,7 +47,7 @@ def of_hooks(hooks: Sequence[tuple[str, Callable[..., Any]]], setup: Setup) -> l
     made: list[Feature] = [UserHooks(functions)] if functions else []
     for found in classes:
         made.append(feature := found(setup))
-        feature.name = feature.name or type(feature).__name__.lower()
+        feature.name = own_name(type(feature))
     return made
 
 
@@ -97,9 +97,7 @@ class UserHooks(Feature):
         window: Window | None = None,
         row: dict[str, Any] | None = None,
     ) -> None:
-        loop: Loop | None = self.loop
-        if loop is None:  # in a rehearsal
-            return
+        loop: Loop = self.loop
         batches = None if window is None else window.micro_batches
         for name, hook in self._hooks:
             gradients = loop.setup.gradients if event == "backward_end" else []

@@ -39,11 +39,34 @@ def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
     assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
 
 
-def test_a_class_that_is_no_feature_and_a_wrong_knob_are_refused(tmp_path):
+def test_its_name_may_be_that_of_another_part_of_a_checkpoint(runs, tmp_path):
+    hooks = "hooks=[own.features.Progress,own.features.Layers2]"
+    whole, cut = runs(*RUN, hooks), runs.copy(tmp_path / "cut", *RUN, hooks, step=3)
+    names = {file.stem for file in (cut.folder / "checkpoints" / "step_00000003").iterdir()}
+    assert {"own_progress", "own_layers2"} < names
+    resumed = llmexp("resume", "cut", "--allow", "own", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert exact(cut) == exact(whole)
+
+
+def test_a_class_that_cannot_be_used_is_refused(tmp_path):
+    twice = "own.features.Cosine,{_target_:own.features.Cosine,every:3}"
     for entry, says in (
+        (twice, "hooks=own.features.Cosine: has the name own_cosine in checkpoints, which another"),
+        ("own.features.Spaced", "has the name own_my feature in checkpoints, which no file can"),
         ("own.features.NoFeature", "hooks=own.features.NoFeature: is a class, and no feature"),
         ("{_target_:own.features.Cosine,evry:3}", "evry"),
     ):
         refused = llmexp("train", *TINY, *RUN, f"hooks=[{entry}]", "hydra.run.dir=r", cwd=tmp_path)
         assert (refused.code, says in refused.err) == (2, True), refused.err
     assert not (tmp_path / "r").exists()
+
+
+def test_a_plan_does_not_run_it(tmp_path):
+    plans = [
+        llmexp("plan", *TINY, *RUN, *hooks, "hydra.run.dir=r", cwd=tmp_path)
+        for hooks in ([], ["hooks=[own.features.Looking]"])
+    ]
+    assert [plan.code for plan in plans] == [0, 0], plans[1].err
+    memory = [[x for x in plan.out.splitlines() if x.startswith("memory")] for plan in plans]
+    assert memory[0] == memory[1] != []

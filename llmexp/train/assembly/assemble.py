@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,7 +59,7 @@ from llmexp.train.assembly.placement import Placement, check_parallel, check_ran
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
 from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
-from llmexp.train.feature import Feature
+from llmexp.train.feature import Feature, own_name
 from llmexp.update.held import not_updated
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def assemble(
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     check_batch(config, dp_size := place.layout.dp_size)
-    hooks = [own_hook(entry, number) for number, entry in enumerate(config.hooks)]
+    hooks = own_hooks(config.hooks)
     # inputs: tokenizer and vocabulary
     tokenizer = cached(build_tokenizer, config.tokenizer)
     kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)
@@ -197,19 +198,30 @@ def assemble(
     )
 
 
-def own_hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
-    """Return the name and the function of an entry of `hooks`, or its class, which is a Feature.
+def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the name and the function of each entry of `hooks`, or its class, which is a Feature.
 
-    Raises ConfigError.
+    Each class has a name of its own in checkpoints. Raises ConfigError.
     """
-    name, found = hook(entry, number)
-    kind = getattr(found, "func", found)
-    if isinstance(kind, type) and not issubclass(kind, Feature):
-        raise ConfigError(
-            f"hooks={name}: is a class, and no feature; name a function of (event, context), or "
-            f"derive the class from llmexp.train.feature.Feature{place(kind)}"
-        )
-    return name, found
+    hooks, taken = [hook(entry, number) for number, entry in enumerate(entries)], set[str]()
+    for name, found in hooks:
+        kind = getattr(found, "func", found)
+        if not isinstance(kind, type):
+            continue
+        if not issubclass(kind, Feature):
+            raise ConfigError(
+                f"hooks={name}: is a class, and no feature; name a function of (event, context), "
+                f"or derive the class from llmexp.train.feature.Feature{place(kind)}"
+            )
+        stored = own_name(kind)
+        if stored in taken or not re.fullmatch("[a-z0-9_]+", stored):
+            what = "another hook has too" if stored in taken else "no file can have"
+            raise ConfigError(
+                f"hooks={name}: has the name {stored} in checkpoints, which {what}; give the class "
+                f'a name of lower-case letters, digits and _, such as name = "mine"{place(kind)}'
+            )
+        taken.add(stored)
+    return hooks
 
 
 def _loss_and_optimizers(

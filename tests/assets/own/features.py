@@ -43,3 +43,50 @@ class NoFeature:
 
     def __init__(self, setup):
         pass
+
+
+class Progress(Feature):
+    """Keep its steps, under the name of a part of each checkpoint, and a tensor."""
+
+    name = "progress"
+
+    def __init__(self, setup):
+        self._steps, self._tensors = 0, {n: t * 0 for n, t in setup.model.named_parameters()}
+
+    def updated(self, window):
+        self._steps += 1
+
+    def row(self, window):
+        return {"mine/steps": self._steps}
+
+    def state_dict(self):
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state, anew):
+        self._steps = state["steps"]
+
+    def tensors(self):
+        return {name: tensor.detach() for name, tensor in self._tensors.items()}
+
+
+class Layers2(Progress):
+    """The same, under the name of its class."""
+
+    name = ""
+
+
+class Spaced(Cosine):
+    """One whose name is that of no file."""
+
+    name = "my feature"
+
+
+class Looking(Feature):
+    """Look at where the run is, and at values."""
+
+    def __init__(self, setup):
+        self._weight = setup.parameters[0]
+
+    def updated(self, window):
+        assert self.loop.progress.step == window.step
+        float(self._weight.sum())
