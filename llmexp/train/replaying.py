@@ -148,7 +148,8 @@ def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
     found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
     if not seen.skipped:
         return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
-    how = FINDINGS.get(seen.code) or next(f.refuses for f in loop.features if f.refuses)
+    refused = " or ".join(feature.refuses for feature in loop.features if feature.refuses)
+    how = FINDINGS.get(seen.code) or refused or "a finding of a hook"
     if seen.code in (BAD_LOSS, BAD_NORM):
         how += " that is not finite"
         if loop.setup.scaler.enabled:

@@ -79,7 +79,7 @@ def details(loop: Loop) -> dict[str, Any]:
 def measured_sections(loop: Loop) -> list[tuple[str, str]]:
     """Return what a run has measured of itself, for the screen."""
     measured = details(loop)
-    sections = [words for feature in loop.features for words in feature.words()]
+    sections = told(loop, "words")
     if "clip" in measured:
         measures = measured["clip"].get("measures", {})
         sections.append(("clipping", clip_line(measured["clip"], loop.norms.limit)))
@@ -87,6 +87,20 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
             what = "steps" if "steps" in found else key
             sections.append((key, clip_line(found, found["limit"], what)))
     return sections
+
+
+def told(loop: Loop, event: str) -> list[tuple[str, str]]:
+    """Return titles and texts of all features: `words`, `last_words` or `to_copy`.
+
+    The run is over and recorded: an error of one is told in its place.
+    """
+    found = list[tuple[str, str]]()
+    for texts_of in loop.features.on(event):
+        try:
+            found += texts_of()
+        except Exception as error:
+            found.append(("missing", f"a part of this report: {error!r}"))
+    return found
 
 
 def say_the_end(
@@ -103,13 +117,11 @@ def say_the_end(
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
-    to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: an error here is only printed
         sections += [*measured_sections(loop), *last_words]
-        to_copy += [words for feature in loop.features for words in feature.to_copy()]
     except Exception as error:
         sections.append(("missing", f"the end of this report: {error!r}"))
-    to_copy.append(("folder", str(path)))
+    to_copy = [*told(loop, "to_copy"), ("folder", str(path))]
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))
     elif loop.saved:

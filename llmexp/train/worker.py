@@ -29,7 +29,7 @@ from llmexp.train.failing import Failure
 from llmexp.train.loop import show_rows, train
 from llmexp.train.replaying import replay
 from llmexp.train.state import Loop
-from llmexp.train.summary import details, say_the_end, summarise
+from llmexp.train.summary import details, say_the_end, summarise, told
 
 
 def main(argument: str) -> int:
@@ -191,9 +191,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = finish_run(loop, state, code)
-    of_all = [f.last_words() for f in loop.features] if state == "finished" else []
+    last_words = told(loop, "last_words") if state == "finished" else []
     if loop.out.main:
-        say_the_end(loop, state, summary, [words for found in of_all for words in found])
+        say_the_end(loop, state, summary, last_words)
     loop.out.console.close()
     return code
 
@@ -206,8 +206,7 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
     finish_alone(loop)
     summary = summarise(loop)
     try:
-        if out.rows is not None:
-            close_rows(loop, state)
+        close_rows(loop, state)
         if out.main and state != "failed":
             ending.record_end(out.path, state, code, None, summary=summary, **details(loop))
     except BaseException:
@@ -215,23 +214,28 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
         raise
     finally:
         for feature in loop.features:
-            feature.closed(summary, code)
+            try:
+                feature.closed(summary, code)
+            except Exception as error:  # the others are told, and how the run ended stays
+                text = f"WARNING: the end of {type(feature).__name__} failed: {error!r}"
+                out.console.line(text)
         if state == "failed":
             out.console.close()
     return summary
 
 
 def close_rows(loop: Loop, state: str) -> None:
-    """Write and close metrics.jsonl.
+    """Write and close metrics.jsonl, and what features have open, whichever of them fails.
 
-    Raises Unwritable where its last rows may be lost; where the run has `failed`, that is a line,
-    and the user gets the error that ended it."""
-    assert loop.out.rows is not None
+    Raises Unwritable where last rows may be lost; where the run has `failed`, that is a line, and
+    the user gets the error that ended it."""
     try:
-        show_rows(loop)
-        loop.out.rows.close()
-        for feature in loop.features:
-            feature.close()
+        with contextlib.ExitStack() as closing:
+            for feature in loop.features:
+                closing.callback(feature.close)
+            show_rows(loop)
+            if loop.out.rows is not None:
+                loop.out.rows.close()
     except OSError as error:
         if state != "failed":
             raise

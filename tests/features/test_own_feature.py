@@ -64,7 +64,7 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path):
 
 def test_a_plan_does_not_run_it(tmp_path):
     plans = [
-        llmexp("plan", *TINY, *RUN, *hooks, "hydra.run.dir=r", cwd=tmp_path)
+        llmexp("plan", *TINY, *RUN, *hooks, "plan.device=h200", cwd=tmp_path)
         for hooks in ([], ["hooks=[own.features.Looking]"])
     ]
     assert [plan.code for plan in plans] == [0, 0], plans[1].err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmexp import mesh
 from llmexp.features.outliers.limits import ENOUGH, LASTING, Judge, Limits, describe
-from llmexp.features.outliers.train import judged
+from llmexp.features.outliers.train import Outliers, judged
 from llmexp.train.step import OK, SKIPPED, Outcome, must_skip
 
 FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
@@ -156,3 +157,17 @@ def test_the_step_on_the_device_and_its_outcome_on_the_host_agree(device):
         seen = Outcome(count, bool(skip), loss, norm, norm, False, 1.0)
         assert (seen.code == OK, seen.code == SKIPPED) == (not skip, outlying)
         assert seen.is_finite == (not bad)
+
+
+def test_ordinary_steps_that_another_feature_skips_are_no_new_level():
+    lines: list[str] = []
+    outliers = Outliers(None, fed([(2.0, 1.0)] * 40), True)  # type: ignore[arg-type]
+    outliers.loop = SimpleNamespace(  # type: ignore[assignment]
+        progress=SimpleNamespace(step=41),
+        run=SimpleNamespace(stages=()),
+        out=SimpleNamespace(console=SimpleNamespace(line=lines.append)),
+    )
+    for _ in range(LASTING):
+        outliers.finished(Outcome(96.0, True, 2.0, 1.0, 1.0, False, 1.0))
+    assert (outliers.count, lines) == (0, [])
+    assert outliers._judge.limits is not None

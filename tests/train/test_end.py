@@ -30,7 +30,7 @@ from llmexp.train.feature import Feature, Features
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import TrainingFailed
-from llmexp.train.summary import details, say_the_end, summarise
+from llmexp.train.summary import details, say_the_end, summarise, told
 from tests.conftest import HANG_S, TINY, llmexp
 
 
@@ -142,6 +142,54 @@ def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
     text = loop.out.console.lines[0]
     assert f"preempted by {cause} at step 5 of 10" in text
     assert "the end of this report: ZeroDivisionError" in text
+
+
+class Broken(Feature):
+    """Fail wherever it speaks at the end."""
+
+    def close(self) -> None:
+        raise OSError("no room")
+
+    def closed(self, summary: Any, code: int) -> None:
+        raise ZeroDivisionError
+
+    def to_copy(self) -> list[tuple[str, str]]:
+        raise ZeroDivisionError
+
+    last_words = to_copy
+
+
+class Noting(Feature):
+    """Note that it is told of the end."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+    def closed(self, summary: Any, code: int) -> None:
+        self.seen.append(code)
+
+    def to_copy(self) -> list[tuple[str, str]]:
+        return [("upload", "llmexp sync run")]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_feature_that_fails_at_the_end_keeps_no_other_from_it(tmp_path, main):
+    """On each rank, whether or not it writes rows; how the run ended stays."""
+    loop = made(row(5), step=5, path=tmp_path)
+    loop.out = dataclasses.replace(loop.out, main=main, rows=loop.out.rows if main else None)
+    loop.features.extend([(before := Noting()), Broken(), (after := Noting())])
+    assert worker.finish_run(loop, "failed", 3)["steps"] == 5
+    assert before.seen == after.seen == ["close", 3]
+    lines = " ".join(loop.out.console.lines)  # type: ignore[attr-defined]
+    assert "the end of Broken failed: ZeroDivisionError" in lines
+    assert told(loop, "to_copy") == [
+        ("upload", "llmexp sync run"),
+        ("missing", "a part of this report: ZeroDivisionError()"),
+        ("upload", "llmexp sync run"),
+    ]
 
 
 def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):

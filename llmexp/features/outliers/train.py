@@ -46,7 +46,8 @@ class Outliers(Feature):
 
     def finished(self, seen: Outcome) -> None:
         step, limits = self.loop.progress.step, self._judge.limits
-        if limits is not None and seen.is_finite and not limits.hold(seen.loss, seen.grad_norm):
+        held = limits is None or limits.hold(seen.loss, seen.grad_norm)
+        if limits is not None and seen.is_finite and not held:
             self.count += 1
             self._steps = [*self._steps, step][-KEPT:]
             skipped = "; its update was skipped" if seen.skipped else ""
@@ -55,7 +56,8 @@ class Outliers(Feature):
         for watch in self.watchers:
             watch(seen, self._judge.robust())
         if seen.is_finite:
-            self._judge.add(seen.loss, seen.grad_norm, skipped=seen.skipped)
+            skipped_here = seen.skipped and not held  # not by another feature
+            self._judge.add(seen.loss, seen.grad_norm, skipped=skipped_here)
             if self._judge.skipped == LASTING:
                 words = f"{LASTING} in a row: their level counts as the usual one now"
                 self.loop.out.console.line(words)
