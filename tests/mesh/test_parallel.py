@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmexp.__main__ import run as command
 from llmexp.mesh.ranks import STARTED
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
@@ -26,29 +25,16 @@ from tests.tools import SLOW_WRITES, alive, cut_after, exact, wait_for, weights
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
 SETTINGS = [
     "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", "train.max_steps=20",
-    "train.log_every=1",
-    "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null", "optimizer.lr=0.01",
-    "data.ignore_id=10",
-    "train.data_digest=true",
+    "train.log_every=1", "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null",
+    "optimizer.lr=0.01", "data.ignore_id=10", "train.data_digest=true",
 ]  # fmt: skip
 TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
 FOUR = [
     "parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2",
 ]  # fmt: skip
 # A signal has to find the run under way, however late it comes.
-HOLD = """
-import os, time
-from llmexp.system.child import STOP
-
-def hold(event, context):
-    if event == "step_start" and context.step == 8:
-        with open(f"rank{os.environ['RANK']}", "w") as file:
-            file.write(str(os.getpid()))
-        end = time.monotonic() + 1200
-        while not os.path.exists("go") and not STOP.requested and time.monotonic() < end:
-            time.sleep(0.02)
-"""
-HELD = ["--allow", "held", "hooks=[held.hold]"]
+HELD = ["--allow", "own", "hooks=[own.faults.act]"]
+HOLD = "step_start-8:hold go"
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +58,11 @@ def rank_process(folder: Path, rank: int) -> int:
 def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Popen[str], Result]:
     """A run of two ranks that has written 7 rows, and goes on when the file `go` is there or it is
     told to stop."""
-    (cwd / "held.py").write_text(HOLD)
     run = Result(0, "", "", cwd / "run")
-    process = start(
-        "train", *TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more, cwd=cwd
-    )
+    given = [*TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more]
+    process = start("train", *given, cwd=cwd, FAULT_PLAN=HOLD)
     wait_for(lambda: len(read_rows(run.folder / "metrics.jsonl")) >= 7, process)
     return process, run
-
-
-def faulty(cwd: Path, settings: list[str], restarts: int) -> Result:
-    """A run of two ranks with the hook of faulty.py."""
-    hook = ["--allow", "faulty", "hooks=[faulty.hook]", f"parallelism.max_restarts={restarts}"]
-    return llmexp("train", *TINY, *settings, *TWO, *hook, "hydra.run.dir=run", cwd=cwd)
 
 
 def test_a_killed_rank_restarts_the_group_from_the_newest_checkpoint(tmp_path, settings, whole):
@@ -105,9 +83,9 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     (tmp_path / "go").touch()
     _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 3
-    assert "rank 0 was ended by signal 9 (SIGKILL" in err
     assert "Traceback" not in err
-    assert "rank 0 was ended by signal 9" in run.json("status.json")["error"]
+    for text in (err, run.json("status.json")["error"]):
+        assert "rank 0 was ended by signal 9 (SIGKILL" in text
 
 
 def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, settings):
@@ -126,7 +104,7 @@ def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, setting
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")
-    itself = tmp_path / f"rank{rank}"
+    itself = tmp_path / f"go.{rank}"
     wait_for(lambda: itself.exists() and itself.read_text(), process)
     hung = int(itself.read_text())  # of which the process that the run knows is a stand-in
     os.kill(hung, signal.SIGSTOP)
@@ -144,7 +122,7 @@ def test_a_killed_parent_leaves_no_orphan_and_the_run_goes_on(tmp_path, settings
     process.communicate(timeout=HANG_S)
     wait_for(lambda: not alive(run.folder))
     (tmp_path / "go").touch()
-    again = llmexp("resume", str(run.folder), "--allow", "held", cwd=tmp_path)
+    again = llmexp("resume", str(run.folder), "--allow", "own", cwd=tmp_path)
     assert again.code == 0, again.err
     assert exact(run) == exact(whole)
 
@@ -159,17 +137,16 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
         "        open('before', 'w')\n"
         "        raise Bad(f'broken on purpose by group {group}')\n"
     )
-    result = faulty(tmp_path, settings, restarts=1)
+    hook = ["--allow", "faulty", "hooks=[faulty.hook]", "parallelism.max_restarts=1"]
+    command = ["train", *TINY, *settings, *TWO, *hook, "hydra.run.dir=run"]
+    result = llmexp(*command, cwd=tmp_path)
     assert result.code == 3
     # the one before it was made good by a restart
     first = result.err.index("Bad: broken on purpose by group 1")
     assert "Traceback" in result.err[:first]
     assert "Connection" not in result.err[:first]
     error = result.json("status.json")["error"]
-    assert (
-        error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:7")
-        or "Bad: broken" in error
-    )
+    assert "Bad: broken on purpose by group 1" in error
     assert "(rank 1 on" in error
 
 
@@ -181,21 +158,22 @@ LAYOUTS = {
     "hsdp": ["hsdp", "nproc_per_node=4", "replicate_size=2"],
     "single": ["single"],
 }
-# The clock of one rank runs ahead of that of the other; in the end they fail to part.
+# The clock of one rank jumps ahead of that of the other; in the end they fail to part.
 CLOCK = """
-import os, torch
-from llmexp.train import loop
+import os, time, torch
 
-loop.due_by_time = lambda loop: os.environ["RANK"] == "1" and loop.progress.step in (1, 6)
+ahead, real = 0, time.monotonic
 
 def fail():
     raise RuntimeError("NCCL communicator was aborted")
 
 def hook(event, context):
+    global ahead
+    if (event, os.environ["RANK"]) == ("step_start", "1") and context.step in (1, 6):
+        ahead += 600
+        time.monotonic = lambda: real() + ahead
     torch.distributed.destroy_process_group = fail
 """
-
-
 GATHERED = """
 import os, functools, torch
 from llmexp.train import step
@@ -235,22 +213,14 @@ def test_ranks_save_by_time_together_and_finish_though_they_fail_to_part(tmp_pat
     assert text in (run.folder / "logs" / "rank-1.log").read_text()
 
 
-SAVED = """
-import pathlib
-
-def hook(event, context):
-    if event == "saved":
-        pathlib.Path(f"saved-{context.step}").touch()
-"""
-
-
 def test_a_run_that_ends_commits_the_checkpoint_on_its_way(tmp_path, settings):
-    (tmp_path / "late.py").write_text(SLOW_WRITES + SAVED)
+    (tmp_path / "late.py").write_text(SLOW_WRITES + "def hook(event, context): pass\n")
     more = ["checkpoint.every=2", "checkpoint.last=false", "checkpoint.async=true"]
-    more += ["--allow", "late", "hooks=[late.hook]", "train.max_steps=3", "train.eval_every=null"]
-    run = train(tmp_path, "run", *settings, *more, *TWO)
+    more += ["--allow", "late", "--allow", "own", "hooks=[late.hook,own.faults.act]"]
+    more += ["train.max_steps=3", "train.eval_every=null"]
+    run = train(tmp_path, "run", *settings, *more, *TWO, FAULT_PLAN="saved-2:touch saved")
     assert [p.name for p in (run.folder / "checkpoints").iterdir()] == ["step_00000002"]
-    assert (tmp_path / "saved-2").exists()
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(
@@ -264,16 +234,10 @@ def test_a_run_moves_through_layouts(tmp_path, settings, names):
     ddp and fsdp are parts of the others, and test_invariance holds them as well."""
     last = 2 + 2 * len(names)
     settings = [
-        *settings,
-        "precision=fp64",
-        f"train.max_steps={last}",
-        "train.eval_every=2",
-        "checkpoint.every=2",
-        "checkpoint.async=true",
-        "model.parametrization=mup",
-        "model.base_width=4",
-        "model.n_layers=1",
-    ]
+        *settings, "precision=fp64", f"train.max_steps={last}", "train.eval_every=2",
+        "checkpoint.every=2", "checkpoint.async=true", "model.parametrization=mup",
+        "model.base_width=4", "model.n_layers=1",
+    ]  # fmt: skip
     stayed = train(tmp_path, "stayed", *settings)
     run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
     for end, name in zip(range(4, last + 1, 2), names, strict=True):
@@ -285,18 +249,13 @@ def test_a_run_moves_through_layouts(tmp_path, settings, names):
         derived = run.json("run.json")
         assert derived["parallelism"] == name
         assert derived["real_batch_size"] == 8
-        assert (
-            derived["gradient_accumulation_steps"] * derived["dp_size"]
-            == 1 * 8 / derived["micro_batch_size"]
-        )
+        accumulated = derived["gradient_accumulation_steps"] * derived["micro_batch_size"]
+        assert accumulated * derived["dp_size"] == 8
         assert len(run.rows()) == end
         for ours, theirs in zip(run.rows(), stayed.rows(), strict=False):
             assert ours["data_digest"] == theirs["data_digest"]
-            measured = {
-                "noise_scale",
-                "noise_scale_low",
-                "noise_scale_high",
-            }  # by other small batches, or not at all
+            # by other small batches, or not at all
+            measured = {"noise_scale", "noise_scale_low", "noise_scale_high"}
             assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
@@ -309,10 +268,9 @@ def test_a_run_moves_through_layouts(tmp_path, settings, names):
     "more",
     [
         ["precision=fp16", "precision.init_scale=3e5", "clip=value", "clip.max_value=0.01",
-        "optimizer=sgd"],
+         "optimizer=sgd"],
         ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
-        "model.tied_head=false",
-         "model.vocab_size=320", "train.max_steps=2"],
+         "model.tied_head=false", "model.vocab_size=320", "train.max_steps=2"],
         # which updates entry by entry, as sgd does
         pytest.param(["optimizer=lion", "optimizer.lr=1e-3"], marks=pytest.mark.slow),
     ],
@@ -326,9 +284,8 @@ def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     run = train(tmp_path, "run", *settings, *(FOUR if kind == "fsdp_tp" else TWO))
     # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
     # less room.
-    alone = train(
-        tmp_path, "alone", *(s.replace("init_scale=3e5", "init_scale=6e5") for s in settings)
-    )
+    settings = [s.replace("init_scale=3e5", "init_scale=6e5") for s in settings]
+    alone = train(tmp_path, "alone", *settings)
     assert [r["skipped"] for r in run.rows()] == [r["skipped"] for r in alone.rows()]
     for ours, theirs in zip(run.rows(), alone.rows(), strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.02)
@@ -355,66 +312,25 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "        torch.save(out == 0, f'masks{os.environ[\"RANK\"]}.pt')\n"
     )
     overrides = [
-        "--allow",
-        "masks",
-        "hooks=[masks.keep]",
-        "model.dropout=0.3",
-        "optimizer=sgd",
-        "clip=none",
-        "train.sample_tokens=2",
-        "train.sample_every=2",
-        "train.max_steps=2",
-        "train.eval_every=null",
-        f"parallelism.sequence_parallel={shared}",
-    ]
+        "--allow", "masks", "hooks=[masks.keep]", "model.dropout=0.3", "optimizer=sgd",
+        "clip=none", "train.sample_tokens=2", "train.sample_every=2", "train.max_steps=2",
+        "train.eval_every=null", f"parallelism.sequence_parallel={shared}",
+    ]  # fmt: skip
     run = train(tmp_path, "run", *settings, *overrides, "data.val_ratio=0", *FOUR)
     assert len(run.rows()) == 2
     masks = [torch.load(tmp_path / f"masks{rank}.pt") for rank in range(4)]
     assert 0.2 < masks[0].double().mean() < 0.4
-    same = [
-        pair
-        for pair in itertools.combinations(range(4), 2)
-        if torch.equal(*map(masks.__getitem__, pair))
-    ]
+    pairs = itertools.combinations(range(4), 2)
+    same = [(a, b) for a, b in pairs if torch.equal(masks[a], masks[b])]
     assert same == ([(0, 1), (2, 3)] if shared == "false" else [])
     assert masks[0].shape[1] == (12 if shared == "false" else 6)
 
 
-REFUSED = {
-    "parallelism=single parallelism.nproc_per_node=2": "parallelism.nproc_per_node=2",
-    "parallelism=hsdp parallelism.nproc_per_node=4 "
-    "parallelism.replicate_size=3": "does not divide the 4 ranks",
-    "parallelism=fsdp_tp parallelism.nproc_per_node=4 "
-    "parallelism.tensor_parallel_size=3": "does not divide the 4",
-    "parallelism=tp parallelism.nproc_per_node=4 "
-    "parallelism.tensor_parallel_size=2": "use parallelism=fsdp_tp",
-    "parallelism=tp parallelism.nproc_per_node=3": "model.n_heads=2: cannot be split over",
-    "parallelism=ddp parallelism.nproc_per_node=2 "
-    "parallelism.backend=nccl": "parallelism.backend=nccl: needs CUDA",
-    "parallelism=ddp parallelism.nproc_per_node=3": "batch.real_batch_size=8: is not a multiple",
-    "parallelism=ddp parallelism.tensor_parallel_size=2": "choose parallelism=tp or fsdp_tp",
-    "parallelism=ddp parallelism.replicate_size=2": "choose parallelism=hsdp",
-    "parallelism=fsdp parallelism.sequence_parallel=true": "choose parallelism=tp or fsdp_tp",
-    "parallelism=tp parallelism.nproc_per_node=2 parallelism.sequence_parallel=true "
-    "batch.sequence_length=11": "batch.sequence_length=11: cannot be shared evenly by the 2 ranks",
-    "parallelism=fsdp "
-    "parallelism.fsdp_communication=twice": "must be one of every_micro_batch, once",
-}
-
-
-@pytest.mark.parametrize("overrides", REFUSED)
-def test_what_does_not_fit_is_refused(settings, capsys, overrides):
-    assert command(["plan", *TINY, *settings, *overrides.split()]) == 2
-    err = capsys.readouterr().err
-    assert REFUSED[overrides] in err
-    assert any(text in err for text in ("for example", "Known", "must be one of", "leave it out"))
-
-
 HEADS = [
     "model=qwen3_0_6b", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8",
-    "model.tied_head=false",
-    "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=3",
-    "train.sample_tokens=3", "model.parametrization=mup", "model.base_width=4",
+    "model.tied_head=false", "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10],
+    "train.max_steps=3", "train.sample_tokens=3", "model.parametrization=mup",
+    "model.base_width=4",
 ]  # fmt: skip
 
 
@@ -433,9 +349,7 @@ HEADS = [
     ],
     ids=["plain", "compiled", "tokens shared too", "and compiled"],
 )  # fmt: skip
-def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
-    tmp_path, settings, capsys, more
-):
+def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(tmp_path, settings, more):
     """Weights of norms act on the heads (or tokens) of every rank; from the second step on, a lost
     part of the gradient would show in the losses. The text that is sampled is that of one rank,
     too."""
@@ -455,36 +369,24 @@ def test_tensor_parallel_ranks_share_norms_of_heads_and_an_untied_output(
         for key in {"train/loss", "grad_norm", "weight_norm"} & one.keys():
             # sums in another order, fp64
             assert two[key] == pytest.approx(one[key], rel=1e-12), key
-    capsys.readouterr()
-    assert command(["plan", *HEADS, *settings, *split, "model.qk_norm=full"]) == 2
-    text = "model.qk_norm=full normalizes all heads at once, and each rank holds only a part"
-    assert text in capsys.readouterr().err
 
 
 def test_recomputation_changes_no_bit(tmp_path, settings):
     settings = [*settings, "model.dropout=0.1", "train.max_steps=3", "precision=fp32"]
-    runs = [
-        train(tmp_path, kind, *settings, f"parallelism.activation_checkpointing={kind}")
-        for kind in ("none", "full", "selective", "offload")
-    ]
+    kinds = ("none", "full", "selective", "offload")
+    key = "parallelism.activation_checkpointing"
+    runs = [train(tmp_path, kind, *settings, f"{key}={kind}") for kind in kinds]
     assert all(exact(run) == exact(runs[0]) for run in runs)
-    text = "parallelism.activation_checkpointing=offload saves nothing on a CPU"
-    assert [text in run.out + run.err for run in runs] == [False, False, False, True]
+    noted = [f"{key}=offload saves nothing on a CPU" in run.out + run.err for run in runs]
+    assert noted == [False, False, False, True]
 
 
 @pytest.mark.slow
 def test_compiled_parts_compute_the_same(tmp_path, settings):
-    settings = [
-        *settings,
-        "train.max_steps=3",
-        "precision=fp64",
-        "train.eval_every=null",
-        "data.val_ratio=0",
-    ]
-    alone, compiled = (
-        train(tmp_path, "alone", *settings),
-        train(tmp_path, "c", *settings, *FOUR, "train.compile=true"),
-    )
+    settings = [*settings, "train.max_steps=3", "precision=fp64", "train.eval_every=null"]
+    settings += ["data.val_ratio=0"]
+    alone = train(tmp_path, "alone", *settings)
+    compiled = train(tmp_path, "compiled", *settings, *FOUR, "train.compile=true")
     for a, b in zip(alone.rows(), compiled.rows(), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
@@ -515,21 +417,13 @@ def test_without_a_loopback_interface_ranks_are_refused_at_once(tmp_path):
     apart = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("no network namespace may be made here")
-    command = [*apart, sys.executable, "-m", "llmexp", "train", *TINY, "data=synthetic",
-    "data.n_tokens=5000",
-               "parallelism=ddp", "parallelism.nproc_per_node=2",
-               "hydra.run.dir=alone"]  # fmt: skip
+    command = [*apart, sys.executable, "-m", "llmexp", "train", *TINY, *TWO, "data=synthetic"]
+    command += ["data.n_tokens=5000", "hydra.run.dir=alone"]
+    env = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 2
-    assert (
-        "parallelism.nproc_per_node=2: the ranks of one host talk over its loopback interface"
-        in done.stderr
-    )
+    assert "parallelism.nproc_per_node=2: " in done.stderr
+    assert "loopback interface" in done.stderr
     assert not (tmp_path / "alone").exists()
