@@ -17,6 +17,7 @@ from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import run_here
 
 STEP = 26
+PLANTED = ["--allow", "plant"]
 # The rate of one update is far too high; or the second moments are damaged; or neither.
 PLANT = """
 def jump(update, total_updates, **warmup):
@@ -33,14 +34,17 @@ def wide(event, context):
 SETTINGS = [
     "data=tokens", "data.shuffle=false", "data.val_ratio=0", "train.max_steps=32",
     "train.log_every=1", "train.eval_every=null", "batch.real_batch_size=4", "checkpoint.every=20",
-    "batch.micro_batch_size=2", "optimizer.lr=0.01", "clip=none", "--allow", "plant",
+    "batch.micro_batch_size=2", "optimizer.lr=0.01", "clip=none", *PLANTED,
 ]  # fmt: skip
 CASES = {
     "garbage": ["schedule=constant"],
     "rate": ["schedule=constant", "schedule._target_=plant.jump"],
     "moments": ["schedule=constant", "hooks=[plant.damage]"],
 }
-CAUSE = {"garbage": "data", "rate": "state", "moments": "state"}
+
+
+def cause_of(case: str) -> str:
+    return "data" if case == "garbage" else "state"
 
 
 def planted(folder: Path, case: str, seed: int, *more: str) -> Result:
@@ -59,8 +63,7 @@ def planted(folder: Path, case: str, seed: int, *more: str) -> Result:
 
 def replayed(result: Result, step: int, *more: str) -> dict:
     target = f"{result.folder.name}@{step}"
-    command = ["replay", target, "--json", "--allow", "plant", *more]
-    found = llmexp(*command, cwd=result.folder.parent)
+    found = llmexp("replay", target, *PLANTED, "--json", *more, cwd=result.folder.parent)
     assert found.code == 0, found.err
     return json.loads(found.out)
 
@@ -84,17 +87,15 @@ def test_a_planted_cause_is_told(tmp_path, case, seed):
     result = planted(tmp_path, case, seed)
     step = spike_of(result, case)
     found = replayed(result, step)
-    assert found["cause"] == CAUSE[case], found["sentence"]
-    assert found["sentence"].startswith(f"the {CAUSE[case]}: ")
+    assert found["cause"] == cause_of(case), found["sentence"]
     assert found["equal"] == list(range(21, step + 1))
-    cannot_tell(replayed(result, step, "--from", "0"), CAUSE[case], 20)
+    cannot_tell(replayed(result, step, "--from", "0"), cause_of(case), 20)
 
 
 def cannot_tell(found: dict, cause: str, nearer: int) -> None:
     """Weights that have learned nothing find no window unusual, which is no proof of the state."""
     assert found["cause"] in (None, cause)
     if found["cause"] is None:
-        assert found["sentence"].startswith("cannot tell: with the weights of step 0 the loss of ")
         assert f"--from {nearer}" in found["sentence"]
 
 
@@ -109,8 +110,7 @@ def repeated(garbage) -> dict:
 
 
 def test_a_window_of_chance_is_told(repeated):
-    assert repeated["cause"] == CAUSE["garbage"], repeated["sentence"]
-    assert repeated["sentence"].startswith(f"the {CAUSE['garbage']}: ")
+    assert repeated["cause"] == "data", repeated["sentence"]
     assert repeated["equal"] == list(range(21, STEP + 1))
 
 
@@ -139,9 +139,9 @@ def test_shares_are_those_of_the_gradient(garbage):
     assert [s["sequence"] for s in sequences] == [80, 81, 82, 83]
     assert [s["first_token"] for s in sequences] == [960, 972, 984, 996]
     for one, gradient, loss in zip(sequences, gradients, losses, strict=True):
-        assert one["loss"] == pytest.approx(loss, rel=1e-10)
-        assert one["grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-10)
-        assert one["share"] == pytest.approx(float(gradient @ total / (total @ total)), rel=1e-8)
+        share = float(gradient @ total / (total @ total))
+        found = [one[key] for key in ("loss", "grad_norm", "share")]
+        assert found == pytest.approx([loss, float(gradient.norm()), share], rel=1e-8)
         assert sum(d["targets"] for d in one["documents"]) == one["targets"] == 12
     assert sum(s["share"] for s in sequences) == pytest.approx(1, rel=1e-10)
 
@@ -173,40 +173,39 @@ def test_other_starts_rates_limits_and_without_the_window(garbage, repeated):
     assert changed["loss_after"] != repeated["here"]["loss_after"]
     without = replayed(garbage, STEP, "--skip")
     assert [step for step, _, _ in without["later"]] == list(range(STEP + 1, 33))
-    assert f"without the window of step {STEP}" in without["sentence"]
 
 
 @pytest.mark.usefixtures("forking")
-def test_what_cannot_be_repeated_is_refused(garbage, tmp_path, monkeypatch, capfd):
-    copy = tmp_path / "copy"
-    shutil.copytree(garbage.folder.parent, copy)
-    run = copy / garbage.folder.name
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    row = json.loads(rows[21])
-    rows[21] = json.dumps(row | {"grad_norm": row["grad_norm"] * (1 + 1e-12)}) + "\n"
-    (run / "metrics.jsonl").write_text("".join(rows))
+def test_what_cannot_be_repeated_is_refused(garbage, tmp_path, monkeypatch, capfd, words):
+    monkeypatch.chdir(shutil.copytree(garbage.folder.parent, tmp_path / "copy"))
     name = garbage.folder.name
-    other = llmexp("replay", f"{name}@{STEP}", "--allow", "plant", cwd=copy)
-    assert other.code == 2
-    assert "step 22 came out otherwise" in other.err
-    assert repr(row["grad_norm"]) in other.err
-    ids = np.load(copy / "garbage-1.npy")
+
+    def refused(part: str, *arguments: str) -> str:
+        done = run_here(capfd, "replay", *arguments)
+        assert done.code == 2, done.err
+        words.places = {tmp_path: "HERE"}
+        words("verify/replay", done.err, part)
+        return done.err
+
+    for part, arguments in {
+        "beyond the end": [f"{name}@400"],
+        "no step": [name],
+        "no number": [f"{name}@x"],
+        "no checkpoint": [f"{name}@{STEP}", "--from", "7"],
+        "rate": [f"{name}@{STEP}", "--lr", "0"],
+    }.items():
+        refused(part, *arguments)
+    rows = Path(name, "metrics.jsonl")
+    lines = rows.read_text().splitlines(keepends=True)
+    row = json.loads(lines[21])
+    lines[21] = json.dumps(row | {"grad_norm": row["grad_norm"] * (1 + 1e-12)}) + "\n"
+    rows.write_text("".join(lines))
+    words.hidden[r"\d+\.\d{9,}"] = "N"
+    assert repr(row["grad_norm"]) in refused("another row", f"{name}@{STEP}", *PLANTED)
+    ids = np.load("garbage-1.npy")
     ids[5] += 1
-    np.save(copy / "garbage-1.npy", ids)
-    changed = llmexp("replay", f"{name}@{STEP}", "--allow", "plant", cwd=copy)
-    assert changed.code == 2
-    assert "the data changed since the run started" in changed.err
-    assert "Traceback" not in changed.err + other.err
-    monkeypatch.chdir(copy)
-    for words, what in (
-        ([f"{name}@400"], "took the steps 1 to 32"),
-        ([name], f"the step is missing; for example {name}@32"),
-        ([f"{name}@x"], f"the step is missing; for example {name}@32"),
-        ([f"{name}@{STEP}", "--from", "7"], "no checkpoint of that step"),
-        ([f"{name}@{STEP}", "--lr", "0"], "--lr 0"),
-    ):
-        refused = run_here(capfd, "replay", *words)
-        assert (refused.code, what in refused.err) == (2, True), refused.err
+    np.save("garbage-1.npy", ids)
+    refused("other data", f"{name}@{STEP}", *PLANTED)
 
 
 def test_a_fork_took_the_steps_after_its_parents(garbage):
@@ -215,8 +214,8 @@ def test_a_fork_took_the_steps_after_its_parents(garbage):
         folder, "fork", *SETTINGS, "data.train_files=[garbage-1.npy]", "train.seed=1",
         *CASES["garbage"], "precision=fp64", f"fork.run={name}", "fork.step=20",
     )  # fmt: skip
-    refused = llmexp("replay", "fork@3", "--allow", "plant", cwd=folder)
-    assert (refused.code, "fork@3: the run took the steps 21 to 32" in refused.err) == (2, True)
+    refused = llmexp("replay", "fork@3", *PLANTED, cwd=folder)
+    assert (refused.code, "steps 21 to 32" in refused.err) == (2, True), refused.err
     assert replayed(fork, 21)["repeated_from"] == 20
 
 
@@ -249,8 +248,6 @@ def test_a_step_that_overflowed_is_shown_at_a_scale_that_does_not(tmp_path):
     still = planted(tmp_path / "still", "garbage", 1, *first)
     assert here["grad_norm"] == pytest.approx(still.rows()[1]["grad_norm"], rel=1e-2)
     assert found["cause"] == "none"
-    done = llmexp("replay", f"{result.folder.name}@2", "--allow", "plant", cwd=tmp_path)
-    assert "the update was not made, as the step has a gradient norm that is not" in done.out
 
 
 def test_a_step_that_ended_the_run_is_shown(tmp_path):
@@ -265,17 +262,15 @@ def test_a_step_that_ended_the_run_is_shown(tmp_path):
     step = run.rows()[-1]["step"] + 1
     found = replayed(run, step)
     assert found["cause"] == "state"
-    assert f"a gradient that is not finite at step {step}" in found["sentence"]
     assert f"step {step} has a" in found["ended"]
-    assert "the first thing to go wrong: " in found["ended"]
     assert found["ended"] in run.json("status.json")["error"]
     sequences = found["here"]["sequences"]
     assert len(sequences) == 4
     assert any(None in (one["loss"], one["grad_norm"]) for one in sequences)
     assert all(one["documents"][0]["text"] for one in sequences)
-    shown = llmexp("replay", f"ended@{step}", "--allow", "plant", cwd=tmp_path)
+    shown = llmexp("replay", f"ended@{step}", *PLANTED, cwd=tmp_path)
     assert (shown.code, "not finite" in shown.out) == (0, True)
-    assert llmexp("replay", f"ended@{step + 1}", "--allow", "plant", cwd=tmp_path).code == 2
+    assert llmexp("replay", f"ended@{step + 1}", *PLANTED, cwd=tmp_path).code == 2
 
 
 def test_a_rate_that_diverges_shows_what_was_found_before(garbage):
@@ -324,39 +319,47 @@ def test_points_of_a_sweep_mixtures_and_masks_are_repeated(mixed):
         assert sum(document["targets"] for document in one["documents"]) == one["targets"]
 
 
+def judged(
+    here: dict, window: list, others: list = (2.0, 1.0), before: list = (), usual: float = 1.0
+) -> dict:
+    start = {"window": window, "others": [[*others]] * 3}
+    here = {"sequences": [0] * 4, **here}
+    return verdict(9, {"from": 4, "start": start, "here": here}, [usual] * 8, [*before])
+
+
 def test_the_verdict_is_nearer_on_a_logarithmic_scale():
     def cause(here: float, there: float) -> str:
-        start = {"window": [2.0, there], "others": [[2.0, 1.0]] * 3}
-        found = {"from": 4, "start": start, "here": {"grad_norm": here, "sequences": [0] * 4}}
-        return verdict(9, found, [1.0] * 8, [])["cause"]
+        return judged({"grad_norm": here}, [2.0, there])["cause"]
 
     assert cause(1.9, 1.9) == "none"
     assert [cause(9.0, there) for there in (1.0, 2.9, 3.1, 9.0)] == ["state"] * 2 + ["data"] * 2
 
 
 def test_without_gradients_nothing_is_judged():
-    found = {"from": 4, "start": {"window": [2.0, 0.0], "others": [[2.0, 0.0]] * 3}}
-    found["here"] = {"grad_norm": 0.0, "sequences": [0]}
-    judged = verdict(9, found, [0.0] * 8, [])
-    assert judged["cause"] is None
-    assert "norm 0" in judged["sentence"]
+    assert judged({"grad_norm": 0.0}, [2.0, 0.0], [2.0, 0.0], usual=0.0)["cause"] is None
 
 
-def test_an_unusual_loss_counts_where_the_norm_is_ordinary():
+def test_what_is_not_finite_is_the_state_where_its_window_is_ordinary():
+    here = {"grad_norm": None, "loss": None}
+    found = [judged(here, [2.0, there]) for there in (1.2, 5.0, None)]
+    assert [one["cause"] for one in found] == ["state", "data", "data"]
+    assert [one["times_here"] for one in found] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "there", "cause"),
+    [
+        (2.4, 5.0, "none"),  # less than 6 x 1.4826 x 0.05 above 2.0
+        (2.5, 2.5, "data"),
+        (2.5, 2.3, "state"),
+        (2.5, 2.4, None),  # above others there, too, but by less than half as much
+        (4.0, 3.9, "data"),
+    ],
+)
+def test_an_unusual_loss_counts_where_the_norm_is_ordinary(loss, there, cause):
     before = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0, 2.1]
-
-    def told(loss: float, there: float) -> dict:
-        start = {"window": [there, 1.0], "others": [[2.2, 1.0]] * 3}
-        here = {"grad_norm": 1.5, "loss": loss, "sequences": [0] * 4}
-        return verdict(9, {"from": 4, "start": start, "here": here}, [1.0] * 8, before)
-
-    assert told(2.4, 5.0)["cause"] == "none"  # less than 6 x 1.4826 x 0.05 above 2.0
-    assert told(2.5, 2.5)["cause"] == "data"
-    assert told(2.5, 2.3)["cause"] == "state"
-    assert told(2.5, 2.4)["cause"] is None  # above others there, too, but by less than half as much
-    assert told(4.0, 3.9)["sentence"].startswith(
-        "the data: step 9 has 1.5 times the usual gradient norm, but a loss that is 2 above"
-    )
+    here = {"grad_norm": 1.5, "loss": loss}
+    assert judged(here, [there, 1.0], [2.2, 1.0], before)["cause"] == cause
 
 
 @given(
@@ -385,17 +388,6 @@ def test_the_state_is_blamed_by_weights_that_know_the_usual_loss(
     if found["cause"] == "data":
         assert there - others > rise / 2
     assert (found["cause"] == "none") == (times < 2 and rise <= 6 * 0.02 * 1.01)
-
-
-def test_what_is_not_finite_is_the_state_where_its_window_is_ordinary():
-    def cause(there: float | None) -> str:
-        start = {"window": [2.0, there], "others": [[2.0, 1.0]] * 3}
-        here = {"grad_norm": None, "loss": None, "sequences": [0] * 4}
-        found = verdict(9, {"from": 4, "start": start, "here": here}, [1.0] * 8, [])
-        assert found["times_here"] is None
-        return found["cause"]
-
-    assert [cause(there) for there in (1.2, 5.0, None)] == ["state", "data", "data"]
 
 
 def test_many_rows_reach_the_steps_that_are_repeated(tmp_path):
