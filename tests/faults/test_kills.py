@@ -58,9 +58,8 @@ def here(tmp_path: Path) -> Path:
 
 
 def rows_of(run: Path) -> int:
-    return (
-        (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
-    )
+    rows = run / "metrics.jsonl"
+    return rows.read_bytes().count(b"\n") if rows.exists() else 0
 
 
 def is_saving(run: Path) -> bool:
@@ -69,11 +68,11 @@ def is_saving(run: Path) -> bool:
 
 def came_to(process: subprocess.Popen[str], run: Path, rows: int, saving: bool) -> bool:
     """Whether it has that many rows, and saves, before it ends."""
-    wait_for(
-        lambda: (
-            process.poll() is not None or (rows_of(run) >= rows and (is_saving(run) or not saving))
-        )
-    )
+
+    def is_there() -> bool:
+        return rows_of(run) >= rows and (is_saving(run) or not saving)
+
+    wait_for(lambda: process.poll() is not None or is_there())
     return process.poll() is None
 
 
@@ -129,10 +128,8 @@ def kill_in_a_row(
 
 
 def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    return [
-        (rng.choice(["worker", "launcher", "tree"]), rng.choice(["save", "row"]))
-        for _ in range(count)
-    ]
+    whom, when = ["worker", "launcher", "tree"], ["save", "row"]
+    return [(rng.choice(whom), rng.choice(when)) for _ in range(count)]
 
 
 @pytest.mark.fresh
@@ -206,18 +203,14 @@ def test_out_of_memory(here, settings, whole, memory_group):
     to the end."""
     hooked = ["hooks=[faulty.hungry]", *HOOKED]
     run = Result(0, "", "", here / "run")
-    failed = llmexp(
-        "train", *settings, "hydra.run.dir=run", *hooked, cwd=here, FAULT_MEMORY="ulimit"
-    )
+    train = ["train", *settings, "hydra.run.dir=run", *hooked]
+    failed = llmexp(*train, cwd=here, FAULT_MEMORY="ulimit")
     assert failed.code == 3, failed.err
-    assert (
-        "out of memory with micro_batch_size 4 x 12 tokens; a smaller batch.micro_batch_size"
-        in failed.err
-    )
-    assert (
-        "the last checkpoint is step_00000006; to go on: llmexp resume run --allow faulty"
-        in failed.err
-    )
+    assert_says(
+        failed.err, what="out of memory with micro_batch_size 4 x 12 tokens",
+        where="a smaller batch.micro_batch_size", intact="the last checkpoint is step_00000006",
+        command="llmexp resume run --allow faulty",
+    )  # fmt: skip
     assert_status(run, "failed", 3, "out of memory with micro_batch_size 4 x 12 tokens")
 
     failed = llmexp("resume", "run", *hooked, cwd=here, FAULT_MEMORY=str(memory_group))

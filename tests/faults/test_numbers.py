@@ -23,19 +23,13 @@ from tests.faults.helpers import assert_says, assert_status, without_scale
 from tests.tools import composed
 
 LAYER = "blocks.1.mlp.up_proj"
-TWO = [
-    "parallelism.nproc_per_node=2",
-    "batch.micro_batch_size=4",
-    "batch.gradient_accumulation_steps=1",
-]
+TWO = ["parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
+BOMBS = ["--allow", "bombs", "hooks=[bombs.hook]", "hydra.run.dir=run"]
 
 
 def parts_of(tokens: Path, *overrides: str) -> Parts:
-    base = ["model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16",
-    "model.d_ff=24",
-            "model.max_position_embeddings=32", "batch.sequence_length=12", "data=tokens",
-            "data.val_ratio=0",
-            f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
+    data = ["data=tokens", "data.val_ratio=0", f"data.train_files=[{tokens}]"]
+    base = [*TINY, *data, "batch.micro_batch_size=2"]
     return assemble(composed(*base, *overrides))
 
 
@@ -52,11 +46,8 @@ def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:
     ("recompute", "precision"), [("none", "fp32"), ("full", "fp16"), ("selective", "bf16")]
 )
 def test_the_first_bad_layer_is_named(tokens, recompute, precision):
-    how = [
-        "precision=" + precision,
-        f"parallelism.activation_checkpointing={recompute}",
-        "model.dropout=0.1",
-    ]
+    how = [f"parallelism.activation_checkpointing={recompute}", f"precision={precision}"]
+    how.append("model.dropout=0.1")
     parts = parts_of(tokens, *how)
     for kind, found in (
         ("weight", f"parameter {LAYER}.weight is not finite"),
@@ -97,11 +88,9 @@ def here(tmp_path: Path) -> Path:
 def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     """Both ranks stop in the step in which one of them goes wrong, and nothing is saved after
     it."""
-    failed = llmexp(
-        "train", *without_scale(settings), f"parallelism={kind}", *TWO, "precision=fp32",
-        "hydra.run.dir=run",
-        "--allow", "bombs", "hooks=[bombs.hook]", *more, cwd=here, FAULT_BOMB=f"{bomb} 7 1",
-    )  # fmt: skip
+    two = ["precision=fp32", f"parallelism={kind}", *TWO, *more]
+    given = [*without_scale(settings), *two, *BOMBS]
+    failed = llmexp("train", *given, cwd=here, FAULT_BOMB=f"{bomb} 7 1")
     assert failed.code == 3, failed.err
     line = assert_says(
         failed.err, what=what, where="step 7 has a ", intact="the last checkpoint is step_00000006",
@@ -110,10 +99,10 @@ def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     assert "the update was not applied" in line
     assert f"(rank {rank})" in line
     assert_status(failed, "failed", 3, what)
-    accounts = [json.loads((failed.folder / "logs" / f"rank-{r}.json").read_text()) for r in (0, 1)]
-    assert all(
-        "step 7 has a " in account["text"] and what in account["text"] for account in accounts
-    )
+    for log in (failed.folder / "logs" / f"rank-{r}.json" for r in (0, 1)):
+        account = json.loads(log.read_text())["text"]
+        assert "step 7 has a " in account
+        assert what in account
     assert [row["step"] for row in failed.rows()] == list(range(1, 7))
     assert max(int(p.name[5:]) for p in (failed.folder / "checkpoints").iterdir()) == 6
 
@@ -121,12 +110,9 @@ def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
 def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
     """Gradients that overflow at any scale: each step is skipped, bit for bit, until the scale is
     hopeless."""
-    failed = llmexp(
-        "train", *settings, "train.eval_every=1", "precision.init_scale=4", "hydra.run.dir=run",
-        "--allow", "bombs",
-        "hooks=[bombs.hook]",
-        "parallelism.activation_checkpointing=full", cwd=here, FAULT_BOMB="gradient 4 0",
-    )  # fmt: skip
+    more = ["train.eval_every=1", "precision.init_scale=4"]
+    more.append("parallelism.activation_checkpointing=full")
+    failed = llmexp("train", *settings, *more, *BOMBS, cwd=here, FAULT_BOMB="gradient 4 0")
     assert failed.code == 3, failed.err
     line = assert_says(
         failed.err, what="the fp16 loss scale fell below 1", where="at step ",
@@ -145,11 +131,9 @@ def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
 def test_a_norm_that_overflows_is_named_and_not_laid_to_the_machine(here):
     """Every gradient is finite; a resumed run would compute the same, a fork at the rate that is
     named goes on."""
-    failed = llmexp(
-        "train", *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=9",
-        "optimizer.lr=0.02", "checkpoint.every=1", "hydra.run.dir=run", "--allow", "bombs",
-        "hooks=[bombs.hook]", cwd=here, FAULT_BOMB="large 3 0",
-    )  # fmt: skip
+    run = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=9"]
+    run += ["optimizer.lr=0.02", "checkpoint.every=1"]
+    failed = llmexp("train", *run, *BOMBS, cwd=here, FAULT_BOMB="large 3 0")
     assert failed.code == 3, failed.err
     assert "the norm of all gradients: every entry is finite" in failed.err
     assert "does not come from the config" not in failed.err

@@ -89,11 +89,12 @@ def jump(event, context):
 
 
 FAILING = """
+import os
+
 def fail(event, context):
-    if (event, context.step, context.run.world_size > 1) == ("step_start", 17, True):
-        import os
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("late")
+    where = (event, context.step, context.run.world_size > 1, os.environ.get("RANK"))
+    if where == ("step_start", 17, True, "1"):
+        raise RuntimeError("late")
 """
 
 
@@ -129,9 +130,8 @@ def test_a_power_cut_is_seen_and_gone_on_from_under_a_clock_that_jumps(whole, tm
     # from the start, so that there is time to jump
     shutil.rmtree(run.folder / "checkpoints" / f"step_{LAST - 2:08d}")
     (tmp_path / "faulty.py").write_text(HOOKS)
-    done = llmexp(
-        "resume", str(run.folder), "hooks=[faulty.jump]", "--allow", "faulty", cwd=tmp_path
-    )
+    hooks = ["hooks=[faulty.jump]", "--allow", "faulty"]
+    done = llmexp("resume", str(run.folder), *hooks, cwd=tmp_path)
     assert done.code == 0, done.err
     assert_as_undisturbed(run, whole)
     for row in run.rows():
@@ -151,23 +151,14 @@ def test_a_run_that_lost_its_status_is_cut(whole, tmp_path, capsys):
 def test_a_failure_under_a_clock_that_jumped_back_is_reported_by_its_rank(tmp_path):
     """The agent began an hour after the time at which the rank says that it failed."""
     (tmp_path / "faulty.py").write_text(HOOKS + FAILING)
-    two = [
-        "parallelism=ddp",
-        "parallelism.nproc_per_node=2",
-        "batch.micro_batch_size=2",
-        "data=synthetic",
-    ]
-    done = llmexp(
-        "train", *TINY, *two, "hooks=[faulty.jump,faulty.fail]", "--allow", "faulty",
-        "train.max_steps=20",
-        "parallelism.max_restarts=2", "hydra.run.dir=run", cwd=tmp_path,
-    )  # fmt: skip
+    run = [*TINY, "data=synthetic", "batch.micro_batch_size=2", "train.max_steps=20"]
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "parallelism.max_restarts=2"]
+    hooks = ["hooks=[faulty.jump,faulty.fail]", "--allow", "faulty", "hydra.run.dir=run"]
+    done = llmexp("train", *run, *two, *hooks, cwd=tmp_path)
     assert done.code == 3
     assert "(rank 1, " in done.err
-    assert (
-        "the hook faulty.fail failed at step_start of step 17: RuntimeError('late')"
-        in done.json("status.json")["error"]
-    )
+    error = done.json("status.json")["error"]
+    assert "the hook faulty.fail failed at step_start of step 17: RuntimeError('late')" in error
     assert "start again" not in done.err  # it would only fail again
 
 
