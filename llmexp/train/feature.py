@@ -71,7 +71,7 @@ class Feature:
     # Between the steps; here the host may wait.
 
     def row(self, window: Window) -> dict[str, Any]:
-        """Return what the row of the last step gets."""
+        """Return figures for the row of the last step, by names that it does not have yet."""
         return {}
 
     def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
@@ -135,7 +135,7 @@ class Feature:
         return {}
 
     def begin_tensors(self) -> None:
-        """Set them to the weights: of a fork whose parent had none."""
+        """Set them to the weights: those of a checkpoint that has none of this feature."""
 
     # At the end, and in a plan.
 

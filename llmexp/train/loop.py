@@ -222,8 +222,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
     row |= loop.meter.take(tokens, loop.mesh.world_size)
-    for row_of in loop.features.on("row"):
-        row |= row_of(window)
+    add_figures(loop, row, window)
     if run.flops_per_token is not None:
         flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
@@ -238,6 +237,18 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
         left = sequences / run.stage_at(progress.step - 1).real_batch_size
     row["eta"] = left * row["step_time"]
     return row
+
+
+def add_figures(loop: Loop, row: dict[str, Any], window: Window) -> None:
+    """Add the figures of features to a row. Raises TrainingFailed for one that it has already."""
+    for feature in loop.features:
+        found = feature.row(window)
+        if taken := [key for key in found if key in row]:
+            raise TrainingFailed(
+                f"{type(feature).__name__} returned {taken[0]}, which the row of step "
+                f"{row['step']} has already; choose another name, for example mine/{taken[0]}"
+            )
+        row |= found
 
 
 def publish(loop: Loop, row: dict[str, Any]) -> None:

@@ -70,3 +70,10 @@ def test_a_plan_does_not_run_it(tmp_path):
     assert [plan.code for plan in plans] == [0, 0], plans[1].err
     memory = [[x for x in plan.out.splitlines() if x.startswith("memory")] for plan in plans]
     assert memory[0] == memory[1] != []
+
+
+def test_a_figure_that_the_row_has_ends_the_run(tmp_path):
+    run = ["train", *TINY, *RUN, "hooks=[own.features.Rate]", "hydra.run.dir=r"]
+    failed = llmexp(*run, cwd=tmp_path)
+    assert failed.code == 3
+    assert "Rate returned lr, which the row of step 1 has already; choose another" in failed.err

@@ -90,3 +90,13 @@ class Looking(Feature):
     def updated(self, window):
         assert self.loop.progress.step == window.step
         float(self._weight.sum())
+
+
+class Rate(Feature):
+    """Put a figure into the row that it has."""
+
+    def __init__(self, setup):
+        pass
+
+    def row(self, window):
+        return {"lr": 0.0}
