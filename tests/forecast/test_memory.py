@@ -88,6 +88,17 @@ def test_what_is_counted_is_what_torch_allocates(overrides):
     assert counted == pytest.approx(allocated(parts), rel=0.1)
 
 
+def test_a_step_is_counted_in_which_features_hold_most():
+    """One that is measured layer by layer, whether each is or few are."""
+    every = "metrics.noise_scale_every=10"
+    held = [
+        sum(rehearse(parts, cut_of(parts), "fp32", None).values())
+        for more in ([], ["metrics.layers_every=7"], ["metrics.spikes=true"])
+        if (parts := parts_of(*GPT, every, *more))
+    ]
+    assert held[0] < held[1] == held[2]
+
+
 @pytest.mark.fresh
 def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
     """Also where the process that starts the run holds more than the run; the C library gives back
