@@ -44,7 +44,8 @@ def fields() -> dict[str, Knob]:
 _TEXT = re.compile(
     r"\w+|hydra\.(run|sweep)\.\w+|hydra\.launcher\.(partition|account|qos|address|setup)"
     r"|sweep\.(resume|report|on_infeasible|search\.sampler)|plan\.device|prepare\.(part|on)"
-    r"|model\.path|data\.val_main|data\.(train|val)_(files|labels)|tokenizer\.(?!\w*timeout)\w+"
+    r"|model\.path|data\.val_main|data\.(train|val)_(files|labels)"
+    r"|tokenizer\.(name|path|pattern|end_of_text)"
     r"|data\.(sources|val)\.[^.]+\.(files|hf|split|text_key)|optimizer\.name|\w+\._target_"
 )
 

@@ -82,6 +82,8 @@ def test_each_knob_of_text_is_known_to_be_one():
             assert takes_text(key), key
         elif of & {int, float, bool} or knob.auto:
             assert not takes_text(key), key
+    own = [f"{section}.mine" for section in ("model", "data", "tokenizer", "optimizer", "user")]
+    assert not any(map(takes_text, own))  # a number or a bool for a function of one's own is one
 
 
 def config_of(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
