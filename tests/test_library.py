@@ -71,7 +71,7 @@ def saved(s, folder, step: int) -> loading.Loaded:
         pieces = saving.snapshot(s.model, s.optimizers, 0, 1, True, None, trained)
     state = {"progress": {"step": step, "updates": step}, "meter": {"tokens_seen": 0}}
     saving.write_pieces(folder, step, pieces)
-    path = saving.commit_checkpoint(folder, step, pieces, state, {}, None)
+    path = saving.commit_checkpoint(folder, step, pieces, state, {"config": {}}, None)
     return loading.read_checkpoint(path)
 
 

@@ -57,7 +57,7 @@ class Progress(Feature):
         self._steps += 1
 
     def row(self, window):
-        return {"mine/steps": self._steps}
+        return {f"mine/{self.name}": self._steps}
 
     def state_dict(self):
         return {"steps": self._steps}
