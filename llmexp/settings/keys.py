@@ -1,4 +1,4 @@
-"""How a figure of a row is declared. Standard library only."""
+"""Declare a figure of a row. This file imports the standard library only."""
 
 from __future__ import annotations
 

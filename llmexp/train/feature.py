@@ -1,4 +1,4 @@
-"""What an optional part of a run may do: in a step, between the steps, and around them.
+"""Name what an optional part of a run may do: in a step, between the steps, and around them.
 
 The loop knows its features by these methods alone, which it calls for each that has them in turn
 (`Features.on`); a user's hooks hear the same events (`hooks`), and a user's own `Feature` can be

@@ -70,7 +70,7 @@ class Noise(Feature):
         return self.scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
-        if not anew and "sums" in state:
+        if not anew:
             self.scale.load_state_dict(state)
 
 

@@ -80,8 +80,8 @@ class Outliers(Feature):
         return self._judge.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
-        self.count, self._steps = state.get("outlier_count", 0), state.get("outlier_steps", [])
-        if not anew and "window" in state:
+        self.count, self._steps = state["outlier_count"], state["outlier_steps"]
+        if not anew:
             self._judge.load_state_dict(state)
 
 

@@ -133,7 +133,7 @@ class Spikes(Feature):
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
         for name in () if anew else ("spikes", "spike_tokens", "spike_level", "rose_first"):
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state[name])
 
 
 def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
