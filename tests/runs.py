@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.conftest import Result, llmexp
 from tests.tiny import TINY
+from tests.tools import cut
 
 
 class Runs:
@@ -53,8 +54,5 @@ class Runs:
         made = self(*overrides, **more)  # type: ignore[arg-type]
         shutil.copytree(made.folder, to, symlinks=True)
         if step is not None:
-            for path in (to / "checkpoints").iterdir():
-                if int(path.name.removeprefix("step_")) > step:
-                    shutil.rmtree(path)
-            (to / "status.json").write_text('{"state": "running"}')
+            cut(to, step)
         return Result(0, made.out, made.err, to)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -138,12 +139,17 @@ def cut_after(result: Result, folder: Path, step: int) -> Path:
     """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a
     kill."""
     copy = folder / f"cut{step}"
-    subprocess.run(["cp", "-r", str(result.folder), str(copy)], check=True)
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name[5:]) > step:
-            subprocess.run(["rm", "-r", str(path)], check=True)
-    (copy / "status.json").write_text('{"state": "running"}')
+    shutil.copytree(result.folder, copy, symlinks=True)
+    cut(copy, step)
     return copy
+
+
+def cut(run: Path, step: int) -> None:
+    """Take from a run the checkpoints after a step, and the record of its end."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    (run / "status.json").write_text('{"state": "running"}')
 
 
 def weights(result: Result, step: int, kind: str = "model") -> dict[str, torch.Tensor]:
