@@ -206,8 +206,8 @@ def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
     window = Window(
         every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
     )
-    for feature in setup.features:
-        feature.backward_start(window)
+    for act in setup.features.on("backward_start"):
+        act(window)
     train_step(setup, window, lambda: 0)
 
 
@@ -249,9 +249,8 @@ def _name(counting: Counting, setup: Setup) -> None:
     counting.call("parameters", [local(p) for p in setup.model.parameters()])
     counting.call("gradients", gradients)
     counting.call("moments", [local(v) for v in states])
-    for feature in setup.features:
-        if tensors := feature.tensors():
-            counting.call(feature.name, [local(v) for v in tensors.values()])
+    for feature in setup.features.acting("tensors"):
+        counting.call(feature.name, [local(v) for v in feature.tensors().values()])
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -38,6 +38,7 @@ from llmexp.update.twin import perturb
 # Counts of what a rule of clipping did, by their names in a checkpoint: shares at two limits cannot
 # be added.
 OF_CLIPPING = ("norms", "limit", "measures")
+OF_ALL_RUNS = ("progress", "meter", "optimizers", "buffers")  # in the state of a checkpoint
 
 
 def log_line(text: str) -> None:
@@ -166,10 +167,13 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
     setup = set_up(parts, joined, fresh=loaded is None)
     clip = parts.config.clip
     norms = Norms(clip.kind, clip.max_norm)
-    progress, meter = Progress(), Meter(joined.device, 0)
+    progress, meter, carried = Progress(), Meter(joined.device, 0), dict[str, Any]()
     if loaded:
         saved = stateful_parts(setup, norms)
         progress, meter = restore(parts, setup, loaded, forked, saved)
+        if not forked:
+            taken = {*OF_ALL_RUNS, *saved, *(feature.name for feature in setup.features)}
+            carried = {name: loaded.state[name] for name in loaded.state.keys() - taken}
         source = loaded.path if forked else loaded.path.name
         console.line(
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
@@ -193,6 +197,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=loaded.kept if loaded and not forked else [],
+        carried=carried,
     )
     for feature in setup.features:
         feature.begin(loop)

@@ -87,8 +87,8 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     }
     if loop.parts.tasks:
         actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)
-    for feature in loop.features:
-        actions |= {f"{name}_s": act for name, act in feature.timed().items()}
+    for timed in loop.features.on("timed"):
+        actions |= {f"{name}_s": act for name, act in timed().items()}
     actions["save_s"] = lambda: save(loop, wait=not config.checkpoint.async_)
     found = {}
     for name, act in actions.items():

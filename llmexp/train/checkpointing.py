@@ -46,18 +46,19 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     run, root, chosen = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint
     if out.rows is not None:
         out.rows.sync()
-    for feature in loop.features:
-        feature.sync()
+    for sync in loop.features.on("sync"):
+        sync()
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
     geometry = {name: getattr(run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
-    state = {
+    state = loop.carried | {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
         **{name: p.state_dict() for name, p in stateful_parts(setup, loop.norms).items()},
-        **{f.name: found for f in loop.features if (found := f.state_dict())},
+        **{f.name: found for f in loop.features.acting("state_dict") if (found := f.state_dict())},
     }
-    more = {f.name: tensors for f in loop.features if (tensors := f.tensors())}
+    keeping = loop.features.acting("tensors")
+    more = {f.name: tensors for f in keeping if (tensors := f.tensors())}
     ranks = loop.mesh.rank, loop.mesh.world_size
     with faces.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
@@ -142,8 +143,8 @@ def advance_save(loop: Loop, must: bool = False) -> None:
     else:
         loop.saving, loop.failed_saves = None, 0
         loop.saved.append(saving.step)
-        for feature in loop.features:
-            feature.saved(saving.step)
+        for act in loop.features.on("saved"):
+            act(saving.step)
 
 
 def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:

@@ -155,8 +155,12 @@ class Feature:
         """Return the same of a finished run, from its model: all ranks call together."""
         return []
 
-    def to_copy(self) -> list[tuple[str, str]]:
-        """Return titles and texts that rank 0 shows last, unwrapped: paths and commands."""
+    def files(self) -> list[tuple[str, str]]:
+        """Return titles and paths that rank 0 shows before that of the folder, unwrapped."""
+        return []
+
+    def commands(self) -> list[tuple[str, str]]:
+        """Return titles and commands that rank 0 shows behind it."""
         return []
 
     def last_step(self) -> dict[str, Any]:
@@ -175,11 +179,14 @@ class Features(list[Feature]):
         super().__init__()
         self._on: dict[str, list[Callable[..., Any]]] = {}
 
+    def acting(self, event: str) -> list[Feature]:
+        """Return those that do something at an event."""
+        return [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
+
     def on(self, event: str) -> list[Callable[..., Any]]:
         """Return the methods of those that do something at an event, worked out once."""
         if event not in self._on:
-            acting = [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
-            self._on[event] = [getattr(feature, event) for feature in acting]
+            self._on[event] = [getattr(feature, event) for feature in self.acting(event)]
         return self._on[event]
 
 

@@ -241,7 +241,7 @@ def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) ->
 
 def add_figures(loop: Loop, row: dict[str, Any], window: Window) -> None:
     """Add the figures of features to a row. Raises TrainingFailed for one that it has already."""
-    for feature in loop.features:
+    for feature in loop.features.acting("row"):
         found = feature.row(window)
         if taken := [key for key in found if key in row]:
             raise TrainingFailed(

@@ -124,8 +124,8 @@ def look_into(
             setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         _compare(found, asked["rows"], loop.progress.step, seen)
         here |= {"lr": step.lr} | figures_of(loop, seen, norm)
-        for feature in loop.features:
-            here |= feature.last_step()
+        for figures_at in loop.features.on("last_step"):
+            here |= figures_at()
         if ended:
             return {"here": here, "later": [], "ended": ended}
         with measuring(loop):

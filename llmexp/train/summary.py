@@ -48,8 +48,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
     norms = loop.norms
     if norms.steps:
         found["clipped_share"] = norms.clipped / norms.steps
-    for feature in loop.features:
-        found |= feature.summary()
+    for summary_of in loop.features.on("summary"):
+        found |= summary_of()
     return found
 
 
@@ -73,7 +73,8 @@ def details(loop: Loop) -> dict[str, Any]:
     if clip := loop.norms.summary():
         measures = loop.setup.clipping.measures.summary()
         found["clip"] = clip | ({"measures": measures} if measures else {})
-    return found | {f.name: status for f in loop.features if (status := f.status())}
+    reporting = loop.features.acting("status")
+    return found | {f.name: status for f in reporting if (status := f.status())}
 
 
 def measured_sections(loop: Loop) -> list[tuple[str, str]]:
@@ -90,7 +91,7 @@ def measured_sections(loop: Loop) -> list[tuple[str, str]]:
 
 
 def told(loop: Loop, event: str) -> list[tuple[str, str]]:
-    """Return titles and texts of all features: `words`, `last_words` or `to_copy`.
+    """Return titles and texts of all features: `words`, `last_words`, `files`, ....
 
     The run is over and recorded: an error of one is told in its place.
     """
@@ -121,7 +122,7 @@ def say_the_end(
         sections += [*measured_sections(loop), *last_words]
     except Exception as error:
         sections.append(("missing", f"the end of this report: {error!r}"))
-    to_copy = [*told(loop, "to_copy"), ("folder", str(path))]
+    to_copy = [*told(loop, "files"), ("folder", str(path)), *told(loop, "commands")]
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))
     elif loop.saved:

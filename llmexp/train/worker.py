@@ -213,7 +213,7 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
         state, code = "failed", FAILED
         raise
     finally:
-        for feature in loop.features:
+        for feature in loop.features.acting("closed"):
             try:
                 feature.closed(summary, code)
             except Exception as error:  # the others are told, and how the run ended stays
@@ -231,8 +231,8 @@ def close_rows(loop: Loop, state: str) -> None:
     the user gets the error that ended it."""
     try:
         with contextlib.ExitStack() as closing:
-            for feature in loop.features:
-                closing.callback(feature.close)
+            for close in loop.features.on("close"):
+                closing.callback(close)
             show_rows(loop)
             if loop.out.rows is not None:
                 loop.out.rows.close()

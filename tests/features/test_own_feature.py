@@ -39,6 +39,18 @@ def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
     assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
 
 
+def test_its_state_is_carried_along_while_it_is_off(runs, tmp_path):
+    cut = runs.copy(tmp_path / "cut", *RUN, COSINE, step=3)
+    for hooks, stop, code in (("hooks=[]", "4", 75), (COSINE, "null", 0)):
+        change = [hooks, f"train.stop_step={stop}", "--allow", "own"]
+        resumed = llmexp("resume", "cut", *change, cwd=tmp_path)
+        assert resumed.code == code, resumed.err
+    states = [torch.load(cut.checkpoint(n) / "state.pt", weights_only=True) for n in (3, 4, 5)]
+    before, off, on = (state["own_cosine"] for state in states)
+    assert before == off != on
+    assert [row["step"] for row in cut.rows() if "mine/cosine" in row] == [2, 3, 5, 6]
+
+
 def test_its_name_may_be_that_of_another_part_of_a_checkpoint(runs, tmp_path):
     hooks = "hooks=[own.features.Progress,own.features.Layers2]"
     whole, cut = runs(*RUN, hooks), runs.copy(tmp_path / "cut", *RUN, hooks, step=3)

@@ -138,10 +138,13 @@ def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
     loop = made(row(5), step=5, path=tmp_path)
     loop.config.train.stop_step = stop_step
     monkeypatch.setattr("llmexp.train.summary.measured_sections", lambda loop: 1 / 0)
+    loop.features.append(Noting())
     say_the_end(loop, "preempted", {"steps": 5}, [])
     text = loop.out.console.lines[0]
     assert f"preempted by {cause} at step 5 of 10" in text
     assert "the end of this report: ZeroDivisionError" in text
+    last = [line.split()[0] for line in loop.out.console.lines[1:]]
+    assert last == ["picture", "folder", "upload", "next"]
 
 
 class Broken(Feature):
@@ -153,10 +156,10 @@ class Broken(Feature):
     def closed(self, summary: Any, code: int) -> None:
         raise ZeroDivisionError
 
-    def to_copy(self) -> list[tuple[str, str]]:
+    def commands(self) -> list[tuple[str, str]]:
         raise ZeroDivisionError
 
-    last_words = to_copy
+    last_words = commands
 
 
 class Noting(Feature):
@@ -171,7 +174,10 @@ class Noting(Feature):
     def closed(self, summary: Any, code: int) -> None:
         self.seen.append(code)
 
-    def to_copy(self) -> list[tuple[str, str]]:
+    def files(self) -> list[tuple[str, str]]:
+        return [("picture", "run/loss.png")]
+
+    def commands(self) -> list[tuple[str, str]]:
         return [("upload", "llmexp sync run")]
 
 
@@ -185,7 +191,7 @@ def test_a_feature_that_fails_at_the_end_keeps_no_other_from_it(tmp_path, main):
     assert before.seen == after.seen == ["close", 3]
     lines = " ".join(loop.out.console.lines)  # type: ignore[attr-defined]
     assert "the end of Broken failed: ZeroDivisionError" in lines
-    assert told(loop, "to_copy") == [
+    assert told(loop, "commands") == [
         ("upload", "llmexp sync run"),
         ("missing", "a part of this report: ZeroDivisionError()"),
         ("upload", "llmexp sync run"),
@@ -264,10 +270,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     loop = made(row(2), step=3, path=tmp_path)
     rows = Place(row(2), full=broken != "device")
     loop.out = dataclasses.replace(loop.out, rows=rows)
-    ended: list[int] = []
-    feature = Feature()
-    feature.closed = lambda summary, code: ended.append(code)  # type: ignore[method-assign]
-    loop.features.append(feature)
+    loop.features.append(told_last := Noting())
     if broken == "disk":
         with pytest.raises(OSError, match="no room"):
             worker.finish_run(loop, "finished", 0)
@@ -279,7 +282,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
         assert failing.failure_of(lost).exit_code == 3
     assert len(loop.out.console.lines) == (broken == "both")  # the rows may not all be there
     assert [len(place.ended) for place in (rows, loop.out.console)] == [1, 1]
-    assert ended == [3]
+    assert told_last.seen == ["close", 3]
 
 
 def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):

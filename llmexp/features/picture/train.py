@@ -17,7 +17,7 @@ def make(parts: Parts, setup: Setup) -> Picture | None:
 class Picture(Feature):
     """Draw the rows of the run, of a fork after those of its parents."""
 
-    def to_copy(self) -> list[tuple[str, str]]:
+    def files(self) -> list[tuple[str, str]]:
         from llmexp.metrics.plot import plot_losses
 
         path = self.loop.out.path

@@ -33,7 +33,7 @@ class Mirrored(Feature):
         if self._trackers is not None:
             self._trackers.finish(summary, code)
 
-    def to_copy(self) -> list[tuple[str, str]]:
+    def commands(self) -> list[tuple[str, str]]:
         from llmexp.tracker.fields import upload_is_pending
 
         path = self.loop.out.path
