@@ -184,6 +184,7 @@ class _Facts(TypedDict, total=False):
     world_size: int
     overrides: list[str] | None
     swept: list[str] | None
+    place: list[str] | None
     label: str | None
     group: str | None
     environment: dict[str, str]

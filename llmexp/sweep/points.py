@@ -211,7 +211,7 @@ def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerE
         same = configs.setdefault(known_by, point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
-            text = f"resolves to the same config as {same.name}; "
+            text = f"resolves to the same config as {same.entry.label or same.name}; "
             refused.append(point.refused(text + _why_same(point, same)))
         elif beside is not point:
             text = f"resolves to the same folder as {beside.name}, {point.path}"
