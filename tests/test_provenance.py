@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.compare.provenance import differences
 from llmexp.compare.reading import read as read_records
-from llmexp.runs import provenance
+from llmexp.features.provenance import runs as provenance
+from llmexp.features.provenance.compare import differences
 from llmexp.runs.find import find
 from tests.conftest import TINY, llmexp
 
@@ -109,7 +109,7 @@ def test_the_diff_on_the_commit_gives_the_tree(tmp_path, monkeypatch):
     (work / "notes.txt").write_text("not tracked")
     monkeypatch.chdir(work)
     (tmp_path / "run").mkdir()
-    provenance.write_provenance(tmp_path / "run", {}, resumed=False)
+    provenance.record(tmp_path / "run", resumed=False)
     told = about(tmp_path / "run")
     (one,) = told["repositories"]
     assert (one["commit"], one["branch"]) == (git(work, "rev-parse", "HEAD"), "trunk")
@@ -169,7 +169,7 @@ def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     runs = sorted(p for p in (tmp_path / "sweep").iterdir() if p.is_dir())
     assert len({(run / "provenance" / "work.diff").read_text() for run in runs}) == 1
     assert all(len(provenance.folders(run)) == 1 for run in runs)
-    assert differences(read_records(find([tmp_path / "sweep"])[0])) == ()
+    assert differences(read_records(find([tmp_path / "sweep"])[0])) == []
 
     run = llmexp(
         "train", *TINY, *OWN, "train.stop_step=1", f"hydra.run.dir={tmp_path / 'one'}", cwd=work
@@ -280,13 +280,13 @@ def test_the_image_of_the_container_where_it_is_named(monkeypatch):
 def test_a_run_folder_that_cannot_be_written_only_says_so(
     tmp_path, monkeypatch, capsys, in_repository
 ):
-    provenance.write_provenance(tmp_path / "gone", {}, resumed=False)
+    provenance.record(tmp_path / "gone", resumed=False)
     assert (
         "could not be written: No such file or directory; the run goes on"
         in capsys.readouterr().err
     )
     monkeypatch.setattr(provenance, "installed", lambda: 1 / 0)
-    provenance.write_provenance(tmp_path / "gone", {}, resumed=False)
+    provenance.record(tmp_path / "gone", resumed=False)
     assert "ZeroDivisionError: division by zero; the run goes on" in capsys.readouterr().err
 
 
@@ -307,11 +307,11 @@ def test_what_compare_says_of_runs_that_differ(tmp_path):
     made("b", "12", "2.5", driver="550")
     made("c", "ab", "2.4", driver="535")
     said = differences(read_records(find([tmp_path])[0]))
-    assert said == (
+    assert said == [
         "The commit of proj differs: 1212121212 in a, b; ababababab in c.",
         "The packages differ: torch 2.4 or 2.5.",
         "The NVIDIA driver differs: 550 in a, b; 535 in c.",
-    )
+    ]
     for text in (
         "[1]",
         "{",

@@ -147,7 +147,7 @@ def write_record(
 
     `passed` None: there is no verdict, because of `error`.
     """
-    from llmexp.runs.provenance import source_commit, versions
+    from llmexp.runs.versions import source_commit, versions
 
     found = {
         "format": 1,

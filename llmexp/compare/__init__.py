@@ -27,6 +27,5 @@ page           the HTML page of a comparison, and the answer as a tracker gets i
 curves         what the page draws: rows, thinned; axes of swept keys
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts
-provenance     runs that differ in code, packages or drivers
 throughput     the table of a timing grid
 """

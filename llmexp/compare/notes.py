@@ -10,7 +10,6 @@ from llmexp.compare.budgets import common, equal
 from llmexp.compare.figures import broken
 from llmexp.compare.folding import varying
 from llmexp.compare.position import evaluations, positions
-from llmexp.compare.provenance import differences
 from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict
 from llmexp.compare.screened import mixed
 from llmexp.compare.searching import searched
@@ -48,7 +47,8 @@ def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     The first are short lines, the most important one first; the second are sentences.
     """
-    made_of = differences(f.taking_part)
+    differences = features.offered("compare", "differences")
+    made_of = [line for say in differences for line in say(f.taking_part)]
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     of_features = features.offered("compare", "notes")

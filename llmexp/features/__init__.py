@@ -7,6 +7,7 @@ settings   its `Knobs`, which join the section `SECTION`, and the `KEYS` of its 
 train      `make`: the `train.feature.Feature` that a run asks for, or None
 assembly   `check`: refuses a config before anything is built
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
+runs       `start`, beside that of a process that makes runs; `record`, into the folder of each
 page       `table`: a table of the page
 forecast   `counts`: how often it acts, for the time that a run takes
 cli        `check_resume`: what a resumed run cannot ask of it
@@ -33,6 +34,7 @@ FEATURES = (
     "profile",
     "picture",
     "tracker",
+    "provenance",
 )
 
 

@@ -15,7 +15,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -195,13 +195,6 @@ class _Facts(TypedDict, total=False):
     total_flops: float | None
 
 
-class _Repository(TypedDict, total=False):
-    name: str
-    commit: str
-    diff_sha256: str
-    changed: list[str]
-
-
 def kinds_of(*described: Any) -> dict[str, Any]:
     """Return the kinds of the keys that classes describe."""
     return {key: kind for one in described for key, kind in typing.get_type_hints(one).items()}
@@ -211,13 +204,14 @@ def kinds_of(*described: Any) -> dict[str, Any]:
 OBJECTS = {
     "run.json": kinds_of(Layout, Run, _Facts),
     "status.json": kinds_of(_Status),
-    "provenance.json": {"repositories": list[_Repository]},
 }
 
 
-def object_in(path: Path) -> dict[str, Any]:
-    """Return what a file of OBJECTS holds. Raises ConfigError, also for a key of another kind."""
-    found, kinds = read_json(path), OBJECTS[path.name]
+def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the object in a file, one of OBJECTS or with these kinds of its keys.
+
+    Raises ConfigError, also for a key of another kind."""
+    found, kinds = read_json(path), OBJECTS[path.name] if kinds is None else kinds
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds no object")
     for key in kinds.keys() & found:

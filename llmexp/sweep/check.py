@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from llmexp import features
 from llmexp.forecast.fitting import with_size
-from llmexp.runs import provenance, rundir
+from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
@@ -79,5 +80,6 @@ if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
     STOP.install()
-    provenance.start_search()  # once, for all points
+    for start in features.offered("runs", "start"):  # once, for all points
+        start()
     serve()

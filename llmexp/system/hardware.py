@@ -12,7 +12,6 @@ import re
 import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,15 +73,3 @@ def memory_bytes(device: torch.device) -> int | None:
         with contextlib.suppress(OSError, ValueError):  # the file may say `max`
             found = min(found, int(Path(limit).read_text()))
     return found
-
-
-def drivers() -> dict[str, str]:
-    """Return the versions of CUDA, cuDNN and the NVIDIA driver; what is not there is absent."""
-    found: dict[str, Any] = {"cuda": torch.version.cuda}
-    if torch.cuda.is_available():
-        found["cudnn"] = torch.backends.cudnn.version()
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        version = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", text)
-        found["driver"] = version[1] if version else None
-    return {name: str(version) for name, version in found.items() if version is not None}

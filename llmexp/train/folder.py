@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from llmexp import features
 from llmexp.checkpoint import loading
 from llmexp.run import Parent
-from llmexp.runs import provenance, rundir
+from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
 from llmexp.runs.steps import STEPS_BIN, steps_up_to
@@ -24,7 +25,7 @@ from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.targets import better_of
 from llmexp.settings.values import ConfigError, flatten
 from llmexp.settings.variables import VARIABLE, is_secret
-from llmexp.system import fileio, hardware
+from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed
 from llmexp.train import extending
@@ -186,7 +187,7 @@ def environment(parts: Parts) -> dict[str, str]:
 
 
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
-    """Write config.yaml with every derived value, run.json, provenance/, and the status."""
+    """Write config.yaml with every derived value, run.json, what features record, the status."""
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     derived = parts.run.as_dict()
     if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
@@ -208,7 +209,8 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         rows = rows_up_to(*begun)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))
-    provenance.write_provenance(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
+    for record in features.offered("runs", "record"):
+        record(path, (path / rundir.METRICS).exists())
     rundir.write_status(
         path,
         state,

@@ -18,7 +18,7 @@ from typing import Any
 from llmexp import mesh
 from llmexp.mesh import ranks
 from llmexp.mesh.ranks import note_file
-from llmexp.runs import ending, provenance, rundir
+from llmexp.runs import ending, rundir, versions
 from llmexp.settings.config import plain
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
@@ -93,8 +93,8 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
         return joined
     for what, value in (
         ("config", plain(parts.config)),
-        ("llmexp source", provenance.source_digest()),
-        ("Python or library version", provenance.versions()),
+        ("llmexp source", versions.source_digest()),
+        ("Python or library version", versions.versions()),
     ):
         digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):

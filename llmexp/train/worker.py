@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmexp import mesh
-from llmexp.runs import ending, provenance, rundir
+from llmexp import features, mesh
+from llmexp.runs import ending, rundir
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError, error_record
 from llmexp.system import fileio
@@ -42,7 +42,8 @@ def main(argument: str) -> int:
     try:
         if path is not None:
             return go_on(path)
-        provenance.start_search()
+        for start in features.offered("runs", "start"):
+            start()
         text = sys.stdin.read()
         if not text:  # the parent has gone
             return REFUSED

@@ -17,7 +17,7 @@ import threading
 from hydra.core.plugins import Plugins
 
 from llmexp.compose import app
-from llmexp.runs import provenance
+from llmexp.runs import versions
 from llmexp.system.child import STOP_SIGNALS
 from tests import forks
 from tests.tiny import TINY
@@ -27,7 +27,7 @@ def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
     forks.preload()
     Plugins.instance()  # looks through all of Hydra's plugins
-    provenance.versions()  # reads the metadata of packages
+    versions.versions()  # reads the metadata of packages
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
     with app.hydra_app(None) as hydra:  # its parsers learn their grammars

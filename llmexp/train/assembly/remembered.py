@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.cache import cache_folder, entry_path, read_cache_entry, write_entry
-from llmexp.runs import provenance
+from llmexp.runs import versions
 from llmexp.settings.config import Config
 from llmexp.settings.knobs import deciding_work
 from llmexp.system.text import gib
@@ -33,7 +33,7 @@ def known_memory(config: Config, device_name: str) -> str | None:
 
 
 def _note(what: str, *deciding: Any) -> Path:
-    return entry_path(cache_folder(None), what, *deciding, provenance.versions())
+    return entry_path(cache_folder(None), what, *deciding, versions.versions())
 
 
 def _is_ours(kind: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from llmexp.run import Facts, Run, solve
 from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
-from llmexp.runs import provenance
+from llmexp.runs.versions import source_commit, versions
 from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob, ramp_sizes
@@ -111,8 +111,8 @@ def solve_run(
 
     `solved` is `config` with every derived value; `cached`: an `assemble.Cache`. Raises
     ConfigError."""
-    versions, commit = cached(provenance.versions), cached(provenance.source_commit)
-    run = solve(config, facts, functools.partial(_warmup, config.schedule), versions, commit)
+    made_of = cached(versions), cached(source_commit)
+    run = solve(config, facts, functools.partial(_warmup, config.schedule), *made_of)
     sources = []
     if (mixed := corpus.mixed) is not None:
         shares = mixed.shares(run.total_sequences, run.sequence_length)

@@ -16,26 +16,22 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from llmexp import __version__
 from llmexp.runs import door, rundir
+from llmexp.runs.versions import LIMIT_S, Unknown, git
 from llmexp.system import fileio
 from llmexp.system.redact import as_recorded, redacted, warn
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
-LIMIT_S = 5.0  # for an answer of git
 MAX_DIFF = 2**20  # bytes of each repository's
 MAX_NAMES = 200  # of changed files, and of untracked ones
 DIFF = (
@@ -53,8 +49,13 @@ TOKEN = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|AKIA|xox[abp]-)[A-Za-z0
 IMAGE = "LLMEXP_CONTAINER_IMAGE"  # where nothing inside the container tells it, as with Docker
 
 
-class Unknown(Exception):
-    """Report why something could not be found out."""
+class _Repository(TypedDict, total=False):
+    """Hold what `compare` reads of a repository in provenance.json."""
+
+    name: str
+    commit: str
+    diff_sha256: str
+    changed: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +83,29 @@ def search_result() -> _Found:
     return _Found({"left_out": why}, {})
 
 
-def write_provenance(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
+def start() -> None:
+    """Look into the repositories beside the start of a process that makes runs."""
+    start_search()
+
+
+def record(run_dir: Path, resumed: bool) -> None:
     """Write the folder provenance/ of a run.
 
     A resumed run that finds another state of things gets provenance-2/ and so on. A run that its
-    sweep has queued has the state of that moment until it starts. `drivers`: the versions of CUDA
-    and the like. What fails is printed.
+    sweep has queued has the state of that moment until it starts. What fails is printed.
     """
     try:
-        _write(run_dir, drivers, resumed)
+        _write(run_dir, resumed)
     except Exception as error:  # whatever it is, it is not worth a training run
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         warn(f"{run_dir / FOLDER} could not be written: {why}; the run goes on")
 
 
-def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
+def _write(run_dir: Path, resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
     found = search_result()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
-    about: dict[str, Any] = {"platform": platform.platform(), **drivers, **found.about}
+    about: dict[str, Any] = {"platform": platform.platform(), **drivers(), **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     if container := image():
         about["container"] = container
@@ -148,7 +153,7 @@ def folders(run_dir: Path) -> list[Path]:
 def read_provenance(path: Path) -> dict[str, Any]:
     """Return provenance.json of one of `folders`; an empty dict where none can be read."""
     with contextlib.suppress(rundir.ConfigError):
-        return door.object_in(path / FILE)
+        return door.object_in(path / FILE, {"repositories": list[_Repository]})
     return {}
 
 
@@ -202,10 +207,10 @@ def repositories() -> list[Path]:
 
 def _look_into(root: Path, one: dict[str, Any]) -> None:
     """Fill in what is known of a repository. Raises Unknown."""
-    words = _git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
+    words = git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
     one["commit"], branch = words[0], words[-1]
     one["branch"] = branch if branch != "HEAD" else None  # detached
-    status = _git(root, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
+    status = git(root, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
     entries = [os.fsdecode(entry) for entry in status.split(b"\0") if entry]
     untracked = [entry[3:] for entry in entries if entry.startswith("??")]
     changed = [entry.strip() for entry in entries if not entry.startswith("??")]
@@ -219,39 +224,16 @@ def _look_into(root: Path, one: dict[str, Any]) -> None:
 
 def _diff(root: Path, one: dict[str, Any]) -> bytes:
     """Return the uncommitted changes, without large binary files. Raises Unknown."""
-    diff = _git(root, *DIFF, "--binary", one["commit"], "--")
+    diff = git(root, *DIFF, "--binary", one["commit"], "--")
     one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
     if len(diff) > MAX_DIFF:
-        diff = _git(root, *DIFF, one["commit"], "--")
+        diff = git(root, *DIFF, one["commit"], "--")
         if len(diff) > MAX_DIFF:
             raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
         one["notes"].append(
             f"the diff has no binary files: with them it is larger than {MAX_DIFF:,} bytes"
         )
     return diff
-
-
-def _git(root: Path, *arguments: str) -> bytes:
-    """Return a git command's output. Raises Unknown."""
-    what = f"git {arguments[0]}"
-    # A file system monitor is a program of the repository's; locks would be in the way of the
-    # user's own git.
-    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true", *arguments]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=env, timeout=LIMIT_S, process_group=0, stdin=subprocess.DEVNULL,
-            capture_output=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise Unknown(f"{what}: {error.strerror} (is git installed?)") from None
-    except subprocess.TimeoutExpired:
-        raise Unknown(f"{what}: did not end within {LIMIT_S:g} s") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise Unknown(redacted(f"{what}: {lines[0] if lines else 'no reason given'}"))
-    return done.stdout
 
 
 def installed() -> list[str]:
@@ -279,35 +261,15 @@ def image() -> str | None:
     return f"of NVIDIA's build {build}" if build else None
 
 
-@functools.cache  # it parses the metadata of each package, a sixth of the start of a small run
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of the llmexp that runs and of the packages that matter."""
-    names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")
-    found = {"python": platform.python_version(), "llmexp": __version__}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def drivers() -> dict[str, str]:
+    """Return the versions of CUDA, cuDNN and the NVIDIA driver; what is not there is absent."""
+    import torch
 
-
-def source_digest() -> str:
-    """sha256 over the package's source files, by name and content."""
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def source_commit() -> str | None:
-    """Return the commit that llmexp runs from, with `-dirty` for changes; None where unknown."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    words = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    try:
-        return _git(root, *words).decode().strip()
-    except Unknown:
-        return None
+    found: dict[str, Any] = {"cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        found["cudnn"] = torch.backends.cudnn.version()
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        version = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", text)
+        found["driver"] = version[1] if version else None
+    return {name: str(version) for name, version in found.items() if version is not None}

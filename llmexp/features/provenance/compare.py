@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmexp.compare.records import Record
-from llmexp.runs import provenance
+from llmexp.features.provenance.runs import folders, read_packages, read_provenance
 from llmexp.system.redact import clean
 from llmexp.system.text import first_of
 
@@ -22,27 +22,27 @@ _MACHINE = {
 }
 
 
-def differences(records: Sequence[Record]) -> tuple[str, ...]:
+def differences(records: Sequence[Record]) -> list[str]:
     """Return a line for each kind of difference; none where nothing is known to differ.
 
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
-    found = {r.name: folders for r in records if (folders := provenance.folders(r.path))}
-    last = {name: folders[-1] for name, folders in found.items()}
-    known = {name: provenance.read_provenance(folder) for name, folder in last.items()}
+    found = {r.name: there for r in records if (there := folders(r.path))}
+    last = {name: there[-1] for name, there in found.items()}
+    known = {name: read_provenance(folder) for name, folder in last.items()}
     lines = _code(known)
     if len({about.get("packages_sha256") for about in known.values()}) > 1:
-        lists = list(map(provenance.read_packages, last.values()))
+        lists = list(map(read_packages, last.values()))
         names = dict.fromkeys(name for versions in lists for name in versions)
         by_name = {name: {versions.get(name) or "none" for versions in lists} for name in names}
         parts = [f"{name} {' or '.join(sorted(v))}" for name, v in by_name.items() if len(v) > 1]
         lines += [f"The packages differ: {first_of(parts)}."] * bool(parts)
     for key, title in _MACHINE.items():
         lines += _differing(f"The {title}", {run: about.get(key) for run, about in known.items()})
-    if resumed := [name for name, folders in found.items() if len(folders) > 1]:
+    if resumed := [name for name, there in found.items() if len(there) > 1]:
         text = "Resumed with other code, packages or drivers than begun with"
         lines.append(f"{text}: {first_of(resumed)}.")
-    return tuple(map(clean, lines))
+    return list(map(clean, lines))
 
 
 def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
