@@ -21,7 +21,7 @@ from llmexp.compose import app
 from llmexp.data.window import Window
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
-from llmexp.train.step import Setup, StepResult, seed_step, train_step
+from llmexp.train.step import Outcome, Setup, seed_step, train_step
 
 COMMON = [
     "data=synthetic", "data.n_ids=null", "data.n_tokens=400000", "tokenizer=bytes",
@@ -59,8 +59,8 @@ def windows(parts: Parts, s: Setup, count: int = 3) -> list[Window]:
     ]
 
 
-def step_of(s: Setup, window: Window, last: StepResult | None = None) -> StepResult:
-    """One step as the loop makes it: the verdict on the last one is read within it."""
+def step_of(s: Setup, window: Window, last: Outcome | None = None) -> Outcome:
+    """One step as the loop makes it: the outcome of the last one is read within it."""
 
     def settle() -> int:
         if last is not None:

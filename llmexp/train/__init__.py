@@ -10,7 +10,7 @@ set_up         builds that from the parts of a run
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to evaluate, save, stop; the rows
-verdicts       finishes each step, one later: counts it, or ends the run with words
+finishing      finishes each step, one later: counts it, or ends the run with words
 state          what the loop holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files

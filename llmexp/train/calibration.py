@@ -17,9 +17,9 @@ from llmexp.system import fileio, hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
 from llmexp.train.evaluation import score_tasks, validate
+from llmexp.train.finishing import finish_step
 from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.state import Loop
-from llmexp.train.verdicts import finish_previous
 
 ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
 FILE = "calibration.json"  # in its folder
@@ -68,14 +68,14 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
     end = min(loop.run.max_steps, first + MOST)
     windows, at = loop.windows(first), [time.perf_counter()]
     while True:
-        window, step = take_step(loop, windows, Due())
+        window, outcome = take_step(loop, windows, Due())
         at.append(time.perf_counter())
         enough = len(at) > WARM_UP + FEWEST and at[-1] - at[WARM_UP] > ENOUGH_S
         stopped, through = mesh.any_rank(loop.mesh, STOP.requested, enough)
         if stopped or through or loop.progress.step >= end:
             break
-    finish_previous(loop)
-    return at, functools.partial(report_step, loop, step, window, Due(row=True)), stopped
+    finish_step(loop)
+    return at, functools.partial(report_step, loop, outcome, window, Due(row=True)), stopped
 
 
 def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:

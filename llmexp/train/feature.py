@@ -54,7 +54,7 @@ class Feature:
         return skip
 
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
-        """Return 0-dim figures of the step, which are `Outcome.more` when its verdict is read."""
+        """Return 0-dim figures of the step, which are `Outcome.more` when it is read."""
         return {}
 
     def updated(self, window: Window) -> None:
@@ -63,10 +63,10 @@ class Feature:
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
         """Come after the step; `row`: what is known of its row, where one is due."""
 
-    # With the verdict on a step, on the host: before the update of the next one, or before its row.
+    # On the host: before the update of the next step, or before this one's row.
 
-    def finished(self, seen: Any) -> None:
-        """Take in the `Outcome` of the step that the progress stands at."""
+    def finished(self, outcome: Any) -> None:
+        """Take the `Outcome` of the step that the progress stands at."""
 
     # Between the steps; here the host may wait.
 

@@ -28,9 +28,9 @@ from llmexp.train.checkpointing import (
 )
 from llmexp.train.evaluation import score_tasks, validate
 from llmexp.train.feature import Features
+from llmexp.train.finishing import finish_step, none_applied
 from llmexp.train.state import Loop
-from llmexp.train.step import BAD_LOSS, EMPTY, StepResult, TrainingFailed, train_step
-from llmexp.train.verdicts import finish_previous, none_applied
+from llmexp.train.step import BAD_LOSS, EMPTY, Outcome, TrainingFailed, train_step
 
 WEIGHT_NORM_EVERY = 10  # rows
 
@@ -46,7 +46,7 @@ class Due:
     acts: tuple[Callable[[], None], ...] = ()  # of features
 
     @property
-    def verdict(self) -> bool:
+    def finish(self) -> bool:
         """Return whether the step has to be finished before the next one."""
         return self.row or self.checkpoint or bool(self.acts)
 
@@ -103,14 +103,14 @@ def train(loop: Loop) -> str:
         if stop or progress.step >= stop_step:
             show_rows(loop)
             loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
-            finish_previous(loop)
+            finish_step(loop)
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
         due = due_after(progress.step + 1, last, config, loop.run, by_time, loop.features)
-        window, step = take_step(loop, windows, due)
+        window, outcome = take_step(loop, windows, due)
         if due.row:
-            report_step(loop, step, window, due)
+            report_step(loop, outcome, window, due)
         else:
             for act in loop.features.on("step_end"):
                 act(window, None)
@@ -140,8 +140,8 @@ def due_by_time(loop: Loop) -> bool:
     return minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
 
 
-def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, StepResult]:
-    """Train on the next window. The host waits for the device only where a verdict is due."""
+def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, Outcome]:
+    """Train on the next window. The host waits for the device only where `due` asks for it."""
     progress, meter, loop.row_is_due = loop.progress, loop.meter, due.row
     for act in loop.features.on("step_start"):
         act(progress.step + 1)
@@ -152,21 +152,21 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
             act(window)
         loop.seed(progress.step)
         try:
-            step = train_step(loop.setup, window, lambda: finish_previous(loop))
+            outcome = train_step(loop.setup, window, lambda: finish_step(loop))
         except ConfigError as error:  # such as a rate that is not finite, maybe of this rank alone
             raise TrainingFailed(f"step {progress.step + 1} is refused: {error}") from error
         progress.step += 1
-        loop.pending = step
-        meter.add(step.target_tokens)
-        if due.verdict:
-            finish_previous(loop)
-    return window, step
+        loop.outcome = outcome
+        meter.add(outcome.target_tokens)
+        if due.finish:
+            finish_step(loop)
+    return window, outcome
 
 
-def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
+def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
-    row = build_row(loop, step, window, due.evaluation)
+    row = build_row(loop, outcome, window, due.evaluation)
     if not math.isfinite(row.get("weight_norm", 0.0)):
         publish(loop, row)
         save_what_can_be(loop)
@@ -191,34 +191,34 @@ def report_step(loop: Loop, step: StepResult, window: Window, due: Due) -> None:
     publish(loop, row)
 
 
-def build_row(loop: Loop, step: StepResult, window: Window, evaluation: bool) -> dict[str, Any]:
+def build_row(loop: Loop, outcome: Outcome, window: Window, evaluation: bool) -> dict[str, Any]:
     """Return the row of the last step, without what evaluation and hooks add.
 
     A figure that is not known is absent. All ranks call together and wait for the device; the
     counts of the next row start here.
     """
-    run, setup, progress, seen = loop.run, loop.setup, loop.progress, step.read()
+    run, setup, progress, outcome = loop.run, loop.setup, loop.progress, outcome.read()
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
     if run.ramp:
         before = run.sequences_at(progress.step - 1)
         row["real_batch_size"] = run.sequences_at(progress.step) - before
     row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
-    if seen.code not in (EMPTY, BAD_LOSS):
-        row["train/loss"] = seen.loss
-    row["lr"] = step.lr
-    if not seen.skipped:
-        row["grad_norm"] = seen.grad_norm
-        row["grad_norm_post_clip"] = seen.grad_norm_post_clip
-        row |= loop.norms.row(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
-        row |= setup.clipping.measures.row(seen.measured)
+    if outcome.code not in (EMPTY, BAD_LOSS):
+        row["train/loss"] = outcome.loss
+    row["lr"] = outcome.lr
+    if not outcome.skipped:
+        row["grad_norm"] = outcome.grad_norm
+        row["grad_norm_post_clip"] = outcome.grad_norm_post_clip
+        row |= loop.norms.row(outcome.grad_norm, outcome.clipped, outcome.grad_norm_post_clip)
+        row |= setup.clipping.measures.row(outcome.measured)
     if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
         weights = [parameter.detach() for parameter in setup.parameters]
         row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
     if setup.scaler.enabled:
-        row["loss_scale"] = seen.loss_scale
-    row["skipped"] = seen.skipped
+        row["loss_scale"] = outcome.loss_scale
+    row["skipped"] = outcome.skipped
     row["skipped_steps"] = progress.skipped_steps
-    row["target_tokens"] = int(seen.target_tokens)
+    row["target_tokens"] = int(outcome.target_tokens)
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
     row |= loop.meter.take(tokens, loop.mesh.world_size)

@@ -25,20 +25,19 @@ from llmexp.models.operands import IGNORE_INDEX
 from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
 from llmexp.system import fileio
 from llmexp.system.redact import clean
+from llmexp.train.finishing import FINDINGS, finish_step
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
 from llmexp.train.step import (
     BAD_LOSS,
     BAD_NORM,
     Outcome,
-    StepResult,
     TrainingFailed,
     accumulate,
     at_least_one,
     loss_factor,
     on_host,
 )
-from llmexp.train.verdicts import FINDINGS, finish_previous
 from llmexp.train.windows import sequences_of
 from llmexp.update import precision
 
@@ -59,13 +58,13 @@ def replay(loop: Loop) -> str:
     if not asked["only_look"]:
         windows = loop.windows(loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
-            step, ended = _take(loop, windows)
+            outcome, ended = _take(loop, windows)
             if ended:
                 raise TrainingFailed(ended)
-            if not (seen := step.read()).skipped:
-                found["norms"][loop.progress.step] = seen.grad_norm
-                found["losses"][loop.progress.step] = seen.loss
-            _compare(found, asked["rows"], loop.progress.step, seen)
+            if not outcome.skipped:
+                found["norms"][loop.progress.step] = outcome.grad_norm
+                found["losses"][loop.progress.step] = outcome.loss
+            _compare(found, asked["rows"], loop.progress.step, outcome)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
     if loop.out.main:
@@ -73,22 +72,22 @@ def replay(loop: Loop) -> str:
     return "finished"
 
 
-def _take(loop: Loop, windows: Iterator[Window]) -> tuple[StepResult, str]:
+def _take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, str]:
     """Take a step of the run; return it, and why it ended the run if it did."""
-    _, step = take_step(loop, windows, Due())
+    _, outcome = take_step(loop, windows, Due())
     try:
-        finish_previous(loop)
+        finish_step(loop)
     except TrainingFailed as error:
-        return step, str(error)
-    return step, ""
+        return outcome, str(error)
+    return outcome, ""
 
 
-def _compare(found: dict[str, Any], rows: dict[str, Any], step: int, seen: Outcome) -> None:
+def _compare(found: dict[str, Any], rows: dict[str, Any], step: int, outcome: Outcome) -> None:
     """Compare a step with its row bit by bit, where the run has one."""
     row = rows.get(str(step))
     if row is None:
         return
-    figures = {"train/loss": seen.loss, "grad_norm": seen.grad_norm}
+    figures = {"train/loss": outcome.loss, "grad_norm": outcome.grad_norm}
     for key, value in figures.items():
         if key in row and row[key] != value:
             found["differs"] = {"step": step, "figure": key, "row": row[key], "replayed": value}
@@ -117,13 +116,12 @@ def look_into(
             loop.setup = dataclasses.replace(
                 loop.setup, rate_factor=lambda updates: rate, stage_rate=lambda step: 1.0
             )
-        step, ended = _take(loop, itertools.chain([window], windows))
-        seen = step.read()
+        outcome, ended = _take(loop, itertools.chain([window], windows))
         loop.setup = setup
-        if asked["max_norm"] is not None and not seen.skipped:  # else the run's own rule has it
-            setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
-        _compare(found, asked["rows"], loop.progress.step, seen)
-        here |= {"lr": step.lr} | figures_of(loop, seen, norm)
+        if asked["max_norm"] is not None and not outcome.skipped:  # else the run's own rule has it
+            setup.clipping.limit.add(outcome.grad_norm, outcome.grad_norm_post_clip)
+        _compare(found, asked["rows"], loop.progress.step, outcome)
+        here |= {"lr": outcome.lr} | figures_of(loop, outcome, norm)
         for figures_at in loop.features.on("last_step"):
             here |= figures_at()
         if ended:
@@ -132,28 +130,28 @@ def look_into(
             here["loss_after"] = _known(loss_and_norm(loop, window)[0])  # None: a rate too high
     later, ended = [], ""
     for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
-        step, ended = _take(loop, windows)
-        if not (seen := step.read()).skipped:
-            later.append([loop.progress.step, seen.loss, seen.grad_norm])
+        outcome, ended = _take(loop, windows)
+        if not outcome.skipped:
+            later.append([loop.progress.step, outcome.loss, outcome.grad_norm])
         if ended:
             break
     return {"here": here, "later": later} | ({"ended": ended} if ended else {})
 
 
-def figures_of(loop: Loop, seen: Outcome, norm: float) -> dict[str, Any]:
+def figures_of(loop: Loop, outcome: Outcome, norm: float) -> dict[str, Any]:
     """Return the figures of the step; what is not finite is None.
 
     `norm`: of its gradient, measured at a loss scale that does not overflow.
     """
-    found = {"loss": _known(seen.loss), "grad_norm": _known(seen.grad_norm)}
-    if not seen.skipped:
-        return found | {"grad_norm_post_clip": seen.grad_norm_post_clip}
+    found = {"loss": _known(outcome.loss), "grad_norm": _known(outcome.grad_norm)}
+    if not outcome.skipped:
+        return found | {"grad_norm_post_clip": outcome.grad_norm_post_clip}
     refused = " or ".join(feature.refuses for feature in loop.features if feature.refuses)
-    how = FINDINGS.get(seen.code) or refused or "a finding of a hook"
-    if seen.code in (BAD_LOSS, BAD_NORM):
+    how = FINDINGS.get(outcome.code) or refused or "a finding of a hook"
+    if outcome.code in (BAD_LOSS, BAD_NORM):
         how += " that is not finite"
         if loop.setup.scaler.enabled:
-            how += f" at the loss scale {seen.loss_scale:g}"
+            how += f" at the loss scale {outcome.loss_scale:g}"
             found["grad_norm"] = _known(norm)
     return found | {"skipped": how}
 

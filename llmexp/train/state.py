@@ -21,7 +21,7 @@ from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Features
-from llmexp.train.step import Setup, StepResult, seed_step
+from llmexp.train.step import Outcome, Setup, seed_step
 from llmexp.train.windows import read_ahead
 
 
@@ -78,7 +78,7 @@ class Loop:
     norms: Norms
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
-    pending: StepResult | None = None  # the last step, while its verdict is not yet looked at
+    outcome: Outcome | None = None  # of the last step, until `finish_step`
     writer: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(1))
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here, or by the processes before

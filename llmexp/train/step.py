@@ -22,6 +22,9 @@ from llmexp.update.limits import Limit
 
 # Codes of an `Outcome`; the update is applied for the first.
 OK, SKIPPED, EMPTY, BAD_LOSS, BAD_NORM = range(5)
+_FIGURES = (
+    "target_tokens", "skipped", "loss", "grad_norm", "grad_norm_post_clip", "clipped", "loss_scale",
+)  # fmt: skip
 
 
 class TrainingFailed(RuntimeError):
@@ -83,19 +86,51 @@ class Setup:
             mesh.local_part(gradient).zero_()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """Hold the figures of a step on the host; `code` says what they mean."""
+    """Hold what a step came to: numbers on a CPU, else tensors that are copied to the host at once.
 
-    target_tokens: float
-    skipped: bool  # its update was not applied
-    loss: float
-    grad_norm: float
-    grad_norm_post_clip: float
-    clipped: bool
-    loss_scale: float
-    measured: Sequence[float] = ()  # what the rule of clipping looks at
-    more: dict[str, float] = field(default_factory=dict)  # of features
+    `read` makes these numbers; it waits for that copy alone, not for work queued after it.
+    """
+
+    target_tokens: Any
+    skipped: Any  # its update was not applied
+    loss: Any
+    grad_norm: Any
+    grad_norm_post_clip: Any
+    clipped: Any
+    loss_scale: Any
+    measured: Sequence[Any] = ()  # what the rule of clipping looks at
+    more: dict[str, Any] = field(default_factory=dict)  # of features
+    lr: float = 0.0
+    own_nll: Any = 0.0  # this rank's part of the loss, summed; it stays on the device
+
+    def __post_init__(self) -> None:
+        self._copied: torch.cuda.Event | None = None
+        values = [*(getattr(self, name) for name in _FIGURES), *self.more.values(), *self.measured]
+        if isinstance(self.skipped, bool):  # they are on the host
+            self._take(values)
+            return
+        self._pinned = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+        self._pinned.copy_(torch.stack(values), non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def read(self) -> Outcome:
+        """Return it with numbers alone."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+            self._take(self._pinned.tolist())
+        return self
+
+    def _take(self, values: Sequence[Any]) -> None:
+        numbers = map(float, values)
+        for name in _FIGURES:
+            setattr(self, name, next(numbers))
+        self.skipped, self.clipped = bool(self.skipped), bool(self.clipped)
+        self.more = {name: next(numbers) for name in self.more}
+        self.measured = list(numbers)
 
     @property
     def is_finite(self) -> bool:
@@ -114,58 +149,13 @@ class Outcome:
         return SKIPPED if self.skipped else OK
 
 
-class StepResult:
-    """Hold what one optimizer step came to.
-
-    `figures` have their names in `Outcome`, `more` are those of features: numbers on a CPU, else
-    tensors on the device, copied to the host at once. `read` waits for that copy alone, not for
-    work queued after it.
-    """
-
-    def __init__(
-        self,
-        lr: float,
-        own_nll: Tensor | float,
-        figures: dict[str, Any],
-        more: dict[str, Any],
-        measured: Sequence[Any],
-    ) -> None:
-        self.lr, self.target_tokens = lr, figures["target_tokens"]
-        self.own_nll = own_nll  # this rank's part of the loss, summed
-        self._names, self._more = list(figures), list(more)
-        values = [*figures.values(), *more.values(), *measured]
-        self._event: torch.cuda.Event | None = None
-        if isinstance(figures["skipped"], bool):  # they are on the host
-            self._values = [float(value) for value in values]
-            return
-        self._pinned = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-        self._pinned.copy_(torch.stack(values), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def read(self) -> Outcome:
-        """Return the figures on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._values = self._pinned.tolist()
-        values = iter(self._values)
-        named: dict[str, Any] = {name: next(values) for name in self._names}
-        named |= {name: bool(named[name]) for name in ("skipped", "clipped")}
-        more = {name: next(values) for name in self._more}
-        return Outcome(**named, more=more, measured=list(values))
-
-
-def train_step(
-    setup: Setup,
-    window: Window,
-    finish_previous: Callable[[], int],
-) -> StepResult:
-    """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
+def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> Outcome:
+    """Take one optimizer step, in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number. All
     ranks begin with the buffers of rank 0, and each moves its own on, micro-batch by micro-batch.
-    `finish_previous` returns the number of applied updates. It waits for the verdict on the step
-    before; asked this late, the device has finished that step and the wait is short.
+    `finish_last` waits for the outcome of the step before, and returns the number of applied
+    updates; called this late, the device has finished that step and the wait is short.
     """
     mesh.share_buffers(setup.mesh, setup.model)
     targets, loss_weight = loss_factor(setup, window)
@@ -181,7 +171,7 @@ def train_step(
         act(window)
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
-    updates = finish_previous()
+    updates = finish_last()
     norm_after, clipped, clip_factor = setup.clipping.before_update(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
@@ -198,16 +188,9 @@ def train_step(
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
-    figures = {
-        "target_tokens": targets,
-        "skipped": skip,
-        "loss": loss,
-        "grad_norm": norm,
-        "grad_norm_post_clip": norm_after,
-        "clipped": clipped,
-        "loss_scale": scale,
-    }
-    return StepResult(lr, own_nll, figures, more, measured)
+    return Outcome(
+        targets, skip, loss, norm, norm_after, clipped, scale, measured, more, lr, own_nll
+    )
 
 
 def on_host(value: Tensor) -> Any:

@@ -147,7 +147,7 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
 
 def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
     began, signalled = [], []
-    monkeypatch.setattr(calibration, "finish_previous", lambda loop: None)
+    monkeypatch.setattr(calibration, "finish_step", lambda loop: None)
     monkeypatch.setattr(calibration, "ENOUGH_S", 1e9)
     monkeypatch.setattr(calibration.mesh, "any_rank", lambda mesh, *own: [bool(signalled), own[1]])
 

@@ -37,9 +37,9 @@ class Ema(Feature):
         self._weights = list(trained.values())
         self._decay, self._module = decay, module
 
-    def finished(self, seen: Outcome) -> None:
+    def finished(self, outcome: Outcome) -> None:
         """Take in the weights of an update that was applied; the host does not wait."""
-        if not seen.skipped:
+        if not outcome.skipped:
             weights, average = self._held()
             torch._foreach_lerp_(average, weights, 1 - self._decay)
 

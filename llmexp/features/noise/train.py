@@ -39,10 +39,10 @@ class Noise(Feature):
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
         return self._small.take(targets, scale)
 
-    def finished(self, seen: Outcome) -> None:
-        if "small_square" in seen.more and seen.is_finite:
-            small = seen.more["small_square"], seen.more["small_targets"]
-            self.scale.add(*small, seen.grad_norm**2, seen.target_tokens)
+    def finished(self, outcome: Outcome) -> None:
+        if "small_square" in outcome.more and outcome.is_finite:
+            small = outcome.more["small_square"], outcome.more["small_targets"]
+            self.scale.add(*small, outcome.grad_norm**2, outcome.target_tokens)
 
     def row(self, window: Window) -> dict[str, Any]:
         return self.scale.figures()

@@ -44,20 +44,20 @@ class Outliers(Feature):
             return skip
         return judged(self._mesh, skip, loss, norm, limits)
 
-    def finished(self, seen: Outcome) -> None:
+    def finished(self, outcome: Outcome) -> None:
         step, limits = self.loop.progress.step, self._judge.limits
-        held = limits is None or limits.hold(seen.loss, seen.grad_norm)
-        if limits is not None and seen.is_finite and not held:
+        held = limits is None or limits.hold(outcome.loss, outcome.grad_norm)
+        if limits is not None and outcome.is_finite and not held:
             self.count += 1
             self._steps = [*self._steps, step][-KEPT:]
-            skipped = "; its update was skipped" if seen.skipped else ""
-            why = describe(limits, seen.loss, seen.grad_norm)
+            skipped = "; its update was skipped" if outcome.skipped else ""
+            why = describe(limits, outcome.loss, outcome.grad_norm)
             self.loop.out.console.line(f"step {step:,} is an outlier: {why}{skipped}")
         for watch in self.watchers:
-            watch(seen, self._judge.robust())
-        if seen.is_finite:
-            skipped_here = seen.skipped and not held  # not by another feature
-            self._judge.add(seen.loss, seen.grad_norm, skipped=skipped_here)
+            watch(outcome, self._judge.robust())
+        if outcome.is_finite:
+            skipped_here = outcome.skipped and not held  # not by another feature
+            self._judge.add(outcome.loss, outcome.grad_norm, skipped=skipped_here)
             if self._judge.skipped == LASTING:
                 words = f"{LASTING} in a row: their level counts as the usual one now"
                 self.loop.out.console.line(words)

@@ -56,28 +56,28 @@ class Spikes(Feature):
         self.spike_level: float | None = None  # to which the loss has to come back; None: there
         self.rose_first: dict[str, int] = {}  # by module: how many spikes it rose first in
 
-    def follow(self, seen: Outcome, limits: Limits | None) -> None:
+    def follow(self, outcome: Outcome, limits: Limits | None) -> None:
         """Take a finished step; write spikes/STEP.json and a line where a spike begins with it.
 
         `limits`: the robust ones that held for the step. A step that overflowed begins no spike and
         ends none. Raises Unwritable.
         """
-        if seen.code == EMPTY:
+        if outcome.code == EMPTY:
             return
-        known, above = seen.code not in (BAD_LOSS, BAD_NORM), False
+        known, above = outcome.code not in (BAD_LOSS, BAD_NORM), False
         if known and limits is not None:
-            above = seen.loss > limits.loss[1] or seen.grad_norm > limits.norm[1]
+            above = outcome.loss > limits.loss[1] or outcome.grad_norm > limits.norm[1]
         if above and limits is not None and self.spike_level is None:
             self.spikes += 1
             self.spike_level = sum(limits.loss) / 2
-            self._record(seen, limits)
+            self._record(outcome, limits)
         level = self.spike_level
-        if known and not above and level is not None and seen.loss <= level:
+        if known and not above and level is not None and outcome.loss <= level:
             self.spike_level = None
         if self.spike_level is not None:
-            self.spike_tokens += int(seen.target_tokens)
+            self.spike_tokens += int(outcome.target_tokens)
 
-    def _record(self, seen: Outcome, limits: Limits) -> None:
+    def _record(self, outcome: Outcome, limits: Limits) -> None:
         """Write what is known of a spike, the last steps layer by layer among it, and say it."""
         loop, step = self.loop, self.loop.progress.step
         steps = [{"step": at} | row_of(taken) for at, taken in self._layers.last]
@@ -97,8 +97,8 @@ class Spikes(Feature):
             folder / f"{step}.json",
             {
                 "step": step,
-                "loss": seen.loss,
-                "grad_norm": seen.grad_norm,
+                "loss": outcome.loss,
+                "grad_norm": outcome.grad_norm,
                 "limits": {"loss": limits.loss, "grad_norm": limits.norm},
                 "sequences": [begin, begin + len(starts)],
                 "first_tokens": starts,
@@ -106,7 +106,7 @@ class Spikes(Feature):
                 "steps": steps,
             },
         )
-        why = describe(limits, seen.loss, seen.grad_norm)
+        why = describe(limits, outcome.loss, outcome.grad_norm)
         loop.out.console.line(f"step {step:,} is a spike: {why}; {what_rose(steps, first)}")
 
     def summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Look at the verdict on a step: count it, or end the run with words for what went wrong."""
+"""Finish a step: read its outcome, count it, or end the run with words for what went wrong."""
 
 from __future__ import annotations
 
@@ -15,48 +15,58 @@ from llmexp.train.step import (
     EMPTY,
     SKIPPED,
     Outcome,
-    StepResult,
     TrainingFailed,
 )
 
 FINDINGS = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}
 
 
-def finish_previous(loop: Loop) -> int:
-    """Read the outcome of the last step and return the number of applied updates.
+def finish_step(loop: Loop) -> int:
+    """Read the outcome of the last step, unless that is done, and count the step.
 
-    Raises TrainingFailed.
+    Return the number of applied updates. Raises TrainingFailed where the run cannot go on.
     """
-    progress = loop.progress
-    if loop.pending is None:
+    progress, outcome = loop.progress, loop.outcome
+    if outcome is None:
         return progress.updates
-    step, loop.pending = loop.pending, None
-    seen = step.read()
-    loss = math.nan if seen.code in (EMPTY, BAD_LOSS) else seen.loss
+    loop.outcome = None
+    code = outcome.read().code
+    loss = math.nan if code in (EMPTY, BAD_LOSS) else outcome.loss
+    norm, after = outcome.grad_norm, outcome.grad_norm_post_clip
     if loop.out.rows is not None:
-        norm = math.nan if seen.skipped else seen.grad_norm
-        loop.out.rows.add_step(loss, seen.target_tokens, norm, step.lr)
-    take_in(loop, seen)
-    if not seen.skipped:
+        shown = math.nan if outcome.skipped else norm
+        loop.out.rows.add_step(loss, outcome.target_tokens, shown, outcome.lr)
+    for act in loop.features.on("finished"):
+        act(outcome)
+    if outcome.skipped:
+        count_skipped(loop, outcome, code)
+    else:
         progress.updates += 1
         progress.consecutive_skips = 0
-    else:
-        # without a loss scale a figure that is not finite ends the run, below
-        if seen.code in (EMPTY, SKIPPED) or loop.setup.scaler.enabled:
-            progress.skipped_steps += 1
-            progress.consecutive_skips += 1
-        if words := reason_to_end(loop, step, seen.code):
-            raise TrainingFailed(words)
-        if seen.code != SKIPPED:  # of which the feature prints more
-            how = "" if seen.code == EMPTY else " that overflowed fp16"
-            text = f"step {progress.step:,} has {FINDINGS[seen.code]}{how}; its update was skipped"
-            loop.out.console.line(text)
+        loop.norms.add(norm, outcome.clipped, after)
+        loop.setup.clipping.limit.add(norm, after)
+        loop.setup.clipping.measures.add(outcome.measured)
     if math.isfinite(loss):
         progress.loss, progress.least_loss = (progress.step, loss), min(progress.least_loss, loss)
     return progress.updates
 
 
-def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
+def count_skipped(loop: Loop, outcome: Outcome, code: int) -> None:
+    """Count a skipped update, and say so. Raises TrainingFailed where the run cannot go on."""
+    progress = loop.progress
+    # without a loss scale a figure that is not finite ends the run, below
+    if code in (EMPTY, SKIPPED) or loop.setup.scaler.enabled:
+        progress.skipped_steps += 1
+        progress.consecutive_skips += 1
+    if words := reason_to_end(loop, outcome, code):
+        raise TrainingFailed(words)
+    if code != SKIPPED:  # of which the feature prints more
+        how = "" if code == EMPTY else " that overflowed fp16"
+        text = f"step {progress.step:,} has {FINDINGS[code]}{how}; its update was skipped"
+        loop.out.console.line(text)
+
+
+def reason_to_end(loop: Loop, outcome: Outcome, code: int) -> str:
     """Return why the run cannot go on after a skipped update; "" where it can.
 
     All ranks are here, and the checkpoint that is on its way is finished.
@@ -70,7 +80,7 @@ def reason_to_end(loop: Loop, step: StepResult, code: int) -> str:
         return ""
     save_what_can_be(loop)
     if not_finite:
-        ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
+        ranks = mesh.ranks_where(loop.mesh, not math.isfinite(outcome.own_nll))
         where = f" on {mesh.numbered(ranks)}" if ranks else ""
         return (
             f"step {progress.step} has {FINDINGS[code]} that is not finite{where}; the update was "
@@ -132,13 +142,3 @@ def diagnosed(loop: Loop) -> str:
         return first_bad(loop.setup, window)
     except Exception as error:  # it only explains
         return f"where is not known: {error!r}"
-
-
-def take_in(loop: Loop, seen: Outcome) -> None:
-    """Keep what is measured of the last step; its figures are on the host now."""
-    for act in loop.features.on("finished"):
-        act(seen)
-    if not seen.skipped:
-        loop.norms.add(seen.grad_norm, seen.clipped, seen.grad_norm_post_clip)
-        loop.setup.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
-        loop.setup.clipping.measures.add(seen.measured)
