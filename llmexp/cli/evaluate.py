@@ -121,7 +121,7 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     if model.note:
         warn(model.note)
     if names:
-        tasks_folder = args.tasks_folder or config.train.tasks_folder
+        tasks_folder = args.tasks_folder or getattr(config.train, "tasks_folder", None)
         found |= evaluate_tasks(model, names, tasks_folder, args.by == "item", joined)
     else:
         found |= evaluate_sets(model, config, tokens, args.by == "document")

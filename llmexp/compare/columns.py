@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from llmexp import features
 from llmexp.compare.records import Column, Record, Setting, is_loss
-from llmexp.metrics.keys import ROW_KEYS
+from llmexp.metrics.keys import ROW_KEYS, is_score
 from llmexp.system.text import amount, with_interval
-
-TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
-
-
-def is_score(key: str) -> bool:
-    return TASK.fullmatch(key) is not None
 
 
 def figure_text(setting: Setting, column: Column) -> str:

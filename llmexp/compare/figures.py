@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
-from llmexp.compare.columns import column_of, is_score, of_features
+from llmexp.compare.columns import column_of, of_features
 from llmexp.compare.position import Position, evaluations, positions, time_before, until
 from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
 from llmexp.compare.rows import elapsed, finite
-from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
+from llmexp.metrics.keys import ROW_KEYS, SCORES, is_of_named_set, is_score, title_of
 from llmexp.settings.knobs import is_record
 from llmexp.system.text import number
 
@@ -161,7 +161,7 @@ def own_keys(record: Record) -> list[str]:
 
 def is_other(key: str) -> bool:
     """Tell whether a key is none of the figures that every comparison knows."""
-    return key not in _FIXED and not is_of_named_set(key) and not key.startswith("task/")
+    return key not in _FIXED and not is_of_named_set(key) and not key.startswith(SCORES)
 
 
 def figures(
@@ -258,7 +258,7 @@ def columns_of(
     return (
         *_COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in filter(is_of_named_set, keys)),
-        *(Column(key, key.removeprefix("task/"), "higher", 3) for key in filter(is_score, keys)),
+        *(Column(key, key.removeprefix(SCORES), "higher", 3) for key in filter(is_score, keys)),
         *(column_of(key) for key in others if key in ROW_KEYS),
         *(Column(key, key, way.get(key, "")) for key in others if key not in ROW_KEYS),
     )

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from llmexp.compare.columns import is_score
 from llmexp.compare.figures import columns_of, over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
+from llmexp.metrics.keys import is_score
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS
 from llmexp.runs.folder import STATES
 from llmexp.settings import labels

@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from llmexp.compare.columns import alone, figure_text, half_width, is_score
+from llmexp.compare.columns import alone, figure_text, half_width
 from llmexp.compare.curves import Scale, scale
 from llmexp.compare.plotting import (
     ABOVE,
@@ -24,6 +24,7 @@ from llmexp.compare.plotting import (
     text,
 )
 from llmexp.compare.records import APART, Column, Result, Setting, Verdict
+from llmexp.metrics.keys import is_score
 from llmexp.settings.labels import plural, short_label
 
 _NAMED = 10  # settings of the other keys at most that have colours and names

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmexp.compare.columns import is_score
 from llmexp.compare.figures import train_losses
 from llmexp.compare.position import ROWS, common_rows, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
-from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, is_score
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import listed

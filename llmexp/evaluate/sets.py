@@ -29,7 +29,6 @@ from llmexp.system.redact import as_recorded, redacted, warn
 from llmexp.tasks import scoring
 from llmexp.train.assembly.inputs import build_corpus, document_end
 from llmexp.train.assembly.opening import Opened, device_of
-from llmexp.train.assembly.parts import prepare_tasks
 from llmexp.update import precision
 
 SCAN_TOKENS = 1 << 20
@@ -170,7 +169,7 @@ def evaluate_tasks(
     precision.apply(model.precision)
     batch, tokenizer = model.opened.config.batch, model.opened.tokenizer
     found = []
-    tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
+    tasks = scoring.prepare_tasks(names, folder, tokenizer, batch.sequence_length)
     ranks = joined or mesh.join(model.device.type, "single", 1, 1, 1)
     tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:

@@ -3,13 +3,16 @@
 The files of a feature are named after the rooms that they stand in. A room collects them by `parts`
 and names none of them; a feature is removed by its folder and its line in FEATURES.
 
-settings   its `Knobs`, which join the section `SECTION`, and the `KEYS` of its figures in the rows
+settings   its `Knobs`, which join the section `SECTION`, the `KEYS` of its figures in the rows;
+           where it comes between or beside the steps `OFF`, its knobs where it does not, and those
+           of which the work depends on none (`NO_WORK`), or on whether they are set (`SOMETIMES`)
 train      `make`: the `train.feature.Feature` that a run asks for, or None
-assembly   `check`: refuses a config before anything is built
+assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
+           data; what of that is `fixed` in checkpoints, and whether they are of an `other` run
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 runs       `start`, beside that of a process that makes runs; `record`, into the folder of each
 page       `table`: a table of the page
-forecast   `counts`: how often it acts, for the time that a run takes
+forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 cli        `check_resume`: what a resumed run cannot ask of it
 
 Other files are a feature's own.
@@ -30,6 +33,7 @@ FEATURES = (
     "outliers",
     "layers",
     "spikes",  # of layers and outliers
+    "tasks",
     "sample",
     "profile",
     "picture",

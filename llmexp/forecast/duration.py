@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmexp import features
@@ -32,10 +32,28 @@ class Times:
     first_s: float = 0.0
     row_s: float = 0.0
     evaluation_s: float = 0.0
-    tasks_s: float = 0.0
-    sample_s: float = 0.0
     save_s: float = 0.0
     end_s: float = 0.0
+    acts: dict[str, float] = field(default_factory=dict)  # of features, by their names in a run
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Times:
+        """Return the times that a calibration has found."""
+        names = {known.name for known in dataclasses.fields(cls)}
+        acts = {name: found[f"{name}_s"] for name in words_of_acts() if f"{name}_s" in found}
+        return cls(**{key: value for key, value in found.items() if key in names}, acts=acts)
+
+    def each(self) -> dict[str, float]:
+        """Return all times by their names."""
+        known = dataclasses.asdict(self)
+        acts = known.pop("acts")
+        return known | {f"{name}_s": acts.get(name, 0.0) for name in words_of_acts()}
+
+
+def words_of_acts() -> dict[str, str]:
+    """Return what features do between the steps, by name: sample, and what that is called: text."""
+    offered = features.offered("forecast", "WORDS")
+    return {name: word for words in offered for name, word in words.items()}
 
 
 def estimated(
@@ -72,7 +90,6 @@ def part_counts(run: Run, config: Config) -> dict[str, int]:
         return every is not None and steps % every == 0
 
     evaluations = run.evaluations(chosen, first, steps - 1) + 1  # the last one comes at the end
-    scores = times(chosen.tasks_every) + (not at_last(chosen.tasks_every))
     both = math.lcm(saving.every or 1, saving.keep_every or 1)
     saves = times(saving.every) + times(saving.keep_every)
     if saving.every and saving.keep_every:
@@ -88,7 +105,6 @@ def part_counts(run: Run, config: Config) -> dict[str, int]:
         "step": steps - first,
         "row": times(chosen.log_every),
         "evaluation": evaluations,
-        "tasks": scores if chosen.tasks else 0,
         "save": saves + (saving.save_initial and not first),
         **of_features,
     }
@@ -117,7 +133,7 @@ class Cost:
         found = {
             "duration_s": self.duration_s,
             "tokens_per_sec": self.tokens_per_sec,
-            **dataclasses.asdict(self.times),
+            **self.times.each(),
             **{f"{kind}_count": n for kind, n in self.counts.items()},
         }
         more = {"gpu_hours": self.gpu_hours, "cost_in_currency_of_price": self.money}
@@ -126,7 +142,7 @@ class Cost:
 
 def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | None) -> Cost:
     """Return what a run takes. `price`: of an hour of one of its `gpus`."""
-    often, each = part_counts(run, config), dataclasses.asdict(times)
+    often, each = part_counts(run, config), times.each()
     seconds = times.start_s + times.first_s + times.end_s
     seconds += sum(n * each[f"{kind}_s"] for kind, n in often.items())
     mean_step_s = times.step_s
@@ -146,11 +162,11 @@ def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     times, often = cost.times, cost.counts
     mean = "" if cost.mean_step_s == times.step_s else " on average"
     parts = [f"{plural(often['step'], 'step')} of {seconds(cost.mean_step_s)}{mean}"]
-    names = {"evaluation": "evaluation", "tasks": "task score", "sample": "text"}
-    for kind, name in {**names, "save": "checkpoint"}.items():
-        each = getattr(times, f"{kind}_s")
-        if often.get(kind) and each:
-            parts.append(f"{plural(often[kind], name)} of {seconds(each)}")
+    names, each = {"evaluation": "evaluation", **words_of_acts()}, times.each()
+    names["save"] = "checkpoint"
+    for kind, name in names.items():
+        if often.get(kind) and (taken := each[f"{kind}_s"]):
+            parts.append(f"{plural(often[kind], name)} of {seconds(taken)}")
     if times.start_s:
         parts.append(f"start {seconds(times.start_s + times.first_s)}")
     if times.timed_steps:

@@ -218,8 +218,7 @@ class Planner:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
         kind = deciding_work(parts.config, run.device_name)
         remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
-        names = {field.name for field in dataclasses.fields(Times)}
-        times = Times(**{key: value for key, value in found.items() if key in names})
+        times = Times.of(found)
         return times, f"the median of {times.timed_steps} steps that were trained here"
 
 

@@ -6,6 +6,7 @@ Console, tables, page, proofs and tracker take it from here; docs/semantics.md s
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -69,6 +70,7 @@ TIMINGS = tuple(key.name for key in _ALL if key.timing)
 BY_MICRO_BATCH = tuple(key.name for key in _ALL if key.by_micro_batch)
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
+SCORES = "task/"  # begins the figures of tasks
 # Those whose last values end a run's summary, before those of named validation sets and tasks.
 LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
 
@@ -78,9 +80,16 @@ def is_of_named_set(key: str) -> bool:
     return key.count("/") == 2 and key.startswith("val/")
 
 
+def is_score(key: str) -> bool:
+    """Tell whether a key is that of a score, the share of the items that are right: task/NAME/acc.
+
+    That is also one by the length of the answers: task/NAME/acc_norm."""
+    return re.fullmatch(SCORES + r"[\w-]+/acc(_norm)?", key) is not None
+
+
 def is_accuracy(key: str) -> bool:
     """Tell whether a key is that of the score of a task: task/NAME/acc."""
-    return key.startswith("task/") and key.endswith("/acc")
+    return key.startswith(SCORES) and key.endswith("/acc")
 
 
 def figures_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -108,22 +108,6 @@ class CoreTrain:
         "tokens between evaluations, in place of eval_every", 65536, affects="nothing", default=None
     )
     eval_tokens: int | None = count("validation tokens per evaluation; null: all of them", 65536)
-    tasks: list[str] = knob(
-        "tasks of multiple choice to score", ["tiny_facts"], affects="nothing", default=[]
-    )
-    tasks_every: int | None = count(
-        "optimizer steps between scores of the tasks; null: only at the end",
-        1000,
-        affects="nothing",
-        acts=where("train.tasks"),
-        default=None,
-    )
-    tasks_folder: str | None = optional(
-        "folder with NAME.jsonl of each task; null: $LLMEXP_TASKS, else what is shipped",
-        "tasks",
-        affects="nothing",
-        acts=where("train.tasks"),
-    )
     compile: bool | str = knob(
         "compile the model with torch.compile; auto: on CUDA with Triton and a C compiler",
         True,

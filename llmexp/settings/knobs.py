@@ -15,6 +15,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from llmexp import features
 from llmexp.settings import parts
 from llmexp.settings.config import Config, plain
 from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SET, SHAPE_KEYS, rule_sets_batch
@@ -185,8 +186,8 @@ def deciding_data(tree: Mapping[str, Any]) -> dict[str, Any]:
 _NO_WORK = {
     "train": (
         "max_steps", "max_epochs", "max_tokens", "max_flops", "tokens_per_parameter", "tail",
-        "seed", "twin", "log_every", "eval_every", "eval_every_tokens", "tasks_folder",
-        "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
+        "seed", "twin", "log_every", "eval_every", "eval_every_tokens", "max_consecutive_skips",
+        "stop_step",
     ),
     "optimizer": ("lr", "weight_decay", "beta1", "beta2", "rule", "reference", "exponents"),
 }  # fmt: skip
@@ -197,8 +198,12 @@ def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
     tree = plain(config)
     for section, names in _NO_WORK.items():
         tree[section] = {k: v for k, v in tree[section].items() if k not in names}
-    for name in ("sample_every", "tasks_every"):  # whether they come at all
-        tree["train"][name] = tree["train"].get(name) is not None
+    for part in features.parts("settings"):
+        here = tree[part.SECTION]
+        for name in getattr(part, "NO_WORK", ()):
+            here.pop(name, None)
+        for name in getattr(part, "SOMETIMES", ()):  # whether it comes at all
+            here[name] = here.get(name) is not None
     whole = ("train", "optimizer", "batch", "model", "precision", "metrics", "hooks", "user")
     return {key: tree[key] for key in whole} | {
         "device": device_name,

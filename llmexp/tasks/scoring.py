@@ -23,7 +23,7 @@ from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import SummedLoss, looking, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.values import ConfigError
-from llmexp.tasks.items import Item
+from llmexp.tasks.items import Item, read_task
 from llmexp.update import precision
 
 WHOLE_LOGITS = 4096  # tokens of a batch whose logits are held whole
@@ -44,6 +44,13 @@ class Task:
     name: str
     items: list[Item]
     requests: list[Request]
+
+
+def prepare_tasks(
+    names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
+) -> list[Task]:
+    """Return the tasks of these names, with their requests. Raises ConfigError."""
+    return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
 def prepare_task(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:

@@ -16,7 +16,7 @@ from llmexp import mesh
 from llmexp.system import fileio, hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
-from llmexp.train.evaluation import score_tasks, validate
+from llmexp.train.evaluation import validate
 from llmexp.train.finishing import finish_step
 from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.state import Loop
@@ -79,14 +79,12 @@ def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
 
 
 def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
-    """Return what rows, evaluation, tasks, a text and a checkpoint take."""
+    """Return what rows, evaluation, what features do between steps and a checkpoint take."""
     config = loop.config
     actions: dict[str, Callable[[], Any]] = {
         "row_s": write_row,
         "evaluation_s": lambda: validate(loop.parts, loop.setup),
     }
-    if loop.parts.tasks:
-        actions["tasks_s"] = lambda: score_tasks(loop.parts, loop.setup)
     for timed in loop.features.on("timed"):
         actions |= {f"{name}_s": act for name, act in timed().items()}
     actions["save_s"] = lambda: save(loop, wait=not config.checkpoint.async_)

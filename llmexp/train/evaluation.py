@@ -1,4 +1,4 @@
-"""Validation: the loss of the whole run over its validation sets, and scores of tasks."""
+"""Validation: the loss of the whole run over its validation sets."""
 
 from __future__ import annotations
 
@@ -40,26 +40,6 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
         for evaluate in setup.features.on("evaluate"):
             sets |= evaluate(functools.partial(losses, main, run.eval_sequences))
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
-
-
-def score_tasks(parts: Parts, setup: Setup) -> dict[str, float]:
-    """Return the scores of the run's tasks by the keys of a row, such as task/NAME/acc.
-
-    All ranks share the items.
-    """
-    from llmexp.tasks import scoring
-
-    row = dict[str, float]()
-    tokens = parts.run.micro_batch_size * parts.run.sequence_length
-    mesh.share_buffers(setup.mesh, setup.model)
-    with faces.evaluating(setup.optimizers, setup.module):
-        for task in parts.tasks:
-            try:
-                found, _ = scoring.score_task(task, setup.loss, setup.mesh, parts.precision, tokens)
-            except ValueError as error:
-                raise TrainingFailed(str(error)) from None
-            row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
-    return row
 
 
 def evaluate_stream(

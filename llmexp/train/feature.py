@@ -74,6 +74,10 @@ class Feature:
         """Return figures for the row of the last step, by names that it does not have yet."""
         return {}
 
+    def measure(self, step: int, last: bool) -> Callable[[], dict[str, float]] | None:
+        """Return what measures figures for the row of a step, which then has one; None: nothing."""
+        return None
+
     def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return losses of other weights: `losses` gives those of the model as it is, by a name."""
         return {}
@@ -167,7 +171,7 @@ class Feature:
         """Return what a replay tells of its last step."""
         return {}
 
-    def timed(self) -> dict[str, Callable[[], None]]:
+    def timed(self) -> dict[str, Callable[[], object]]:
         """Return what a calibration times, by name: NAME_s."""
         return {}
 

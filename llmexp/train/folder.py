@@ -140,11 +140,10 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
         text = f"the environment has another value of {', '.join(sorted(changed))} now"
         raise ConfigError(f"{path}: is another run; {text}")
-    tasks, where = there.get("tasks", {}), loaded.path if loaded else path
-    for name, sha in here["tasks"].items():
-        if tasks.get(name, sha) != sha:  # another one may have been added
-            text = f"the request file of the task {name} changed since the run started"
-            raise ConfigError(f"{where}: {text}; put it back")
+    where = loaded.path if loaded else path
+    for other in features.offered("assembly", "other"):
+        if text := other(there, here):
+            raise ConfigError(f"{where}: {text}")
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
         text = f"the data changed since the run started ({parts.run.data})"
@@ -160,17 +159,16 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
 def fixed_facts(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint's manifest holds of the run.
 
-    That is what of the config changes results, and the sha256 of the data's fingerprint and of the
-    items of each task."""
+    That is what of the config changes results, the sha256 of the data's fingerprint, and what
+    features have prepared."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
-    return {
+    found = {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
         "data": _sha256(fingerprint),
-        "tasks": {
-            task.name: _sha256(str([vars(item) | {"place": ""} for item in task.items]))
-            for task in parts.tasks
-        },
     }
+    for fixed in features.offered("assembly", "fixed"):
+        found |= fixed(parts.prepared)
+    return found
 
 
 def _sha256(text: str) -> str:

@@ -26,7 +26,7 @@ from llmexp.train.checkpointing import (
     save,
     save_what_can_be,
 )
-from llmexp.train.evaluation import score_tasks, validate
+from llmexp.train.evaluation import validate
 from llmexp.train.feature import Features
 from llmexp.train.finishing import finish_step, none_applied
 from llmexp.train.state import Loop
@@ -41,7 +41,7 @@ class Due:
 
     row: bool = False
     evaluation: bool = False
-    tasks: bool = False
+    measures: tuple[Callable[[], dict[str, float]], ...] = ()  # of features, for the row
     checkpoint: bool = False
     acts: tuple[Callable[[], None], ...] = ()  # of features
 
@@ -66,18 +66,19 @@ def due_after(
 
     chosen = config.train
     evaluation = last or step == chosen.stop_step or run.evaluations(chosen, step - 1, step) > 0
-    tasks = bool(chosen.tasks) and (last or every(chosen.tasks_every))
+    measures, acts = (
+        tuple(act for due in features.on(event) if (act := due(step, last))) if features else ()
+        for event in ("measure", "due")
+    )
     return Due(
-        row=evaluation or tasks or every(chosen.log_every),
+        row=evaluation or bool(measures) or every(chosen.log_every),
         evaluation=evaluation,
-        tasks=tasks,
+        measures=measures,
         checkpoint=(last and config.checkpoint.last)
         or by_time
         or every(config.checkpoint.every)
         or every(config.checkpoint.keep_every),
-        acts=tuple(act for due in features.on("due") if (act := due(step, last)))
-        if features
-        else (),
+        acts=acts,
     )
 
 
@@ -114,7 +115,7 @@ def train(loop: Loop) -> str:
         else:
             for act in loop.features.on("step_end"):
                 act(window, None)
-        slow = due.evaluation or due.tasks or due.checkpoint or due.acts
+        slow = due.evaluation or due.measures or due.checkpoint or due.acts
         if loop.out.rows is not None and (slow or loop.out.rows.due):
             show_rows(loop)
         loop.out.console.progress(progress.step, *loop.shown)
@@ -174,10 +175,10 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     loop.row_is_due = True
     for act in loop.features.on("step_end"):
         act(window, row)
-    if loop.out.rows is not None and (due.tasks or due.evaluation):
+    if loop.out.rows is not None and (due.measures or due.evaluation):
         loop.out.rows.flush()  # this may take long
-    if due.tasks:
-        row |= score_tasks(loop.parts, loop.setup)
+    for measure in due.measures:
+        row |= measure()
     if due.evaluation:
         row |= validate(loop.parts, loop.setup)
         if not loop.run.evaluations(loop.config.train, progress.step - 1, progress.step):

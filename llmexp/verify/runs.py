@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmexp import features
 from llmexp.run.batch import shared_sequences
 from llmexp.run.budget import NO_BUDGET
 from llmexp.runs import rundir
@@ -50,15 +51,15 @@ def quiet(config: Config) -> Config:
     """Return the config without what comes between and beside the steps, which stay as they are."""
     knobs: dict[str, dict[str, Any]] = {
         "train": {
-            "stop_step": None, "eval_every": None, "eval_every_tokens": None, "tasks": [],
-            "sample_every": None, "sample_tokens": 0, "profile_start": None,
+            "stop_step": None, "eval_every": None, "eval_every_tokens": None,
         },
-        "metrics": {"picture": False},
         "tracker": {"kind": "none"},
         "checkpoint": {
             "every": None, "every_minutes": None, "keep_every": None, "resume": "auto",
         },
     }  # fmt: skip
+    for part in features.parts("settings"):
+        knobs.setdefault(part.SECTION, {}).update(getattr(part, "OFF", {}))
     return with_knobs(config, **knobs)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
+from llmexp.features.tasks.train import Tasks
 from llmexp.forecast.duration import Times, cost_of, estimated, over_slots, part_counts
 from llmexp.forecast.duration import cost_sections as sections
 from llmexp.models.gpt2 import GPT2
@@ -20,6 +21,7 @@ from llmexp.models.recompute import recomputed_share
 from llmexp.run import Run
 from llmexp.system.devices import device_named
 from llmexp.train import calibration
+from llmexp.train.feature import Features
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
 from tests.tools import printed
@@ -49,14 +51,19 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, toke
     sizes = {"tokens_at": lambda step: 3 * step, "stages": ()}
     planned = Namespace(max_steps=steps, first_step=first, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
-    due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
+    scores = Features()
+    scores.append(Tasks(Namespace(), Namespace(), tasks))  # type: ignore[arg-type]
+    due = [
+        due_after(step, step == steps, config, planned, features=scores)
+        for step in range(first + 1, steps + 1)
+    ]
     found = part_counts(planned, config)
     assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)
     if tokens:  # the steps after which another multiple is reached
         reached = {step for step in range(first + 1, steps) if 3 * step % tokens < 3}
         assert found["evaluation"] == len(reached) + 1
-    assert found["tasks"] == sum(d.tasks for d in due)
+    assert found["tasks"] == sum(len(d.measures) for d in due)
     texts = [s for s in range(first + 1, steps) if sample and s % sample == 0]
     assert found["sample"] == len(texts)  # that at the end is no part of it
     assert found["save"] == (first == 0) + sum(d.checkpoint for d in due)

@@ -20,7 +20,7 @@ from llmexp.models.loss import looking
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.opening import open_run
 from llmexp.train.assembly.parts import left_in_evaluation
-from llmexp.train.evaluation import score_tasks, validate
+from llmexp.train.evaluation import validate
 from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
@@ -159,7 +159,7 @@ def test_nothing_that_is_looked_at_changes(parts):
     assert not setup.model.still.training
     for look in (
         lambda: validate(parts, setup),
-        lambda: score_tasks(parts, setup),
+        *(measure(1, True) for measure in setup.features.on("measure")),
         lambda: sample(parts.tokenizer, setup.model, 64, "fp64", "a", 3),
         parts.new_model,
         lambda: assemble(parts.config),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from llmexp.settings.values import knob
 
 SECTION = "metrics"
+OFF = {"picture": False}
 
 
 @dataclass(frozen=True, kw_only=True)

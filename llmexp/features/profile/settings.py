@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from llmexp.settings.values import count, where
 
 SECTION = "train"
+OFF = {"profile_start": None}
+NO_WORK = ("profile_start", "profile_steps")
 
 
 @dataclass(frozen=True, kw_only=True)

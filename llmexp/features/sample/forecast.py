@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+WORDS = {"sample": "text"}
+
 
 def counts(
     config: Any, times: Callable[[int | None], int], at_last: Callable[[int | None], bool]

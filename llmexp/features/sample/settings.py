@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from llmexp.settings.values import count, knob, where
 
 SECTION = "train"
+OFF = {"sample_every": None, "sample_tokens": 0}
+SOMETIMES = ("sample_every",)
 
 
 @dataclass(frozen=True, kw_only=True)

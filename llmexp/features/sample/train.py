@@ -55,7 +55,7 @@ class Sample(Feature):
         except Exception as error:
             return [("sample", f"none: {error!r}")]
 
-    def timed(self) -> dict[str, Callable[[], None]]:
+    def timed(self) -> dict[str, Callable[[], object]]:
         return {} if self._every is None else {"sample": self.act}
 
     @property

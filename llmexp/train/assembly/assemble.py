@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -51,7 +51,6 @@ from llmexp.train.assembly.parts import (
     initial_warnings,
     left_in_evaluation,
     named_optimizer,
-    prepare_tasks,
     shaped,
     width_words,
 )
@@ -61,9 +60,6 @@ from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
 from llmexp.train.feature import Feature, own_name
 from llmexp.update.held import not_updated
-
-if TYPE_CHECKING:
-    from llmexp.tasks.scoring import Task
 
 _T = TypeVar("_T")
 
@@ -85,7 +81,7 @@ class Parts:
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
-    tasks: list[Task]
+    prepared: dict[str, Any]  # by features, under their names
     user: dict[str, Any]  # the section user
 
     def new_model(self) -> nn.Module:
@@ -173,8 +169,10 @@ def assemble(
         warnings += cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     parent_run = None if parent else find_parent_run(solved, model)
-    # data: requests of tasks; token ids, prepared and checked against the vocabulary
-    tasks = cached(prepare_tasks, train.tasks, train.tasks_folder, tokenizer, length)
+    # data: what features prepare; token ids, prepared and checked against the vocabulary
+    prepared = dict[str, Any]()
+    for prepare in features.offered("assembly", "prepare"):
+        prepared |= prepare(solved, tokenizer, cached)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = parent or parent_of(solved, parent_run, corpus)
@@ -193,7 +191,7 @@ def assemble(
         build_optimizers=building,
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
-        tasks=tasks,
+        prepared=prepared,
         user=variables.fill(config.user, "user"),
     )
 

@@ -1,4 +1,4 @@
-"""Build model, optimizers and tasks of a config, each checked when it is built."""
+"""Build model and optimizers of a config, each checked when it is built."""
 
 from __future__ import annotations
 
@@ -34,19 +34,6 @@ from llmexp.update.twin import perturb
 
 if TYPE_CHECKING:
     from llmexp.exchange.reading import WeightSource
-    from llmexp.tasks.scoring import Task
-
-
-def prepare_tasks(
-    names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
-) -> list[Task]:
-    """Return the tasks of these names, with their requests. Raises ConfigError."""
-    if not names:
-        return []
-    from llmexp.tasks.items import read_task
-    from llmexp.tasks.scoring import prepare_task
-
-    return [prepare_task(name, read_task(name, folder), tokenizer, length) for name in names]
 
 
 def initial_weights(

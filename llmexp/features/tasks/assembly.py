@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.features.tasks.settings import Knobs
+from llmexp.settings.config import Config, knobs_of
+
+if TYPE_CHECKING:
+    from llmexp.tasks.scoring import Task
+
+
+def prepare(config: Config, tokenizer: Tokenizer, cached: Callable[..., Any]) -> dict[str, Any]:
+    """Return the tasks of a run, with their requests. Raises ConfigError."""
+    chosen = knobs_of(config, Knobs)
+    if not chosen.tasks:
+        return {}
+    from llmexp.tasks.scoring import prepare_tasks
+
+    length = config.batch.sequence_length
+    return {"tasks": cached(prepare_tasks, chosen.tasks, chosen.tasks_folder, tokenizer, length)}
+
+
+def fixed(prepared: dict[str, Any]) -> dict[str, Any]:
+    """Return the sha256 of the items of each task, for the manifest of a checkpoint."""
+
+    def mark(task: Task) -> str:
+        items = str([vars(item) | {"place": ""} for item in task.items])
+        return hashlib.sha256(items.encode()).hexdigest()
+
+    return {"tasks": {task.name: mark(task) for task in prepared.get("tasks", [])}}
+
+
+def other(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    """Return which task has other items than in a manifest; another one may have been added."""
+    before = there.get("tasks", {})
+    changed = [name for name, sha in here["tasks"].items() if before.get(name, sha) != sha]
+    text = "the request file of the task {} changed since the run started; put it back"
+    return text.format(changed[0]) if changed else None
