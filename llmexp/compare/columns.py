@@ -48,5 +48,4 @@ def column_of(key: str, when: str = "") -> Column:
 
 def of_features(record: Record) -> dict[str, float | None]:
     """Return the figures that features find in the folder of a run."""
-    figures = features.offered("compare", "figures")
-    return {key: value for found in figures for key, value in found(record).items()}
+    return features.merged("compare", "figures", record)

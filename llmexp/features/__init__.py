@@ -52,3 +52,8 @@ def parts(room: str) -> tuple[Any, ...]:
 def offered(room: str, name: str) -> list[Any]:
     """Return what the features have under a name in a room, such as a function."""
     return [getattr(part, name) for part in parts(room) if hasattr(part, name)]
+
+
+def merged(room: str, name: str, *given: Any) -> dict[str, Any]:
+    """Return what the functions of a name in a room answer, in one mapping."""
+    return {key: found for of in offered(room, name) for key, found in of(*given).items()}

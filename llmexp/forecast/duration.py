@@ -98,15 +98,12 @@ def part_counts(run: Run, config: Config) -> dict[str, int]:
         at_last(saving.every) or at_last(saving.keep_every)
     ):
         saves += 1
-    of_features = dict[str, int]()
-    for part in features.parts("forecast"):
-        of_features |= part.counts(config, times, at_last)
     return {
         "step": steps - first,
         "row": times(chosen.log_every),
         "evaluation": evaluations,
         "save": saves + (saving.save_initial and not first),
-        **of_features,
+        **features.merged("forecast", "counts", config, times, at_last),
     }
 
 

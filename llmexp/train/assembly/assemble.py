@@ -170,9 +170,7 @@ def assemble(
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     parent_run = None if parent else find_parent_run(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
-    prepared = dict[str, Any]()
-    for prepare in features.offered("assembly", "prepare"):
-        prepared |= prepare(solved, tokenizer, cached)
+    prepared = features.merged("assembly", "prepare", solved, tokenizer, cached)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = parent or parent_of(solved, parent_run, corpus)
