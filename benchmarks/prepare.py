@@ -32,12 +32,14 @@ from pyarrow import parquet
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp.data import shards
-from llmexp.data.corpus import corpus
 from llmexp.data.documents import read_documents
 from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
+from llmexp.data.sources.corpus import corpus
 from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
+from llmexp.data.tokenizers.tiktoken import pretrained
 from llmexp.system.devices import cpu_count
 
 PAIRS = 5
@@ -57,11 +59,11 @@ def texts_of(megabytes: int) -> list[str]:
 
 
 def made(folder: Path, files: dict[str, Path], tokenizer: Tokenizer, cache: str) -> Corpus:
-    return corpus(
+    found = corpus(
         sources={name: {"files": str(path)} for name, path in files.items()}, val={}, val_main=None,
         stages=[], max_epochs=None, on_bad_record="refuse", cache_dir=str(folder / cache),
-        tokenizer=tokenizer, sequence_length=LENGTH,
     )  # fmt: skip
+    return found.build(tokenizer, LENGTH)
 
 
 def cpu(work: Callable[[], object]) -> float:

@@ -23,7 +23,7 @@ import yaml
 
 from llmexp import __version__
 from llmexp.__main__ import run
-from llmexp.data import train_tokenizer
+from llmexp.data.tokenizers.training import train_bpe
 from llmexp.settings.config import Config
 from llmexp.settings.knobs import dead, fields
 from llmexp.settings.values import flatten
@@ -68,7 +68,7 @@ def model_overrides(name: str) -> list[str]:
 def work(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "words.txt").write_text("so many words, so little time. " * 150)
-    trained = train_tokenizer.train_bpe(["so many words, so little time. " * 9], 260, "gpt2")
+    trained = train_bpe(["so many words, so little time. " * 9], 260, "gpt2")
     (folder / "tokenizer.json").write_text(trained.tokenizer_json)
     (np.arange(4000) % 250).astype(np.uint16).tofile(folder / "ids.bin")
     return folder

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = configparser.ConfigParser()
 CONTRACTS.read(ROOT / ".importlinter")
 ROOMS = CONTRACTS["importlinter:contract:layers"]["layers"].split()[::-1]  # from the ground up
+PARTS = {"data": ("data/sources", "data/tokenizers"), "train": ("train/assembly",)}
 PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: python -m tools.rooms -->\n", "<!-- end of rooms -->\n"
 
@@ -24,8 +25,8 @@ def shown(name: str) -> str:
 
 
 def rooms() -> str:
-    """All rooms, from the ground up; the assembly behind the room that it is a part of."""
-    names = [n for room in ROOMS for n in (room, *["train/assembly"] * (room == "train"))]
+    """All rooms, from the ground up; folders behind the room that they are a part of."""
+    names = [name for room in ROOMS for name in (room, *PARTS.get(room, ()))]
     return "".join(map(shown, names))
 
 

@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> int:
 
 def trained(args: Any) -> TrainedTokenizer:
     """Train the tokenizer of a command line that was parsed and write it. Raises ConfigError."""
-    from llmexp.data.tokenizers import PATTERNS
-    from llmexp.data.train_tokenizer import SMALLEST, train_bpe
+    from llmexp.data.encode import PATTERNS
+    from llmexp.data.tokenizers.training import SMALLEST, train_bpe
 
     if args.vocab_size is None or args.vocab_size < SMALLEST:
         given = "is needed" if args.vocab_size is None else f"{args.vocab_size} is too small"
@@ -74,7 +74,7 @@ def trained(args: Any) -> TrainedTokenizer:
     check_new(folder, "--out")
     with app.composed(args, "tokenizer") as (cfg, _):
         config = app.typed_config(cfg)
-    from llmexp.train.assembly.inputs import training_documents
+    from llmexp.data.work import training_documents
 
     try:
         found = train_bpe(training_documents(config.data), args.vocab_size, args.pattern)

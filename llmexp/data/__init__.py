@@ -6,9 +6,6 @@ order        sequence k of a run: a pure function of the seed and k
 window       what one optimizer step is fed with
 sampler      from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
-sources      the sources of conf/data
-corpus       data=corpus: named sources, mixed, with named validation sets
-sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
 hub          datasets of Hugging Face
 sniffing     what a file is, by its first bytes
@@ -29,7 +26,4 @@ cache        the cache folder: its lock, and what is known of files
 progress     a line while a preparation lasts
 matching     the files that paths, folders and globs name
 files        identify input files, and keep them open
-tokenizers   tiktoken's encodings, bytes, the user's own
-tokenizer_files  tokenizers of Hugging Face, tiktoken and sentencepiece in files
-train_tokenizer  a byte-level BPE from documents
 """

@@ -31,9 +31,10 @@ from llmexp.data.records import (
     count_records,
     record_text,
 )
-from llmexp.data.remote import is_remote, need_package, open_file, reading
+from llmexp.data.remote import is_remote, open_file, reading
 from llmexp.data.sniffing import HEAD, sniffed
 from llmexp.data.tables import arrow, parquet
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import refuse
 
 BOM = b"\xef\xbb\xbf"

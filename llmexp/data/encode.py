@@ -12,14 +12,25 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.system.devices import cpu_count
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
 
+# Encodings and split patterns for which BOUNDARY holds. A .tiktoken file does not say how
+# text is split before the bytes of a piece are merged. The expressions mean the same to tiktoken
+# and to tokenizers, where {1,3}+ would be a repetition.
+PUBLISHED = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+}
 # The places where a text may be cut without a change of its tokens. In the split patterns of
-# `tokenizers.PUBLISHED` and PATTERNS no match crosses these places, and none looks past them, so
+# PUBLISHED and PATTERNS no match crosses these places, and none looks past them, so
 # that split(a + b) = split(a) + split(b):
 # x| y   before a space that follows a non-space: only the first character of a match may be a
 #        space before other things, and a run of spaces looks one character ahead, which is still

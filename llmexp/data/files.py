@@ -8,7 +8,6 @@ import json
 import math
 import os
 import resource
-import sysconfig
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,22 +41,6 @@ def allow_open_files(count: int) -> None:
         raise TooManyFiles(f"data: {count:,} token files {text}")
     if (wanted := min(there + count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
-
-
-def stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith("config-")]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths = [path for path in paths if os.access(path, os.R_OK)]
-    if len(paths) < 50:
-        text = f"this Python has no readable source files in {root} ({len(paths)} found)"
-        way = "use text files of your own: data=text data.train_files=corpus/*.txt"
-        raise ConfigError(f"data=stdlib: {text}; {way}")
-    return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from llmexp.data.matching import SAVED, readable, walk
 from llmexp.data.records import Record, record_text
-from llmexp.data.remote import RemoteCache, need_package, reading
+from llmexp.data.remote import RemoteCache, reading
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import refuse, typed
 
 

@@ -21,7 +21,7 @@ from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache, is_remote
 from llmexp.data.stream import DataChanged, TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Source, Work, work_of
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import size_text

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import glob
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
 from llmexp.data.files import sha256_of
 from llmexp.data.matching import match_files, named_once, patterns_of
-from llmexp.settings.commands import how_to_install
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import ConfigError, refuse
 
 _T = TypeVar("_T")
@@ -35,15 +34,6 @@ BUFFER_BYTES = 1 << 19
 ASKED_AT_ONCE = 16  # files asked about at once
 # What buckets, web servers and file systems know of a file's content.
 _MARK = re.compile(r"etag|md5|crc|digest|generation|mtime|modified|created|\bino\b", re.IGNORECASE)
-
-
-def need_package(package: str, key: str, what: str) -> Any:
-    """Import an optional package. Raise ConfigError with the command that installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        why = f"{what} needs the package {package}, which is not installed"
-        raise ConfigError(f"{key}: {why}; {how_to_install(package)}") from None
 
 
 class Unreachable(ConfigError):

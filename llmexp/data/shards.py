@@ -26,7 +26,7 @@ import numpy as np
 from llmexp.data.cache import id_type
 from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.records import Counts, Document
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import Work
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import flush_to_disk, write_whole

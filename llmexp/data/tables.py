@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmexp.data.records import BadRecord, Record, as_text
-from llmexp.data.remote import need_package
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import refuse
 from llmexp.system.text import first_of
 

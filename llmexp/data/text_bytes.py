@@ -13,7 +13,7 @@ import numpy as np
 
 from llmexp.data.beside import beside
 from llmexp.data.stream import Shard, TokenStream
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 
 _Documents = tuple[np.ndarray, np.ndarray, np.ndarray]
 

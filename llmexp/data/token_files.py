@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from llmexp.data.cache import cached
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.settings.values import refuse
 
 NUMPY = b"\x93NUMPY"

@@ -12,13 +12,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from llmexp.data.cache import cache_folder
 from llmexp.data.documents import kind_of_file, read_documents
 from llmexp.data.hub import dataset_identity, read_dataset
 from llmexp.data.records import Counts, Document, count_records, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.stream import DataChanged
-from llmexp.data.tokenizers import Tokenizer
-from llmexp.settings.values import ConfigError
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.settings.targets import resolve
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import file_state
 
 TRAIN = "train"
@@ -170,8 +172,34 @@ def works_of(sources: Iterable[Source], tokenizer: Tokenizer, remote: RemoteCach
     return [work_of(source, tokenizer, remote) for source in sources]
 
 
-def documents_to_train(sources: Iterable[Source], remote: RemoteCache) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document, source by source. Raises ConfigError."""
+def sources_of(data: dict[str, Any], keep: bool = True) -> tuple[list[Source], RemoteCache]:
+    """Return the sources of documents that a section names, and what is known of remote files.
+
+    Buckets and the hub are asked anew; `keep` their answers. Raises ConfigError.
+    """
+    target, knobs = resolve("data", data, ())
+    if not hasattr(target, "documents"):
+        text = "has no documents of text; use data=corpus or data=text"
+        raise refuse("data._target_", data["_target_"], text, "llmexp.data.sources.corpus.corpus")
+    remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True, keep=keep)
+    return target(**knobs).documents(remote), remote
+
+
+def works_to_prepare(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Path]:
+    """Return what there is to prepare for each source of a section, and the cache folder.
+
+    Raises ConfigError.
+    """
+    sources, remote = sources_of(data)
+    return works_of(sources, tokenizer, remote), remote.cache
+
+
+def training_documents(data: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """Yield the pieces of each training document of a section, without those of validation.
+
+    Raises ConfigError for data that are not text.
+    """
+    sources, remote = sources_of(data)
     for source in sources:
         if source.held_out:
             continue

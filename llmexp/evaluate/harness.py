@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from llmexp.data.remote import need_package
 from llmexp.runs import rundir
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import one_line
 from llmexp.train.assembly.opening import export_run

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from llmexp.data.tokenizers import PROBE, Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.data.tokenizers.own import PROBE
 from llmexp.exchange.tokenizer import doubts
 from llmexp.models.hf import transformers
 from llmexp.settings.commands import how_to_install

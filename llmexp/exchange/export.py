@@ -20,7 +20,7 @@ from torch import Tensor
 from llmexp.checkpoint import tensor_files
 from llmexp.checkpoint.loading import Loaded, fill_all, read_tensor
 from llmexp.checkpoint.pieces import TYPES
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import NameRule, family_of, to_config

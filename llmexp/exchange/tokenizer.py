@@ -12,9 +12,12 @@ from typing import Any
 
 import tiktoken
 
-from llmexp.data.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer, from_file
-from llmexp.data.tokenizers import PROBE, Tokenizer
-from llmexp.data.train_tokenizer import byte_names
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.data.tokenizers.files import from_file
+from llmexp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from llmexp.data.tokenizers.own import PROBE
+from llmexp.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from llmexp.data.tokenizers.training import byte_names
 
 # AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
 SENTENCEPIECE = "sentencepiece.model"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from llmexp.data.tokenizers import Tokenizer
+    from llmexp.data.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ Standard library only.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmexp.settings.targets import allowed_packages, inside
-from llmexp.settings.values import flatten, is_ours, nested, override_value, pasteable
+from llmexp.settings.values import ConfigError, flatten, is_ours, nested, override_value, pasteable
 
 # They take no --allow, as they open no part of the user's.
 _READS = ("compare", "next", "fit", "runs", "sync")
@@ -66,3 +67,12 @@ def how_to_install(package: str) -> str:
     name = package.partition(".")[0]
     extra = next((extra for extra, has in EXTRAS.items() if name in has.split()), name)
     return f"pip install 'llmexp[{extra}]'"
+
+
+def need_package(package: str, key: str, what: str) -> Any:
+    """Import an optional package. Raise ConfigError with the command that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        why = f"{what} needs the package {package}, which is not installed"
+        raise ConfigError(f"{key}: {why}; {how_to_install(package)}") from None

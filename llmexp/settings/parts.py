@@ -9,6 +9,7 @@ than that another value changes the result. Standard library only.
 from __future__ import annotations
 
 import functools
+import importlib
 import typing
 from typing import Annotated, Any
 
@@ -112,104 +113,6 @@ class ModelKnobs:
     ]
 
 
-class DataKnobs:
-    shuffle = Annotated[
-        bool,
-        knob("sequences in a random order, another one each epoch; false: file order", False),
-    ]
-    ignore_id = Annotated[
-        int | None, knob("targets with this token id are masked; null: none", 0, at_least=0)
-    ]
-    train_files = Annotated[
-        Any,
-        knob(
-            "needed: a glob, or a list of globs, from the current folder: corpus/**/*.txt",
-            "corpus/**/*.txt",
-        ),
-    ]
-    val_files = Annotated[
-        Any,
-        knob(
-            "the same for validation; null: the share val_ratio of train_files", "corpus/val/*.txt"
-        ),
-    ]
-    train_labels = Annotated[
-        Any,
-        knob(
-            ".npy of signed ints for each of train_files: the id there, or -100 where it is no "
-            "target; null: none"
-        ),
-    ]
-    val_labels = Annotated[Any, knob("the same for each of val_files; null: none")]
-    val_ratio = Annotated[
-        float,
-        knob(
-            "share for validation where no files are: of token files the last part; of text as "
-            "docs/corpus.md#validation says",
-            0.1,
-            at_least=0,
-            below=1,
-            acts=where("data.val_files", None),
-        ),
-    ]
-    max_tokens = Annotated[
-        int | None,
-        knob(
-            "tokens in all, training and validation (with val_files: of training); null: all there "
-            "are",
-            1_000_000,
-            at_least=2,
-        ),
-    ]
-    seed = Annotated[
-        int,
-        knob(
-            "of a synthetic stream; else of the order of the files, without val_files",
-            0,
-            at_least=0,
-            acts=where("data.val_files", None),
-        ),
-    ]
-    cache_dir = Annotated[
-        str | None,
-        knob(
-            "folder for the prepared tokens, or what is known of files; null: $LLMEXP_CACHE_DIR, "
-            "else ~/.cache/llmexp",
-            "cache",
-            affects="nothing",
-        ),
-    ]
-    max_epochs = Annotated[
-        float | None,
-        knob(
-            "refuse a run that walks a source more often than this; null: say it only",
-            4.0,
-            above=0,
-            affects="nothing",
-        ),
-    ]
-    on_bad_record = Annotated[
-        str,
-        choice(
-            "a record that cannot be read ends the preparation, or is counted and left out",
-            "refuse | skip",
-            affects="nothing",
-        ),
-    ]
-
-
-class TokenizerKnobs:
-    download_timeout_s = Annotated[
-        float,
-        knob(
-            "seconds to wait for the network where nothing is cached, before giving up",
-            8.0,
-            above=0,
-            affects="nothing",
-        ),
-    ]
-
-
 class OptimizerKnobs:
     rule, reference, exponents = rules.rule, rules.reference, rules.exponents
     groups = rules.groups
@@ -288,10 +191,11 @@ class ScheduleKnobs:
     ]
 
 
-SECTIONS = {
+# Knobs by section; of some the module whose `Knobs` they are.
+SECTIONS: dict[str, Any] = {
     "model": ModelKnobs,
-    "data": DataKnobs,
-    "tokenizer": TokenizerKnobs,
+    "data": "llmexp.data.sources.settings",
+    "tokenizer": "llmexp.data.tokenizers.settings",
     "optimizer": OptimizerKnobs,
     "schedule": ScheduleKnobs,
 }
@@ -307,9 +211,11 @@ def declared(kind: Any) -> tuple[Any, Knob] | None:
 
 @functools.cache
 def arguments() -> dict[str, tuple[Any, Knob]]:
-    """Return (type, knob) of the arguments in this file, by their dotted keys."""
+    """Return (type, knob) of the arguments in SECTIONS, by their dotted keys."""
     found = {}
     for section, knobs in SECTIONS.items():
+        if isinstance(knobs, str):
+            knobs = importlib.import_module(knobs).Knobs
         for name, kind in vars(knobs).items():
             if (one := declared(kind)) is not None:
                 found[f"{section}.{name}"] = one

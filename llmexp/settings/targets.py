@@ -6,6 +6,7 @@ found: a config file alone cannot run arbitrary code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -26,8 +27,8 @@ from llmexp.settings.variables import fill
 # start processes.
 OWN = {
     "model": ("llmexp.models",),
-    "data": ("llmexp.data.sources", "llmexp.data.corpus"),
-    "tokenizer": ("llmexp.data.tokenizers", "llmexp.data.tokenizer_files"),
+    "data": ("llmexp.data.sources",),
+    "tokenizer": ("llmexp.data.tokenizers",),
     "optimizer": ("llmexp.update.optim", "llmexp.update.library", "llmexp.update.options"),
     "schedule": ("llmexp.update.schedule",),
     "hooks": ("llmexp.verify.record",),
@@ -166,8 +167,15 @@ def refuse_calls(key: str, value: Any) -> None:
         refuse_calls(f"{key}.{name}", child)
 
 
-def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
+def bind(
+    section: str,
+    values: Mapping[str, Any],
+    offered: Mapping[str, Any],
+    finish: Callable[[Any], Any] = lambda found: found,
+) -> Callable[..., Any]:
     """Return the section's function, bound to its knobs and to what it takes of `offered`.
+
+    `finish` makes the result of what it returns.
 
     Raises ConfigError for knobs that the signature does not have (with the nearest one), that do
     not fit or that are missing; and, when it is called, for an exception of the user's own code.
@@ -182,7 +190,7 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
         except TypeError as error:
             raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
         try:
-            return target(*args, **knobs, **extra)
+            return finish(target(*args, **knobs, **extra))
         except (ConfigError, MemoryError):
             raise
         except Exception as error:
@@ -247,8 +255,9 @@ def arguments_of(target: Callable[..., Any]) -> dict[str, tuple[Any, Knob]]:
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the arguments of a function or a class."""
-    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    is_plain = isinstance(target, type) and not dataclasses.is_dataclass(target)
     try:
+        function = target.__init__ if is_plain else target
         return typing.get_type_hints(function, include_extras=True)
     except Exception:  # of the user's code, such as a name that only type checkers import
         return {}

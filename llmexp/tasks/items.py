@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.sections import NAME
+from llmexp.data.sources.settings import NAME
 from llmexp.settings.values import ConfigError
 
 SHIPPED = Path(__file__).parent / "sets"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.remote import need_package
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import Parser
 from llmexp.system.text import one_line
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmexp import mesh
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import SummedLoss, looking, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer
+from llmexp.data.tokenizers.base import END_OF_TEXT, Tokenizer
 from llmexp.models.loss import looking
 from llmexp.models.sampling import generate
 from llmexp.settings.values import ConfigError

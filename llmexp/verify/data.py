@@ -22,7 +22,7 @@ from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import DataChanged, Shard, TokenStream
 from llmexp.data.text_bytes import known_documents
-from llmexp.data.work import works_of
+from llmexp.data.work import sources_of, works_of, works_to_prepare
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
@@ -30,7 +30,6 @@ from llmexp.system import fileio
 from llmexp.system.devices import cpu_count
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.inputs import sources_of, works_to_prepare
 from llmexp.train.windows import sampler_of
 from llmexp.verify.checks import Check, none_differ
 from llmexp.verify.reference import starts_of

@@ -73,7 +73,7 @@ def make_run(
         "batch": {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation,
                   "real_batch_size": real, "sequence_length": length},
         "train": {"seed": seed, "log_every": 1, "max_steps": steps},
-        "data": {"_target_": "llmexp.data.sources.stdlib", "seed": 0},
+        "data": {"_target_": "llmexp.data.sources.stdlib.stdlib", "seed": 0},
         "tokenizer": {"_target_": f"llmexp.data.tokenizers.{tokenizer}"},
         "clip": {"kind": "norm", "max_norm": max_norm}, "tracker": {"kind": "none"},
     }  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
-from llmexp.data.sources import tokens
+from llmexp.data.sources.tokens import tokens
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build

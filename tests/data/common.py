@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.data.corpus import corpus
+from llmexp.data.sources.corpus import corpus
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
+from llmexp.data.tokenizers.tiktoken import pretrained
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
 
@@ -43,6 +45,19 @@ def texts_of(name: str, count: int) -> list[str]:
     return [f"{name} {i}: " + "so many wörds " * (1 + i * i % 11) for i in range(count)]
 
 
+def built(
+    source: Any,
+    *,
+    tokenizer: Tokenizer,
+    sequence_length: int = 8,
+    ask_again: bool = False,
+    **knobs: Any,
+) -> Corpus:
+    """Return what a source of documents makes."""
+    found: Corpus = source(**knobs).build(tokenizer, sequence_length, ask_again)
+    return found
+
+
 def made(folder: Path, **changes: Any) -> Corpus:
     """Return data=corpus of the folder's web.jsonl, with val.jsonl beside it."""
     knobs: dict[str, Any] = {
@@ -56,7 +71,7 @@ def made(folder: Path, **changes: Any) -> Corpus:
         "tokenizer": byte_level(),
         "sequence_length": 8,
     }
-    return corpus(**knobs | changes)
+    return built(corpus, **knobs | changes)
 
 
 def tree(folder: Path) -> dict[str, str]:

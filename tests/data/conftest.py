@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 
 from .common import encoding
 

@@ -16,13 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmexp.data import remote, sources, tokenizers
+from llmexp.data import remote
 from llmexp.data.files import cut_files
+from llmexp.data.sources import tokens as token_source
+from llmexp.data.sources.text import text as text_source
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
+from llmexp.data.tokenizers.bytes import byte_level
 from tests.conftest import HANG_S, ROOT, TINY, llmexp, train
 from tests.tools import exact, same_state
 
-from .common import all_ids
+from .common import all_ids, built
 
 N = 5000
 LONG_AGO = (10**18, 10**18)
@@ -46,7 +49,7 @@ def write(path: Path, array: np.ndarray) -> None:
 
 
 def corpus(path: Path) -> Corpus:
-    return sources.tokens(
+    return token_source.tokens(
         train_files=str(path), val_files=None, dtype=None, val_ratio=0.1, max_tokens=None,
         cache_dir=None, vocab_size=60, sequence_length=4,
     )  # fmt: skip
@@ -122,8 +125,8 @@ def test_the_fingerprint_is_of_the_content_not_of_the_time(path):
 
 def test_a_change_during_the_first_scan_is_reported(path, monkeypatch):
     """The state is taken when the files are opened, not when they have been read through."""
-    check = sources.check_ids
-    monkeypatch.setattr(sources, "check_ids", lambda *args: (check(*args), rewrite(path)))
+    check = token_source.check_ids
+    monkeypatch.setattr(token_source, "check_ids", lambda *args: (check(*args), rewrite(path)))
     with pytest.raises(DataChanged, match="was written to"):
         corpus(path).check_content()
 
@@ -179,9 +182,9 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(tmp_path, monke
     texts = {"a.txt": "abcdefghijklmnopqrst", "v.txt": "uvwxyz" * 3}
 
     def opened() -> list[str]:
-        found = sources.text(
-            train_files=str(tmp_path / "a.txt"), val_files=str(tmp_path / "v.txt"),
-            tokenizer=tokenizers.byte_level(), val_ratio=0.1, max_tokens=None, seed=0,
+        found = built(
+            text_source, train_files=str(tmp_path / "a.txt"), val_files=str(tmp_path / "v.txt"),
+            tokenizer=byte_level(), val_ratio=0.1, max_tokens=None, seed=0,
             cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         return [bytes(all_ids(stream)).decode() for stream in (found.train, found.val)]

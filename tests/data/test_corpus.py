@@ -22,14 +22,16 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import encode, shards, sources, work
-from llmexp.data.corpus import corpus_sources
+from llmexp.data import encode, shards, work
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
 from llmexp.data.remote import RemoteCache
-from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import as_tokenizer, byte_level
-from llmexp.data.train_tokenizer import train_bpe
+from llmexp.data.sources.corpus import corpus
+from llmexp.data.sources.tokens import tokens
+from llmexp.data.tokenizers.base import as_tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
+from llmexp.data.tokenizers.files import from_file
+from llmexp.data.tokenizers.training import train_bpe
 from llmexp.data.work import Source
 from tests.conftest import ROOT
 from tests.faults.helpers import small_disk
@@ -148,7 +150,8 @@ def test_parts_joined_are_the_whole(files, monkeypatch, of):
 
     monkeypatch.setattr(shards, "commit_json", noted)
     remote = RemoteCache(files / "parts")
-    some = corpus_sources(remote, sources=sources, val=val, on_bad_record="refuse")
+    knobs = {"val_main": None, "stages": [], "max_epochs": None, "cache_dir": None}
+    some = corpus(sources=sources, val=val, on_bad_record="refuse", **knobs).documents(remote)
     works = pickle.loads(pickle.dumps(work.works_of(some, byte_level(), remote)))
     for number in (*range(1, of + 1), 1):
         before = len(written)
@@ -282,9 +285,9 @@ def test_shards_are_refused_with_another_tokenizer(files):
         "dtype": "uint16", "val_ratio": 0.1, "max_tokens": None, "cache_dir": None,
         "vocab_size": 257, "sequence_length": LENGTH,
     }  # fmt: skip
-    assert len(sources.tokens(**knobs, tokenizer=bytes_).train) > LENGTH
+    assert len(tokens(**knobs, tokenizer=bytes_).train) > LENGTH
     with pytest.raises(ValueError, match=r"made by the tokenizer bytes .* and other .* is another"):
-        sources.tokens(**knobs, tokenizer=as_tokenizer(other))
+        tokens(**knobs, tokenizer=as_tokenizer(other))
 
 
 def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from llmexp.data import documents, encode, shards
 from llmexp.data.encode import BOUNDARY, split_text
 from llmexp.data.records import Counts
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
+from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.data.work import Source
 from tests.conftest import ROOT
 
@@ -137,10 +138,10 @@ def test_what_is_not_utf8_is_refused_with_its_place(tmp_path, document, offset, 
 
 _PROGRAM = """
     import sys
-    from llmexp.data.sources import text
-    from llmexp.data.tokenizers import byte_level
-    found = text(train_files=sys.argv[1], val_files=None, tokenizer=byte_level(), val_ratio=0.0,
-                 max_tokens=None, seed=0, cache_dir=sys.argv[2])
+    from llmexp.data.sources.text import text
+    from llmexp.data.tokenizers.bytes import byte_level
+    found = text(train_files=sys.argv[1], val_files=None, val_ratio=0.0, max_tokens=None, seed=0,
+                 cache_dir=sys.argv[2]).build(byte_level())
     peak = next((l for l in open("/proc/self/status") if l.startswith("VmHWM")), "VmHWM: 0")
     print(len(found.train), peak.split()[1])
 """

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.data import sources
 from llmexp.data.sampler import RankSlice, Sampler, TargetMask, eval_batches, read_windows
+from llmexp.data.sources.tokens import tokens as token_source
 from llmexp.data.stream import DataChanged
 from llmexp.models.operands import IGNORE_INDEX
 from tests.conftest import TINY, llmexp, train
@@ -41,7 +41,7 @@ def tokens(**changes: Any):
         "sequence_length": LENGTH, "train_labels": ["a-labels.npy", "b-labels.npy"],
         "val_labels": "v-labels.npy",
     }  # fmt: skip
-    return sources.tokens(**knobs | changes)
+    return token_source(**knobs | changes)
 
 
 def test_a_rank_without_rows_in_the_tail_window_has_no_targets(folder):

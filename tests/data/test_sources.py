@@ -18,22 +18,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import sources, tokenizers
 from llmexp.data.cache import cached
 from llmexp.data.documents import BOM
 from llmexp.data.matching import match_files
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache
+from llmexp.data.sources.stdlib import stdlib
+from llmexp.data.sources.synthetic import synthetic as synthetic_source
+from llmexp.data.sources.text import text as text_source
+from llmexp.data.sources.tokens import tokens as token_source
 from llmexp.data.stream import Corpus, TokenStream
+from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.data.work import Source, with_kinds
 from tests.conftest import ROOT
 from tests.tools import option
 
-from .common import SHARED, all_ids, llm_c, megatron
+from .common import SHARED, all_ids, built, llm_c, megatron
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
-BYTES = tokenizers.byte_level()
+BYTES = byte_level()
 EVERY: dict[str, Any] = {"val_ratio": 0.1, "max_tokens": None, "cache_dir": None}
 
 
@@ -45,12 +49,12 @@ def _somewhere_else(tmp_path, monkeypatch):
 
 def text(train: Any = "*.txt", val: Any = None, **changed: Any) -> Corpus:
     knobs = {**EVERY, "tokenizer": BYTES, "seed": 0, **changed}
-    return sources.text(train_files=train, val_files=val, **knobs)
+    return built(text_source, train_files=train, val_files=val, **knobs)
 
 
 def tokens(train: Any, val: Any = None, **changed: Any) -> Corpus:
     knobs = {**EVERY, "dtype": None, "vocab_size": 257, "sequence_length": 4, **changed}
-    return sources.tokens(train_files=train, val_files=val, **knobs)
+    return token_source(train_files=train, val_files=val, **knobs)
 
 
 def texts_in(stream: TokenStream | None) -> list[str]:
@@ -307,7 +311,7 @@ def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position, bad, m
 
 def synthetic(**changed: Any) -> Corpus:
     knobs = {"pattern": "markov", "n_tokens": 200_000, "n_ids": 20, "val_ratio": 0.1, "seed": 1}
-    return sources.synthetic(**{**knobs, "vocab_size": 257, **changed})
+    return synthetic_source(**{**knobs, "vocab_size": 257, **changed})
 
 
 def test_the_markov_chain_has_the_entropy_it_tells():
@@ -349,13 +353,13 @@ def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(patte
 
 def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
     knobs = EVERY | {"tokenizer": BYTES, "max_tokens": 50_000, "seed": 0}
-    corpus, again = sources.stdlib(**knobs), sources.stdlib(**knobs)
+    corpus, again = built(stdlib, **knobs), built(stdlib, **knobs)
     assert (len(corpus.train), len(all_ids(corpus.val))) == (45_000, 5_000)
     assert "import " in BYTES.decode(all_ids(corpus.train))
     assert (all_ids(again.val), again.fingerprint) == (all_ids(corpus.val), corpus.fingerprint)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
-        sources.stdlib(**knobs)
+        built(stdlib, **knobs)
 
 
 @pytest.mark.parametrize("group", ["data", "tokenizer"])

@@ -14,14 +14,14 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
-from llmexp.data.sources import text as text_files
+from llmexp.data.sources.text import text as text_source
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
-from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.data.tokenizers.files import from_file
 from tests.conftest import train
 
-from .common import json_lines, sentencepieces, wordpieces
+from .common import built, json_lines, sentencepieces, wordpieces
 from .common import made as made_of
 
 library = pytest.importorskip("tokenizers")
@@ -125,9 +125,9 @@ def test_the_bytes_of_text_files(made, tmp_path, most):
     names = [tmp_path / f"{number}.txt" for number in range(len(TEXTS))]
     for path, text in zip(names, TEXTS, strict=True):
         path.write_text(text * 3)
-    found = text_files(
-        train_files=list(map(str, names)), val_files=None, tokenizer=tokenizer, val_ratio=0.0,
-        max_tokens=most, seed=0, cache_dir=f"{tmp_path}/cache",
+    found = built(
+        text_source, tokenizer=tokenizer, train_files=list(map(str, names)), val_files=None,
+        val_ratio=0.0, max_tokens=most, seed=0, cache_dir=f"{tmp_path}/cache",
     )  # fmt: skip
     end = tokenizer.eot_token
     bytes_n = by_document(TextBytes(tokenizer, True, None), found.train, end)

@@ -14,16 +14,18 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.data import sources
-from llmexp.data.encode import split_text
-from llmexp.data.remote import RemoteCache
-from llmexp.data.tokenizer_files import from_file, keeps_bytes
-from llmexp.data.tokenizers import PATTERNS, PROBE, as_tokenizer, byte_level
-from llmexp.data.train_tokenizer import SMALLEST, train_bpe
-from llmexp.data.work import documents_to_train
+from llmexp.data.encode import PATTERNS, split_text
+from llmexp.data.sources.text import text as text_source
+from llmexp.data.tokenizers.base import as_tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
+from llmexp.data.tokenizers.files import from_file
+from llmexp.data.tokenizers.own import PROBE
+from llmexp.data.tokenizers.pieces import keeps_bytes
+from llmexp.data.tokenizers.training import SMALLEST, train_bpe
+from llmexp.data.work import training_documents
 from llmexp.exchange.tokenizer import tokenizer_files
 
-from .common import sentencepieces
+from .common import built, sentencepieces
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
@@ -169,14 +171,13 @@ def test_text_that_is_held_out_trains_no_tokenizer(tmp_path, files):
         path.write_text("".join(f"{path.name} {i} words\n" for i in range(1000)))
     knobs = {"max_tokens": None, "seed": 3, "cache_dir": str(tmp_path / "cache")}
     knobs |= {"train_files": list(map(str, paths)), "val_ratio": 0.1, "val_files": None}
-    remote = RemoteCache(tmp_path / "cache")
+    target = {"_target_": "llmexp.data.sources.text.text"}
 
     def documents() -> list[str]:
-        some = sources.text_sources(remote, **knobs)
-        return ["".join(pieces) for pieces in documents_to_train(some, remote)]
+        return ["".join(pieces) for pieces in training_documents(target | knobs)]
 
     found = documents()
-    corpus = sources.text(**knobs, tokenizer=byte_level())
+    corpus = built(text_source, **knobs, tokenizer=byte_level())
     ids = corpus.train.read(0, len(corpus.train))
     assert "".join(found).encode() == bytes(ids[ids < 256].tolist())
     assert sum(map(len, found)) < 0.91 * sum(path.stat().st_size for path in paths)

@@ -10,14 +10,16 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.data import tokenizers
+from llmexp.data.tokenizers import tiktoken as published
+from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
 
 from .common import SHARED
 
 
 @given(text=st.text())
 def test_a_byte_is_its_id_and_there_is_an_end_of_text(text: str) -> None:
-    encoding = tokenizers.byte_level()
+    encoding = byte_level()
     assert encoding.encode_ordinary(text) == list(text.encode())
     assert encoding.decode(list(text.encode())) == text
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
@@ -25,7 +27,7 @@ def test_a_byte_is_its_id_and_there_is_an_end_of_text(text: str) -> None:
     assert encoding.is_byte_level
 
 
-def test_byte_lengths_are_those_of_the_tokens(bpe: tokenizers.Tokenizer) -> None:
+def test_byte_lengths_are_those_of_the_tokens(bpe: Tokenizer) -> None:
     lengths = bpe.byte_lengths
     assert lengths.shape == (bpe.n_vocab,)
     special = {bpe.encode_single_token(s) for s in bpe.special_tokens_set}
@@ -38,14 +40,14 @@ def test_byte_lengths_are_those_of_the_tokens(bpe: tokenizers.Tokenizer) -> None
     assert not bpe.is_byte_level
     text = "Ünïcode, and more: 字\n"
     assert lengths[bpe.encode_ordinary(text)].sum() == len(text.encode())
-    assert tokenizers.byte_level().byte_lengths.tolist() == [1] * 256 + [0]
+    assert byte_level().byte_lengths.tolist() == [1] * 256 + [0]
 
 
 def test_the_identity_sees_all_that_decides() -> None:
     ranks = {b"a": 0, b"b": 1}
     base = {"pat_str": "a|b", "mergeable_ranks": ranks, "special_tokens": {"<e>": 2}}
     seen = {
-        tokenizers.as_tokenizer(tiktoken.Encoding(name, **{**base, **change})).identity
+        as_tokenizer(tiktoken.Encoding(name, **{**base, **change})).identity
         for name, change in (
             ("x", {}), ("y", {}), ("x", {"pat_str": "b|a"}), ("x", {"special_tokens": {"<f>": 2}}),
             ("x", {"mergeable_ranks": {b"a": 1, b"b": 0}}),
@@ -58,7 +60,7 @@ def test_the_identity_sees_all_that_decides() -> None:
 def test_documents_need_an_end_of_text() -> None:
     encoding = tiktoken.Encoding("x", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={})
     with pytest.raises(ValueError, match=r"x has no end-of-text token, .*; add <\|endoftext\|>"):
-        tokenizers.as_tokenizer(encoding).end_of_text()
+        as_tokenizer(encoding).end_of_text()
 
 
 class Padding:
@@ -80,11 +82,11 @@ class Padding:
 
 def test_pads_of_a_library_get_into_no_document() -> None:
     texts = ["a", "abcdefgh", ""]
-    found = tokenizers.as_tokenizer(Padding()).encode_all(texts)
+    found = as_tokenizer(Padding()).encode_all(texts)
     assert [ids.tolist() for ids in found] == [list(text.encode()) for text in texts]
     for alone in (Padding(least=512), Padding(most=512)):
         with pytest.raises(ValueError, match=r"Padding\.encode_batch .* pads .* no_padding\(\)"):
-            tokenizers.as_tokenizer(alone)
+            as_tokenizer(alone)
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_a_network_that_refuses_is_a_clear_error(tmp_path, monkeypatch, damaged)
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(ValueError, match=r"TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
-        tokenizers.pretrained("gpt2")
+        published.pretrained("gpt2")
 
 
 @pytest.mark.usefixtures("_nothing_cached")
@@ -123,5 +125,5 @@ def test_a_network_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     with pytest.raises(ValueError, match=r"within 0\.5 s.*TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
-        tokenizers.pretrained("r50k_base", download_timeout_s=0.5)
+        published.pretrained("r50k_base", download_timeout_s=0.5)
     over.set()

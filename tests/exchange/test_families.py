@@ -17,7 +17,7 @@ from torch import nn
 from llmexp.checkpoint.hashes import OpenFiles
 from llmexp.checkpoint.loading import Loaded
 from llmexp.checkpoint.pieces import StoredPiece
-from llmexp.data.tokenizers import byte_level
+from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.exchange import reading
 from llmexp.exchange.export import Stored, export_model
 from llmexp.exchange.multipliers import multipliers

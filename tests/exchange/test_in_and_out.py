@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmexp.__main__ import run as command
-from llmexp.data.tokenizers import as_tokenizer
+from llmexp.data.tokenizers.base import as_tokenizer
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
 from llmexp.runs import rundir

@@ -10,9 +10,10 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
-from llmexp.data.train_tokenizer import train_bpe
+from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
+from llmexp.data.tokenizers.bytes import byte_level
+from llmexp.data.tokenizers.files import from_file
+from llmexp.data.tokenizers.training import train_bpe
 from llmexp.exchange.check import TEXTS as TEXTS_OF_CHECK
 from llmexp.exchange.families import FAMILIES
 from llmexp.exchange.tokenizer import QWEN2, doubts, is_qwen2, tokenizer_files

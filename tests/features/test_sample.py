@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer
+from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.features.sample.train import Sample
 from llmexp.models.gpt2 import GPT2
 from llmexp.runs.naming import named_checkpoint

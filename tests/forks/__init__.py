@@ -29,7 +29,8 @@ BEFORE = dict(os.environ)  # a test may have another home when the server starts
 SHARED = "LLMEXP_TEST_FORKS_SHARED"
 # By the server; torch._dynamo is DDP's, plotly's page is made at the end of each sweep.
 PRELOADED = """
-llmexp.train.worker llmexp.sweep.check llmexp.forecast.fitting llmexp.data.sources
+llmexp.train.worker llmexp.sweep.check llmexp.forecast.fitting llmexp.data.sources.stdlib
+llmexp.data.sources.tokens llmexp.data.sources.corpus llmexp.data.sources.synthetic
 llmexp.models.gpt2 llmexp.models.llama llmexp.cli.train llmexp.cli.plan llmexp.cli.explain
 llmexp.cli.compare llmexp.cli.runs llmexp.cli.resume llmexp.compose.app llmexp.compare.page
 llmexp.sweep.main llmexp.sweep.planning torch._dynamo torch.distributed.fsdp

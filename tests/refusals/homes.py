@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmexp.__main__ import run as command
-from llmexp.data.train_tokenizer import train_bpe
+from llmexp.data.tokenizers.training import train_bpe
 from tests.data.common import json_lines, llm_c, megatron, texts_of, wordpieces
 from tests.runs import Runs
 from tests.sweep.running import PAIR

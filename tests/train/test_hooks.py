@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from llmexp.data.order import sequence_index
-from llmexp.data.sources import synthetic
+from llmexp.data.sources.synthetic import synthetic
 from tests.conftest import Result
 from tests.tools import equal, weights
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.features.tasks.settings import Knobs
 from llmexp.settings.config import Config, knobs_of
 

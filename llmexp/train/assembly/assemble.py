@@ -22,7 +22,7 @@ from llmexp import features
 from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.text_bytes import TextBytes
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.loss import SummedLoss
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch

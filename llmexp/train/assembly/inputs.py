@@ -6,23 +6,15 @@ Each is checked when built. Nothing here needs torch.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from llmexp.data.cache import cache_folder
-from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import Corpus, as_corpus
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer
-from llmexp.data.work import Source, Work, documents_to_train, works_of
+from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.targets import bind, described, locate, place, resolve
+from llmexp.settings.targets import bind, described, locate, place
 from llmexp.settings.values import ConfigError, is_ours, refuse
 from llmexp.settings.variables import fill
-
-OFFERED = ("tokenizer", "vocab_size", "sequence_length", "ask_again")  # to a source of data
 
 
 def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
@@ -67,8 +59,13 @@ def build_corpus(
     """
     if (ignored := data.get("ignore_id")) is not None:
         _check_ignored(ignored, vocab_size)
-    values = tokenizer, vocab_size, length, ask_again
-    found = bind("data", data, dict(zip(OFFERED, values, strict=True)))()
+    offered = {"tokenizer": tokenizer, "vocab_size": vocab_size, "sequence_length": length}
+
+    def built(found: Any) -> Any:
+        of_documents = hasattr(found, "documents")
+        return found.build(tokenizer, length, ask_again) if of_documents else found
+
+    found = bind("data", data, offered, built)()
     try:
         found = as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
@@ -83,42 +80,14 @@ def build_corpus(
 
 
 def uses_tokenizer(data: dict[str, Any]) -> bool:
-    """Return whether the data's ids are the tokenizer's: our function needs it to make them."""
+    """Return whether the data's ids are the tokenizer's: our source needs it to make them."""
     if not is_ours(dotted := data["_target_"]):
         return True  # a function of the user's: nothing is imported to know
-    found = inspect.signature(locate("data._target_", dotted)).parameters.get("tokenizer")
-    return found is not None and found.default is inspect.Parameter.empty
-
-
-def sources_of(data: dict[str, Any], keep: bool = True) -> tuple[list[Source], RemoteCache]:
-    """Return the sources of documents that a section names, and what is known of remote files.
-
-    Buckets and the hub are asked anew; `keep` their answers. Raises ConfigError.
-    """
-    target, knobs = resolve("data", data, OFFERED)
-    find = getattr(sys.modules[target.__module__], f"{target.__name__}_sources", None)
-    if find is None:
-        text = "has no documents of text; use data=corpus or data=text"
-        raise refuse("data._target_", data["_target_"], text, "llmexp.data.corpus.corpus")
-    remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True, keep=keep)
-    return find(remote, **knobs), remote
-
-
-def works_to_prepare(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return what there is to prepare for each source of a section, and the cache folder.
-
-    Raises ConfigError.
-    """
-    sources, remote = sources_of(data)
-    return works_of(sources, tokenizer, remote), remote.cache
-
-
-def training_documents(data: dict[str, Any]) -> Iterator[Iterator[str]]:
-    """Return the pieces of each training document of a section, without those of validation.
-
-    Raises ConfigError for data that are not text.
-    """
-    return documents_to_train(*sources_of(data))
+    target = locate("data._target_", dotted)
+    found = inspect.signature(target).parameters.get("tokenizer")
+    return hasattr(target, "documents") or (
+        found is not None and found.default is inspect.Parameter.empty
+    )
 
 
 def document_end(tokenizer: Tokenizer, wanted: bool) -> int | None:

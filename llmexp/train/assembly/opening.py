@@ -11,7 +11,7 @@ from torch import nn
 
 from llmexp import mesh
 from llmexp.checkpoint import loading
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.exchange.export import EXPORT_DTYPES, Exported, Stored, export_model
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.exchange.sizes import sizes_of

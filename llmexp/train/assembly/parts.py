@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from llmexp import mesh
 from llmexp.checkpoint.pieces import TYPES, piece_of
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.models.initial import numbers_of
 from llmexp.run.layout import Layout

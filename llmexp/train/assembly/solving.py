@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.common import parameter_counts
 from llmexp.models.loss import SummedLoss
 from llmexp.run import Facts, Run, solve

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llmexp.data.encode import split_text
-from llmexp.data.remote import need_package
-from llmexp.data.tokenizers import END_OF_TEXT, PATTERNS
+from llmexp.data.encode import PATTERNS, split_text
+from llmexp.data.tokenizers.base import END_OF_TEXT
+from llmexp.settings.commands import need_package
 from llmexp.settings.values import ConfigError
 
 SMALLEST = 257  # the bytes, and the token between documents
