@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from llmexp import mesh
+from llmexp.modes.micro_batch import POLL_S, STORE
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
@@ -29,8 +30,6 @@ from llmexp.system.child import (
     kill_family,
     start_worker,
 )
-from llmexp.train.calibration import ASKED, FILE
-from llmexp.train.sizes import POLL_S, STORE
 
 ERRORS = "stderr.log"
 LATE_S = 30.0  # for ranks to answer after another one has failed
@@ -44,8 +43,8 @@ class Lost(Exception):
     """Ranks of the run do not answer."""
 
 
-def _describe(config: Config, path: Path) -> None:
-    """Make the folder of a run that tries the steps of a config."""
+def _describe(config: Config, path: Path, whole: bool = False) -> None:
+    """Make the folder of a run that tries the steps of a config, or times the `whole` of it."""
     path.mkdir(parents=True)
     quiet = with_knobs(
         config,
@@ -54,21 +53,21 @@ def _describe(config: Config, path: Path) -> None:
         parallelism={"max_restarts": 0},
     )
     fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
+    fileio.write_json(path / rundir.ASKED, {"mode": "calibration", "all": whole})
 
 
-def measured(config: Config, what: str = "steps", disk: Path | None = None) -> dict[str, Any]:
+def measured(config: Config, whole: bool = False, disk: Path | None = None) -> dict[str, Any]:
     """Return what the run's steps took, with the seconds of its start and its end.
 
-    With `what` "all" return the rest of it too (calibration). `disk`: a folder on the one that
-    checkpoints are saved to. Raises Died.
+    Of the `whole` run return what comes between them too (`modes.calibration`). `disk`: a folder on
+    the one that checkpoints are saved to. Raises Died.
     """
     prefix = "llmexp-steps-"
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
-        _describe(config, path)
+        _describe(config, path, whole)
         started = time.time()
-        env = {**os.environ, ASKED: what}
-        process = start_worker(str(path), log=path / ERRORS, env=env)
+        process = start_worker(str(path), log=path / ERRORS)
         first_to_go_without_memory(process.pid)
         try:
             code = process.wait()
@@ -77,18 +76,18 @@ def measured(config: Config, what: str = "steps", disk: Path | None = None) -> d
             process.wait()
             raise
         ended = time.time()
-        if code != DONE or not (path / FILE).is_file():
+        if code != DONE or not (path / rundir.FOUND).is_file():
             printed = fileio.last_line(path / ERRORS).removeprefix("llmexp: ") if code > 0 else ""
             why = rundir.read_status(path).get("error") or printed
             raise Died(str(why) or how_it_died(code, stopped=False))
-        found: dict[str, Any] = fileio.read_json(path / FILE)
+        found: dict[str, Any] = fileio.read_json(path / rundir.FOUND)
     found["start_s"] = found.pop("began") - started
     found["end_s"] = ended - found.pop("ended")
     return found
 
 
 class AllRanks:
-    """Ask all ranks of the run in the folder, which wait for questions (llmexp.train.sizes)."""
+    """Ask all ranks of the run in the folder, which wait for questions (`modes.micro_batch`)."""
 
     def __init__(self, run: Path, timeout_s: float) -> None:
         self._logs, self._world = run / "logs", int(os.environ["WORLD_SIZE"])
@@ -114,7 +113,7 @@ class AllRanks:
             answers = self._answers(f"ended/{number}", LATE_S, f"failed/{number}")
             if failed := [one for one in map(json.loads, answers) if one]:
                 raise Died(min(failed, key=lambda one: one["order"])["text"])
-            found: dict[str, Any] = fileio.read_json(path / FILE)
+            found: dict[str, Any] = fileio.read_json(path / rundir.FOUND)
             return found
         finally:
             shutil.rmtree(path, ignore_errors=True)

@@ -18,6 +18,8 @@ from llmexp.forecast.section import PlanKnobs
 from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
+from llmexp.modes.calibration import MOST
+from llmexp.modes.micro_batch import cut
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
@@ -31,8 +33,6 @@ from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.placement import SAVES_NOTHING
 from llmexp.train.assembly.remembered import MEMORY, remember
 from llmexp.train.assembly.solving import kernel_of
-from llmexp.train.calibration import MOST
-from llmexp.train.sizes import cut
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 
@@ -213,7 +213,7 @@ class Planner:
             raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")
         try:
             disk = rundir.check_writable(Path(folder).absolute().parent)
-            found = measured(parts.config, "all", disk)
+            found = measured(parts.config, True, disk)
         except Died as death:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
         kind = deciding_work(parts.config, run.device_name)

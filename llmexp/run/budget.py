@@ -17,6 +17,8 @@ BUDGETS = (
 )  # fmt: skip
 # Their tokens follow from the model.
 BUDGETS_BY_MODEL = ("train.max_flops", "train.tokens_per_parameter")
+# Keys of a run that may go on with another budget: a warm-up that was a share of it is then fixed.
+EXTENDING = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
 

@@ -35,9 +35,8 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 )
 RECORDED = ("overrides", "label", "group", "swept", "place")  # of a request, in run.json
 LAYERS, SPIKES = "layers.jsonl", "spikes"
-# what a replay has found; the variable that asks its worker for it
-REPLAY, REPLAY_ASKED = "replay.json", "LLMEXP_REPLAY"
-
+# what a worker does in place of training (`modes`), and what it has found
+ASKED, FOUND = "asked.json", "found.json"
 LEAVE_S = 60.0  # for a run to save and leave whose starter is gone
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from llmexp import features
 from llmexp.forecast.fitting import with_size
+from llmexp.modes import micro_batch
 from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
@@ -19,7 +21,7 @@ from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, end_process, never_fail_to_print
 from llmexp.system.redact import redacted
-from llmexp.train import folder, sizes
+from llmexp.train import folder
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.room import memory_checked
 
@@ -37,10 +39,13 @@ def answer(
     key = json.dumps([request["config"], place, str(known)], sort_keys=True)
     checked, parts = waiting.pop(request["folder"], ("", None))
     if parts is None or checked != key:
-        config = sizes.with_recorded_size(build(request["config"]), path)
-        if config.parallelism.nnodes == 1:  # else its ranks find it, once they are there
-            config = with_size(config)
-        parts = sizes.kept_open(memory_checked(assemble(config, shared, **known)), config)
+        config, assembled = (
+            build(request["config"]),
+            functools.partial(assemble, cache=shared, **known),
+        )
+        # of several hosts the ranks find it, once they are there
+        find = with_size if config.parallelism.nnodes == 1 else None
+        parts = memory_checked(micro_batch.run(config, assembled, path, find))
     if purpose == "check":
         waiting[request["folder"]] = key, parts
     if purpose == "queue":

@@ -16,14 +16,9 @@ hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code, after Ctrl-C too
 folder         the run folder: made or found, what makes it another run, written
-extending      another budget for a run that would have come as far as it has
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
-calibration    a run's steps and what comes between them, timed before it is started
-replaying      a run repeated up to a step, which is looked into
 failing        what an exception means for the run, and the places where that is written
 group          a run on several ranks: watch them, join them, collect their reports
-sizes          batch.micro_batch_size=auto, found where the run starts
 summary        figures of the end
 sampling       text from a model
-diagnose       the module of a step gone wrong
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import sys
@@ -78,16 +77,14 @@ def parents_checkpoint(
 
 
 def newest_checkpoint(
-    path: Path, joined: mesh.Mesh, warn: Callable[[str], None]
+    path: Path, joined: mesh.Mesh, warn: Callable[[str], None], begin: tuple[str, int] | None
 ) -> loading.Loaded | None:
-    """Return the newest whole checkpoint of the run, or that which a replay asks for, or None.
+    """Return the newest whole checkpoint of the run, or that of `begin`; None where there is none.
 
     It is the same on all ranks. What killed saves have left is removed first. Raises ConfigError
     where ranks see different folders."""
-    if (text := os.environ.get(rundir.REPLAY_ASKED)) is not None:
-        asked = json.loads(text)
-        root = Path(asked["checkpoints"])
-        return loading.newest_whole(root, warn, joined, step=asked["begin"])
+    if begin is not None:
+        return loading.newest_whole(Path(begin[0]), warn, joined, step=begin[1])
     root = path / rundir.CHECKPOINTS
     if joined.rank == 0:
         saving.remove_leftovers(root)
@@ -151,16 +148,23 @@ def _restore_feature(feature: Feature, loaded: loading.Loaded, anew: bool) -> No
             feature.begin_tensors()
 
 
-def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
+def start_loop(
+    path: Path,
+    parts: Parts,
+    joined: mesh.Mesh,
+    accepted: Callable[[], None],
+    begin: tuple[str, int] | None = None,
+) -> Loop:
     """Return the loop at the step from which the run goes on.
 
+    `begin`: a folder of checkpoints and the step of one of them, in place of the newest of its own.
     `accepted()` is called as soon as checkpoint and rows were read without a refusal. Before it
     only train.log is written, and what killed saves have left is removed. Raises ConfigError and
     CheckpointError.
     """
     console, main = open_console(path, parts, joined), joined.rank == 0
     warn = console.line if main else log_line
-    loaded, parent = newest_checkpoint(path, joined, warn), parts.run.parent
+    loaded, parent = newest_checkpoint(path, joined, warn, begin), parts.run.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, warn)

@@ -7,7 +7,6 @@ import math
 from llmexp import mesh
 from llmexp.runs.ending import COMES_AGAIN, goes_on
 from llmexp.train.checkpointing import save_what_can_be
-from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import Loop
 from llmexp.train.step import (
     BAD_LOSS,
@@ -17,6 +16,11 @@ from llmexp.train.step import (
     Outcome,
     TrainingFailed,
 )
+
+
+class NotFinite(TrainingFailed):
+    """A step has figures that are not finite; a second pass over it tells where they begin."""
+
 
 FINDINGS = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}
 
@@ -58,16 +62,16 @@ def count_skipped(loop: Loop, outcome: Outcome, code: int) -> None:
     if code in (EMPTY, SKIPPED) or loop.setup.scaler.enabled:
         progress.skipped_steps += 1
         progress.consecutive_skips += 1
-    if words := reason_to_end(loop, outcome, code):
-        raise TrainingFailed(words)
+    if end := reason_to_end(loop, outcome, code):
+        raise end
     if code != SKIPPED:  # of which the feature prints more
         how = "" if code == EMPTY else " that overflowed fp16"
         text = f"step {progress.step:,} has {FINDINGS[code]}{how}; its update was skipped"
         loop.out.console.line(text)
 
 
-def reason_to_end(loop: Loop, outcome: Outcome, code: int) -> str:
-    """Return why the run cannot go on after a skipped update; "" where it can.
+def reason_to_end(loop: Loop, outcome: Outcome, code: int) -> TrainingFailed | None:
+    """Return why the run cannot go on after a skipped update; None where it can.
 
     All ranks are here, and the checkpoint that is on its way is finished.
     """
@@ -77,22 +81,22 @@ def reason_to_end(loop: Loop, outcome: Outcome, code: int) -> str:
     scale_gone = overflowed and scaler.enabled and float(scaler.value) < 1
     too_many = progress.consecutive_skips > limit and code != SKIPPED
     if not (not_finite or scale_gone or too_many):
-        return ""
+        return None
     save_what_can_be(loop)
     if not_finite:
         ranks = mesh.ranks_where(loop.mesh, not math.isfinite(outcome.own_nll))
         where = f" on {mesh.numbered(ranks)}" if ranks else ""
-        return (
+        return NotFinite(
             f"step {progress.step} has {FINDINGS[code]} that is not finite{where}; the update was "
-            f"not applied; {comes_again(diagnosed(loop) + growth_hint(loop))}"
+            "not applied"
         )
     if scale_gone:
-        return (
+        return NotFinite(
             f"the fp16 loss scale fell below 1 at step {progress.step}: these gradients do not fit "
-            f"fp16; {comes_again(diagnosed(loop))}"
+            "fp16"
         )
     how = f" that overflowed fp16 at a loss scale of {2 * float(scaler.value):g}, which falls on"
-    return (
+    return TrainingFailed(
         f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
         f"{progress.step} ({FINDINGS[code]}{how * overflowed}); train.max_consecutive_skips={limit}"
         f": resumed with a larger one, {goes_on('train.max_consecutive_skips', 2 * limit or 100)}"
@@ -107,38 +111,3 @@ def none_applied(loop: Loop) -> str:
         text += f" they overflowed fp16, and the loss scale fell to {float(scale.value):g}; resumed"
         return f"{text} with a larger budget, {goes_on('train.max_steps', 2 * steps)}"
     return f"{text} no window had a valid target (as data.ignore_id may cause); {COMES_AGAIN}"
-
-
-def comes_again(words: str) -> str:
-    """Return why a step went wrong, and that a resumed run would meet it again.
-
-    The second is left out where a second pass found nothing.
-    """
-    return words if NOTHING in words else f"{words}; {COMES_AGAIN}"
-
-
-def growth_hint(loop: Loop) -> str:
-    """Return a hint, where the losses had been on their way up, or it is too soon to tell."""
-    least, last = loop.progress.least_loss, (loop.progress.loss or (0, 0.0))[1]
-    if last >= least + 1:
-        return (
-            f"; the loss had grown from {least:.4g} to {last:.4g} before: a smaller "
-            "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
-        )
-    if loop.progress.step > 10:
-        return ""
-    return (
-        "; if the steps are too large, a smaller optimizer.lr or a longer "
-        "schedule.warmup_steps helps"
-    )
-
-
-def diagnosed(loop: Loop) -> str:
-    """Return where the last step went wrong, from a second pass over it; for a run that ends."""
-    try:
-        step = loop.progress.step - 1
-        window = next(loop.windows(step))
-        loop.seed(step)
-        return first_bad(loop.setup, window)
-    except Exception as error:  # it only explains
-        return f"where is not known: {error!r}"

@@ -16,6 +16,7 @@ import yaml
 from llmexp import features
 from llmexp.checkpoint import loading
 from llmexp.run import Parent
+from llmexp.run.budget import EXTENDING
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
@@ -28,7 +29,6 @@ from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed
-from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
 
 
@@ -60,7 +60,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     path = Path(request["folder"])
     if not request["fixed"]:
         return {}
-    tried = rundir.newest_step(path) is not None or rundir.REPLAY_ASKED in os.environ
+    tried = rundir.newest_step(path) is not None
     return {"tried": tried, "parent": recorded_parent(path)}
 
 
@@ -122,7 +122,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     known, here = there.get("config"), fixed_facts(parts)
     old = known if isinstance(known, dict) else fixed_part(rundir.read_config(path))
     keys = differing(old, here["config"])
-    if fixed := [key for key in keys if key not in extending.EXTENDING_KEYS]:
+    if fixed := [key for key in keys if key not in EXTENDING]:
         # of a section with another function that alone, as its knobs differ for that
         other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
         named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
@@ -133,7 +133,9 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
             f"here: {rundir.command_on(path, 'train', ('fork.run', path), '...')}"
         )
     if keys and loaded is not None:  # else nothing is trained yet
-        extending.check_extension(path, old, parts, loaded)
+        from llmexp.modes import extending
+
+        extending.run(path, old, parts, loaded)
     if not recorded:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     before, now = recorded.get("environment"), environment(parts)

@@ -15,20 +15,21 @@ from typing import Any
 
 from llmexp import features, mesh
 from llmexp.runs import ending, rundir
+from llmexp.settings.config import Config
 from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError, error_record
+from llmexp.settings.values import AUTO, ConfigError, error_record
 from llmexp.system import fileio
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
-from llmexp.train import calibration, failing, folder, group, sizes
-from llmexp.train.assembly.assemble import Cache, Parts, assemble
+from llmexp.train import failing, folder, group
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.assembly.room import memory_checked
 from llmexp.train.beginning import start_loop
-from llmexp.train.calibration import calibrate
 from llmexp.train.checkpointing import finish_alone
 from llmexp.train.failing import Failure
+from llmexp.train.finishing import NotFinite
 from llmexp.train.loop import show_rows, train
-from llmexp.train.replaying import replay
 from llmexp.train.state import Loop
+from llmexp.train.step import TrainingFailed
 from llmexp.train.summary import details, say_the_end, summarise, told
 
 
@@ -48,13 +49,9 @@ def main(argument: str) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        config = build(request["config"])
-        if request["fixed"]:
-            config = sizes.with_recorded_size(config, Path(request["folder"]))
-        if not request.get("queue"):
-            config = sizes.found_alone(config)
-        parts = memory_checked(assemble(config, **folder.known_of(request)))
-        parts = sizes.kept_open(parts, config)
+        config, known = build(request["config"]), folder.known_of(request)
+        there = Path(request["folder"]) if request["fixed"] else None
+        parts = memory_checked(parts_of(config, there, waits=bool(request.get("queue")), **known))
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):
@@ -80,17 +77,29 @@ def go_on(path: Path) -> int:
         rundir.check_plain(path)
     if folder.is_finished(path):
         return DONE
-    parent, config, cached = folder.recorded_parent(path), rundir.built_config(path), Cache()
-    if "RANK" not in os.environ and config.parallelism.nnodes == 1:
-        config = sizes.found_alone(config)
-    parts = assemble(config, cached, tried=True, parent=parent)
-    if "RANK" in os.environ and sizes.is_open(config):
-        config = sizes.found_together(path, config, parts)
-        parts = assemble(config, cached, tried=True, parent=parent)
+    parent, config = folder.recorded_parent(path), rundir.built_config(path)
+    hosts = config.parallelism.nnodes > 1
+    parts = parts_of(config, path, waits=hosts, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)
     recorded = rundir.read_run(path)
     request = {key: recorded.get(key) for key in rundir.RECORDED}
     return begin_run(path, parts, request, record_late=rundir.newest_step(path) is not None)
+
+
+def parts_of(config: Config, path: Path | None, *, waits: bool, **known: Any) -> Parts:
+    """Assemble a run. A size that is `auto` is found first, unless it `waits` for the ranks.
+
+    `path`: its folder, where that is given; `known`: what `assemble` takes."""
+
+    def assembled(config: Config) -> Parts:
+        return assemble(config, **known)
+
+    if config.batch.micro_batch_size != AUTO:
+        return assembled(config)
+    from llmexp.modes import micro_batch
+
+    find = None if waits else micro_batch.found_alone
+    return micro_batch.run(config, assembled, path, find)
 
 
 def begin_run(
@@ -180,15 +189,15 @@ def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:
     """Train to the end or to a signal; return the exit code. Raises what training raises."""
-    loop = start_loop(path, parts, joined, accepted)
+    file = path / rundir.ASKED
+    asked: dict[str, Any] = fileio.read_json(file) if file.exists() else {}
+    loop = start_loop(path, parts, joined, accepted, asked.get("begin"))
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
     STOP.training = True
     state = "failed"
     try:
-        modes = {calibration.ASKED: calibrate, rundir.REPLAY_ASKED: replay}
-        mode = next((modes[name] for name in modes if name in os.environ), train)
-        state = mode(loop)
+        state = carry_out(loop, asked)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = finish_run(loop, state, code)
@@ -197,6 +206,28 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
         say_the_end(loop, state, summary, last_words)
     loop.out.console.close()
     return code
+
+
+def carry_out(loop: Loop, asked: dict[str, Any]) -> str:
+    """Train, or do what is `asked` for in its place; return how that ended.
+
+    Raises TrainingFailed."""
+    try:
+        if not asked:
+            return train(loop)
+        from llmexp.modes import calibration, replay
+
+        mode = {"calibration": calibration.run, "replay": replay.run}[asked["mode"]]
+        found = mode(loop, asked)
+    except NotFinite as bad:
+        from llmexp.modes import diagnosis
+
+        raise TrainingFailed(diagnosis.run(loop, bad)) from None
+    if found is None:
+        return "preempted"
+    if loop.out.main:
+        fileio.write_json(loop.out.path / rundir.FOUND, found)
+    return "finished"
 
 
 def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:

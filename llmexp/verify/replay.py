@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -223,7 +222,10 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
     )
     rows = read_rows(wanted.run / rundir.METRICS)
     where = (wanted.run / rundir.CHECKPOINTS).absolute()
-    asked = vars(wanted) | {"checkpoints": where, "begin": begin, "only_look": only_look}
+    asked: dict[str, Any] = {
+        "mode": "replay", "begin": (str(where), begin), "only_look": only_look, "step": wanted.step,
+        "lr": wanted.lr, "max_norm": wanted.max_norm, "skip": wanted.skip, "after": wanted.after,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="llmexp-replay-") as folder:
         path = Path(folder, "run")
         path.mkdir()
@@ -232,12 +234,12 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
                 shutil.copy(wanted.run / name, path / name)
         rundir.write_status(path, "preempted")
         repeated = {row["step"]: row for row in rows if begin < row["step"] <= wanted.step}
-        write_json(path / rundir.REPLAY, {"rows": repeated})  # too long for the environment
+        write_json(path / rundir.ASKED, asked | {"rows": repeated})
         try:
-            runs.train_folder(path, config, **{rundir.REPLAY_ASKED: json.dumps(asked, default=str)})
+            runs.train_folder(path, config)
         except ConfigError:
             words = runs.last_words(path).removeprefix("llmexp: ")
             text = words.partition("; the logs of all ranks are in")[0]  # they go with the folder
             text = text.replace(str(path), str(wanted.run))
             raise ConfigError(f"{wanted.run}: it cannot be repeated: {text}") from None
-        return read_json(path / rundir.REPLAY)
+        return read_json(path / rundir.FOUND)

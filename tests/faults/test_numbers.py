@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmexp import mesh
+from llmexp.modes.diagnosis import NOTHING, first_bad
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
 from llmexp.update.precision import settings_kept

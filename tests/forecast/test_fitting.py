@@ -13,6 +13,7 @@ from llmexp.compose.forking import recut
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import with_size
 from llmexp.forecast.measuring import Died
+from llmexp.modes import micro_batch
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.knobs import deciding_work
@@ -20,8 +21,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
 from llmexp.train.assembly import remembered
-from llmexp.train.assembly.assemble import Cache
-from llmexp.train.sizes import with_recorded_size
+from llmexp.train.assembly.assemble import Cache, assemble
 from tests.conftest import TINY, llmexp
 from tests.tools import composed
 
@@ -128,7 +128,8 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     there = plain(with_size(build(config)))
     there["batch"]["micro_batch_size"] = 2
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
-    assert with_recorded_size(build(config), tmp_path / "1").batch.micro_batch_size == 2
+    parts = micro_batch.run(build(config), assemble, tmp_path / "1", None)
+    assert parts.config.batch.micro_batch_size == 2
 
 
 def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):

@@ -18,9 +18,9 @@ from llmexp.forecast.duration import Times, cost_of, estimated, over_slots, part
 from llmexp.forecast.duration import cost_sections as sections
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.recompute import recomputed_share
+from llmexp.modes import calibration
 from llmexp.run import Run
 from llmexp.system.devices import device_named
-from llmexp.train import calibration
 from llmexp.train.feature import Features
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
@@ -172,7 +172,7 @@ def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
         assert (len(at) - 1, stopped) == (taken, False)
     assert began == [60, 60]
     signalled.append("another rank")
-    assert calibration.calibrate(loop) == "preempted"
+    assert calibration.run(loop, {"all": False}) is None
 
 
 def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch, words):

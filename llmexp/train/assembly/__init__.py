@@ -6,7 +6,6 @@ assemble    the five stages, place, inputs, model, data and run: config -> `Part
 placement   place: device, ranks and arithmetic
 inputs      inputs and data: the tokenizer and the corpus, each checked when it is built; no torch
 parts       model and optimizers, likewise
-trial       one tiny batch through a user's own model, before anything is written
 room        whether the ranks fit into this host's memory
 parent      the checkpoint that a fork goes on from
 solving     run: the facts, and the solved `Run`

@@ -56,10 +56,10 @@ from llmexp.train.assembly.parts import (
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
-from llmexp.train.assembly.trial import try_model, try_optimizers
 from llmexp.train.clipping import check_clip
 from llmexp.train.feature import Feature, own_name
 from llmexp.update.held import not_updated
+from llmexp.update.states import Traits
 
 _T = TypeVar("_T")
 
@@ -164,9 +164,7 @@ def assemble(
     warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
     warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
-        wanted = variables.fill(solved.model.get("vocab_size"), "model.vocab_size") or ids
-        at = str(place.device), train.deterministic
-        warnings += cached(try_model, section, model, length, tokenizer.n_vocab, wanted, *at)
+        warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     parent_run = None if parent else find_parent_run(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
@@ -220,6 +218,23 @@ def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
     return hooks
 
 
+def _trial(
+    section: tuple[Any, ...],
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    ids: int | None,
+    solved: Config,
+    place: Placement,
+    cached: Cache,
+) -> list[str]:
+    """Try a user's own model, and return warnings. Raises ConfigError."""
+    from llmexp.modes import own_model
+
+    batch = solved.batch.sequence_length, tokenizer.n_vocab, ids
+    at = str(place.device), solved.train.deterministic
+    return cached(own_model.run, section, model, *batch, *at)
+
+
 def _loss_and_optimizers(
     model: nn.Module, section: tuple[Any, ...], solved: Config, place: Placement, cached: Cache
 ) -> tuple[SummedLoss, Callable[[nn.Module], list[Optimizer]], dict[str, Any], list[str]]:
@@ -230,7 +245,11 @@ def _loss_and_optimizers(
     """
     optimizer = solved.optimizer
     own = not is_ours(optimizer.get("_target_"))
-    traits, warnings = cached(try_optimizers, optimizer, section) if own else ([], [])
+    traits, warnings = list[Traits](), list[str]()
+    if own:
+        from llmexp.modes import own_optimizer
+
+        traits, warnings = cached(own_optimizer.run, optimizer, section)
     building = functools.partial(build_optimizers, optimizer, traits=traits)
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given

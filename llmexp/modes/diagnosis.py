@@ -16,11 +16,46 @@ from torch import Tensor, nn
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.common import all_finite
+from llmexp.runs.ending import COMES_AGAIN
+from llmexp.train.finishing import NotFinite
+from llmexp.train.state import Loop
 from llmexp.train.step import Setup, accumulate, loss_factor
 
 NOTHING = (
     "a second pass over the step was finite: it does not come from the config and the data alone"
 )
+
+
+def run(loop: Loop, bad: NotFinite) -> str:
+    """Return why the last step ended the run, and where in it that began; all ranks call together.
+
+    A resumed run would meet it again, unless a second pass finds nothing."""
+    try:
+        step = loop.progress.step - 1
+        window = next(loop.windows(step))
+        loop.seed(step)
+        where = first_bad(loop.setup, window)
+    except Exception as error:  # it only explains
+        where = f"where is not known: {error!r}"
+    hint = "" if loop.setup.scaler.enabled else growth_hint(loop)
+    again = "" if where == NOTHING else f"; {COMES_AGAIN}"
+    return f"{bad}; {where}{hint}{again}"
+
+
+def growth_hint(loop: Loop) -> str:
+    """Return a hint, where the losses had been on their way up, or it is too soon to tell."""
+    least, last = loop.progress.least_loss, (loop.progress.loss or (0, 0.0))[1]
+    if last >= least + 1:
+        return (
+            f"; the loss had grown from {least:.4g} to {last:.4g} before: a smaller "
+            "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
+        )
+    if loop.progress.step > 10:
+        return ""
+    return (
+        "; if the steps are too large, a smaller optimizer.lr or a longer "
+        "schedule.warmup_steps helps"
+    )
 
 
 def first_bad(setup: Setup, window: Window) -> str:

@@ -1,4 +1,4 @@
-"""Try a user's own model on one tiny batch, and an own optimizer, before anything is written."""
+"""Try a user's own model on one tiny batch, before anything is written."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp.checkpoint.pieces import TYPES
 from llmexp.models.common import all_finite
 from llmexp.models.initial import numbers_of
 from llmexp.settings.targets import described, locate
 from llmexp.settings.targets import place as line_of
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError
+from llmexp.settings.variables import fill
 from llmexp.system import hardware
 from llmexp.system.text import first_of
-from llmexp.train.assembly.inputs import place_of
-from llmexp.train.assembly.parts import build_model, build_on_meta, build_optimizers
+from llmexp.train.assembly.parts import build_model
 from llmexp.update import precision
-from llmexp.update.held import TriedTensors, Unfit, try_going_on
-from llmexp.update.states import Traits, apart
+from llmexp.update.held import Unfit
 
 ROWS, TOKENS = 2, 16  # of the batch
-SMALL_DIMENSION = 16  # the largest dimension of a parameter on which an optimizer is tried
 
 
-def try_model(
+def run(
     arguments: tuple[dict[str, Any], str, int | None],
     model: nn.Module,
     length: int,
     ids: int,
-    wanted: int | None,
+    known: int | None,
     device_name: str,
     deterministic: bool,
 ) -> list[str]:
@@ -40,10 +37,12 @@ def try_model(
     `arguments` are those of `build_model`; `model` is the same one on the meta device: one that
     takes more than half of the device's memory is not tried. Raises ConfigError, with the line of
     the user's file, for a pass that fails, and for anything but floating-point logits (batch, time,
-    vocabulary), of `wanted` ids or, where it is None, of at least `ids`; for first weights that are
-    not finite. Return a warning of parameters that have no part in the logits.
+    vocabulary), of as many ids as the section says, or else `known`, or at least of `ids`; for
+    first weights that are not finite. Return a warning of parameters that have no part in the
+    logits.
     """
     device, dotted = torch.device(device_name), str(arguments[0]["_target_"])
+    wanted = fill(arguments[0].get("vocab_size"), "model.vocab_size") or known
     room = hardware.memory_bytes(device)
     if room is not None and sum(p.nbytes for p in model.parameters()) > room / 2:
         return []
@@ -74,53 +73,6 @@ def try_model(
     text = f"{len(unused)} of its parameters had no part in the logits of a trial"
     text = f"model: {dotted}: {text}: {first_of(unused)}; the loss does not train such"
     return [text] if unused else []
-
-
-def try_optimizers(
-    section: dict[str, Any], model: tuple[dict[str, Any], str, int | None]
-) -> tuple[list[Traits], list[str]]:
-    """Try a user's own optimizers on a model whose parameters are cut down to small ones.
-
-    `section` is theirs, `model` the arguments of `build_on_meta`. Return what was found of each,
-    and a warning where they could not be tried. Raises ConfigError for those that a run could not
-    go on with: their state has to be in `state` or `param_groups`.
-    """
-    dotted, key = str(section["_target_"]), "optimizer._target_"
-    try:
-        with numbers_of(0), torch.enable_grad():
-            whole, found = try_going_on(lambda: _small_trial(section, model), dotted, key)
-            states = [state for o in whole.optimizers for state in o.state.values()]
-            for name, tensor in (pair for state in states for pair in apart(state)[1].items()):
-                if tensor.dtype not in TYPES:
-                    text = f"keeps {name} as {tensor.dtype}, which no checkpoint can hold; take"
-                    raise Unfit(f"{text} another type, such as torch.float32")
-            return found, []
-    except Unfit as error:
-        raise refuse(key, dotted, f"{error}{place_of(section, 'optimizer')}") from None
-    except Exception as error:
-        what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
-        what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())
-        return [], [f"{what}; whether a resumed run goes on as if it had not stopped is not known"]
-
-
-def _small_trial(
-    section: dict[str, Any], model: tuple[dict[str, Any], str, int | None]
-) -> TriedTensors:
-    """Return the optimizers of a section on small parameters, with gradients that are known."""
-    built, made = build_on_meta(*model), dict[int, nn.Parameter]()
-    numbers = torch.Generator().manual_seed(0)
-    for module in built.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            values = torch.randn([min(n, SMALL_DIMENSION) for n in p.shape], generator=numbers)
-            small = made.setdefault(id(p), nn.Parameter(values.to(p.dtype), p.requires_grad))
-            setattr(module, name, small)
-    parameters = [p for p in built.parameters() if p.requires_grad]
-
-    def gradients(step: int) -> list[Tensor]:
-        numbers = torch.Generator().manual_seed(step + 1)
-        return [torch.randn(p.shape, generator=numbers).to(p.dtype) for p in parameters]
-
-    return TriedTensors(parameters, build_optimizers(section, built), gradients)
 
 
 def _unused(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> list[str]:

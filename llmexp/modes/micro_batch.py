@@ -1,4 +1,4 @@
-"""Have the size for batch.micro_batch_size=auto found where the run starts.
+"""Find the size for batch.micro_batch_size=auto where the run starts.
 
 Another process chooses what to try (`python -m llmexp.forecast.fitting`). It tries alone, or, where
 the ranks of the run were started already, with all of them, through the store where they meet.
@@ -14,7 +14,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from llmexp.system.child import (
 )
 from llmexp.train import group
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.calibration import ASKED
 from llmexp.train.step import TrainingFailed
 
 CHOOSER = "llmexp.forecast.fitting"
@@ -56,42 +55,44 @@ def cut(config: Config, micro: int) -> Config:
     return with_knobs(config, batch={"micro_batch_size": micro})
 
 
-def kept_open(parts: Parts, config: Config) -> Parts:
-    """Return the parts with `auto` in their config where the run's own config has it.
+def found_alone(config: Config) -> Config:
+    """Return the config with the size that is found on this host.
 
-    Such a run is only queued: it finds its size where it starts.
+    Raises ConfigError where there is none.
     """
+    with choosing({"config": plain(config)}) as chooser:
+        return cut(config, _checked(_answer_of(chooser)))
+
+
+def run(
+    config: Config,
+    assembled: Callable[[Config], Parts],
+    path: Path | None,
+    find: Callable[[Config], Config] | None = found_alone,
+) -> Parts:
+    """Return the parts of a run, with the size that the run in `path` has, or one that is found.
+
+    A rank finds it with all others, another process by `find`; where that is None the run is only
+    queued, and its config stays open. Raises ConfigError where there is no size, and TrainingFailed
+    where a rank is lost.
+    """
+    if path is not None:
+        with contextlib.suppress(ConfigError):
+            size = rundir.built_config(path).batch.micro_batch_size
+            config = cut(config, size) if isinstance(size, int) else config
+    if path is not None and is_open(config) and "RANK" in os.environ:
+        config = found_together(path, config, assembled(config))
+    elif is_open(config) and find is not None:
+        config = find(config)
+    parts = assembled(config)
     if not is_open(config):
         return parts
     batch = {"micro_batch_size": AUTO, "gradient_accumulation_steps": None}
     return dataclasses.replace(parts, config=with_knobs(parts.config, batch=batch))
 
 
-def with_recorded_size(config: Config, path: Path) -> Config:
-    """Return the config with the size that the run in the folder has, if it has one."""
-    if is_open(config):
-        with contextlib.suppress(ConfigError):
-            size = rundir.built_config(path).batch.micro_batch_size
-            return cut(config, size) if isinstance(size, int) else config
-    return config
-
-
-def found_alone(config: Config) -> Config:
-    """Return the config with the size that is found on this host.
-
-    Raises ConfigError where there is none.
-    """
-    if not is_open(config):
-        return config
-    with choosing({"config": plain(config)}) as chooser:
-        return cut(config, _checked(_answer_of(chooser)))
-
-
 def found_together(path: Path, config: Config, parts: Parts) -> Config:
-    """Return the config with the size that all ranks of the run, of which this is one, find.
-
-    Raises ConfigError where there is none, and TrainingFailed where a rank is lost.
-    """
+    """Return the config with the size that all ranks of the run, of which this is one, find."""
     rank, timeout_s = int(os.environ["RANK"]), config.parallelism.start_timeout_s
     with group.absence_named(path, parts):
         with group.waiting(path, rank):
@@ -108,10 +109,8 @@ def found_together(path: Path, config: Config, parts: Parts) -> Config:
                     break
                 ended = try_steps(store, path / "logs" / asked["trial"], number)
                 store.set(f"ended/{number}/{rank}", json.dumps(ended))
-        end = (
-            time.monotonic() + timeout_s
-        )  # for the others to read the answer, before its store goes
-        read = store.add("read", 1)
+        # the others read the answer before its store goes
+        end, read = time.monotonic() + timeout_s, store.add("read", 1)
         while rank == 0 and read < parts.run.world_size and time.monotonic() < end:
             time.sleep(POLL_S)
             read = store.add("read", 0)
@@ -181,7 +180,7 @@ def try_steps(store: Any, folder: Path, number: int) -> dict[str, Any]:
     """
     rank, failed = int(os.environ["RANK"]), f"failed/{number}"
     env = {key: value for key, value in os.environ.items() if key != STARTED}
-    env |= {ASKED: "steps", mesh.TRIAL: f"trial/{number}"}
+    env[mesh.TRIAL] = f"trial/{number}"
     log_file(folder, rank).parent.mkdir(exist_ok=True)
     child = start_worker(str(folder), log=log_file(folder, rank), env=env)
     first_to_go_without_memory(child.pid)

@@ -1,6 +1,6 @@
 """Repeat a run up to a step, and look into that step: its sequences, its layers, its update.
 
-It runs in a worker whose folder is a copy of the run's (see `verify.replay`), on the run's layout.
+Its worker has a folder that is a copy of the run's (see `verify.replay`), and the run's layout.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +20,9 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.loss import looking
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.runs.rundir import REPLAY, REPLAY_ASKED
-from llmexp.system import fileio
+from llmexp.modes import diagnosis
 from llmexp.system.redact import clean
-from llmexp.train.finishing import FINDINGS, finish_step
+from llmexp.train.finishing import FINDINGS, NotFinite, finish_step
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
 from llmexp.train.step import (
@@ -45,14 +42,13 @@ _OTHERS = 8  # windows near the step whose gradient norms are the usual ones
 _BEGINNING_TOKENS = 60  # of a document, to show which one it is
 
 
-def replay(loop: Loop) -> str:
-    """Do what is asked for, and write what was found; return how that ended, as `train` does.
+def run(loop: Loop, asked: dict[str, Any]) -> dict[str, Any]:
+    """Do what is asked for, and return what was found.
 
     Asked for are: `step`; `rows`, the run's by step; `only_look`, at the step's window with the
     weights that are there; `lr` and `max_norm`, other values for the step; to `skip` its window;
     how many steps to take `after` it.
     """
-    asked = json.loads(os.environ[REPLAY_ASKED]) | fileio.read_json(loop.out.path / REPLAY)
     found: dict[str, Any] = {"from": loop.progress.step, "equal": [], "differs": None}
     found |= {"norms": {}, "losses": {}, "start": around(loop, asked["step"])}
     if not asked["only_look"]:
@@ -67,9 +63,7 @@ def replay(loop: Loop) -> str:
             _compare(found, asked["rows"], loop.progress.step, outcome)
         if found["differs"] is None:
             found |= look_into(loop, windows, asked, found)
-    if loop.out.main:
-        fileio.write_json(loop.out.path / REPLAY, found)
-    return "finished"
+    return found
 
 
 def _take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, str]:
@@ -77,6 +71,8 @@ def _take(loop: Loop, windows: Iterator[Window]) -> tuple[Outcome, str]:
     _, outcome = take_step(loop, windows, Due())
     try:
         finish_step(loop)
+    except NotFinite as bad:
+        return outcome, diagnosis.run(loop, bad)
     except TrainingFailed as error:
         return outcome, str(error)
     return outcome, ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.system import fileio, hardware
+from llmexp.system import hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
 from llmexp.train.evaluation import validate
@@ -21,26 +20,22 @@ from llmexp.train.finishing import finish_step
 from llmexp.train.loop import Due, report_step, take_step
 from llmexp.train.state import Loop
 
-ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
-FILE = "calibration.json"  # in its folder
 WARM_UP, FEWEST, MOST = 2, 3, 50  # steps
 ENOUGH_S = 4.0  # of steps that are timed
 
 
-def calibrate(loop: Loop) -> str:
-    """Train a few steps as the run will, and write how many seconds each part took.
+def run(loop: Loop, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Train a few steps as the run will; return how many seconds each part took.
 
-    Return how that ended, as `train` does.
-    """
+    `asked` says whether `all` is timed, or the steps alone. None where a signal ended it."""
     began = time.time()
     at, last, stopped = _steps(loop)
     if stopped:
-        return "preempted"
-    taken, run, begin = [b - a for a, b in itertools.pairwise(at)], loop.run, loop.run.first_step
+        return None
+    taken, begin = [b - a for a, b in itertools.pairwise(at)], loop.run.first_step
     # the share that each has of a step of `real_batch_size`
-    shares = [
-        run.stage_at(begin + i).real_batch_size / run.real_batch_size for i in range(len(taken))
-    ]
+    sizes = [loop.run.stage_at(begin + i).real_batch_size for i in range(len(taken))]
+    shares = [size / loop.run.real_batch_size for size in sizes]
     each = [time_s / share for time_s, share in zip(taken, shares, strict=True)]
     steady = each[WARM_UP:] or each[-1:]
     step_s = statistics.median(steady)
@@ -50,12 +45,9 @@ def calibrate(loop: Loop) -> str:
         "first_s": max(0.0, sum(taken[:WARM_UP]) - sum(shares[:WARM_UP]) * step_s),
         "peak_bytes": _peak_bytes(loop),
     }
-    if os.environ[ASKED] == "all":
+    if asked["all"]:
         found |= _between(loop, last)
-    if loop.out.main:
-        found |= {"began": began, "ended": time.time()}
-        fileio.write_json(loop.out.path / FILE, found)
-    return "finished"
+    return found | {"began": began, "ended": time.time()}
 
 
 def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:

@@ -14,29 +14,26 @@ from llmexp.settings.values import ConfigError, refuse
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.solving import rate_factor
 
-# A warm-up that was a share of the budget is fixed in steps when the budget changes.
-EXTENDING_KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
-
-def check_extension(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
+def run(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
     """Raise ConfigError unless training with the new budget would have made the same checkpoint.
 
     `old` is the flat config of the run in `path`, and `parts` have the new budget."""
-    run, config = parts.run, parts.config
+    now, config = parts.run, parts.config
     budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
     before = solve_budget(
         dataclasses.replace(config.train, **budgets),
-        endless_stages(config, run),
-        run.sequence_length,
-        run.train_sequences,
-        run.begin,
-        run.token_cost,
+        endless_stages(config, now),
+        now.sequence_length,
+        now.train_sequences,
+        now.begin,
+        now.token_cost,
     )
     given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
     key = next((k for k, value in given.items() if value is not None), BUDGETS[0])
     value = given[key]
-    if run.max_steps <= loaded.step:
-        text = f"is {run.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
+    if now.max_steps <= loaded.step:
+        text = f"is {now.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
         raise refuse(key, value, text)
     if before.tail_sequences and loaded.step == before.max_steps:
         step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
