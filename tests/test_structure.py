@@ -80,12 +80,12 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_only_commands_import_ours_inside_functions():
     """Training does so, too, with what few configs ask for."""
     optional = ("llmexp.exchange", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
-    optional += ("llmexp.modes",)
+    optional += ("llmexp.modes", "llmexp.update.library")
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.batch":
             late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
-        if room(name) in ("train", "features"):
+        if room(name) in ("train", "features", "compose"):
             late = {module for module in late if not module.startswith(optional)}
         last = name.rpartition(".")[2]
         assert not late or room(name) in ("cli", "program", "__main__") or last == "__main__", name

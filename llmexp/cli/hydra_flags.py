@@ -13,7 +13,6 @@ from llmexp.compose import app, command_line, errors, forking, origin
 from llmexp.compose.environment import refuse_secrets, variables_kept
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.points import expand
 from llmexp.system import child
 
 
@@ -48,6 +47,8 @@ def answer_flags(args: Any) -> int:
         own = [str(k) for k in cfg if k != "hydra"]
         refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, own)))
         if args.cfg:
+            from llmexp.sweep.points import expand
+
             for overrides in expand(cfg, args.overrides) if multirun else [args.overrides]:
                 if multirun:
                     child.say(f"# {' '.join(overrides)}")

@@ -76,8 +76,6 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
     """
     with contextlib.ExitStack() as stack:
         worker = None if args.multirun else stack.enter_context(contextlib.closing(Worker()))
-        from llmexp.sweep.main import sweep
-
         with composed(args) as (cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
@@ -87,6 +85,8 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
                     )
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
+                from llmexp.sweep.main import sweep
+
                 say_tracker(cfg, points=True)
                 given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
                 return sweep(cfg, given, words)

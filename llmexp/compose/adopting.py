@@ -9,8 +9,6 @@ from omegaconf import DictConfig
 
 from llmexp.compose.origin import COMMAND_LINE, layers, typed_keys
 from llmexp.compose.overrides import typed_in
-from llmexp.exchange.families import USUAL
-from llmexp.exchange.sizes import sizes_of
 from llmexp.run.batch import CUT_KEYS
 from llmexp.run.rules import BATCH_KEYS, keys_set
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
@@ -27,6 +25,9 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
     model = tree.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("init_from"), str):
         return
+    from llmexp.exchange.families import USUAL
+    from llmexp.exchange.sizes import sizes_of
+
     found = sizes_of(str(fill(model["init_from"], "model.init_from")))
     if found is None or found[0] != model.get("_target_"):
         return

@@ -3,14 +3,16 @@
 The files of a feature are named after the rooms that they stand in. A room collects them by `parts`
 and names none of them; a feature is removed by its folder and its line in FEATURES.
 
-settings   its `Knobs`, which join the section `SECTION`, the `KEYS` of its figures in the rows;
-           where it comes between or beside the steps `OFF`, its knobs where it does not, and those
-           of which the work depends on none (`NO_WORK`), or on whether they are set (`SOMETIMES`)
-train      `make`: the `train.feature.Feature` that a run asks for, or None
+settings   its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
+           `KEYS` of its figures in the rows; `OFF`: its knobs where it does not come between or
+           beside the steps; of its knobs those that are `NO_WORK`, and those of which the work
+           depends on whether they are set (`SOMETIMES`)
+train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
-runs       `start`, beside that of a process that makes runs; `record`, into the folder of each
+runs       `start`, beside that of a process that makes runs; `record`, into the folder of each;
+           `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `table`: a table of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 cli        `check_resume`: what a resumed run cannot ask of it
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +46,24 @@ FEATURES = (
 
 
 @functools.cache
+def part(name: str, room: str) -> Any:
+    """Return the module of a feature in a room; None: it has none."""
+    there = (HERE / name / f"{room}.py").exists()
+    return importlib.import_module(f"{__name__}.{name}.{room}") if there else None
+
+
+@functools.cache
 def parts(room: str) -> tuple[Any, ...]:
     """Return the module of each feature that has one in a room, in their order."""
-    there = [name for name in FEATURES if (HERE / name / f"{room}.py").exists()]
-    return tuple(importlib.import_module(f"{__name__}.{name}.{room}") for name in there)
+    return tuple(there for name in FEATURES if (there := part(name, room)))
+
+
+def asked_for(config: Any, room: str) -> Iterator[Any]:
+    """Yield the modules in a room of those that a config asks for; no other is imported."""
+    for name in FEATURES:
+        known = part(name, "settings")
+        if known and known.asked(config) and (there := part(name, room)):
+            yield there
 
 
 def offered(room: str, name: str) -> list[Any]:

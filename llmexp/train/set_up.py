@@ -66,7 +66,6 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         stage_rate=lambda step: parts.run.stage_at(step).rate,
     )
     setup.features.extend(of_hooks(parts.hooks, setup))
-    for part in features.parts("train"):
-        if (made := part.make(parts, setup)) is not None:
-            setup.features.append(made)
+    made = (part.make(parts, setup) for part in features.asked_for(config, "train"))
+    setup.features.extend(made)  # one by one: one may need those before it
     return setup

@@ -53,7 +53,6 @@ def quiet(config: Config) -> Config:
         "train": {
             "stop_step": None, "eval_every": None, "eval_every_tokens": None,
         },
-        "tracker": {"kind": "none"},
         "checkpoint": {
             "every": None, "every_minutes": None, "keep_every": None, "resume": "auto",
         },

@@ -3,8 +3,6 @@ be planned."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace as Namespace
 
@@ -23,7 +21,7 @@ from llmexp.run import Run
 from llmexp.system.devices import device_named
 from llmexp.train.feature import Features
 from llmexp.train.loop import due_after
-from tests.conftest import PATHS, TINY, environment
+from tests.conftest import TINY
 from tests.tools import printed
 
 EVERY = st.none() | st.integers(1, 9)
@@ -196,43 +194,3 @@ def test_each_arithmetic_has_its_own_rate(tmp_path, capsys, monkeypatch):
     assert found["total"]["flops"] == sum(p["total_flops"] for p in points)
     rates = {p["precision"]: p["total_flops"] / 2 / p["time"]["step_s"] for p in points}
     assert rates == pytest.approx({kind: 0.3e12 * peak for kind, peak in peaks.items()})
-
-
-# Imports of a second or two of processor time each; what has run may have imported the rest.
-STARTS = """
-import sys
-import llmexp
-from llmexp.__main__ import run
-
-def none_of(*packages):
-    assert not {*packages} & {*sys.modules}, {*packages} & {*sys.modules}
-
-llmexp.load
-none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich", "hydra", "omegaconf")
-import llmexp.cli.train, llmexp.cli.resume, llmexp.cli.plan, llmexp.cli.sample, llmexp.cli.evaluate
-import llmexp.cli.prepare, llmexp.cli.explain, llmexp.cli.help, llmexp.cli.verify
-assert run(["train", "--help"]) == run(["train", "--cfg", "job", "--resolve", "name=x"]) == 0
-none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich")
-import llmexp.tracker.mirror, llmexp.system.console, llmexp.metrics.plot
-none_of("torch", "wandb", "matplotlib", "rich")
-overrides = [OVERRIDES]
-assert run(["prepare", *overrides]) == 0
-none_of("torch")
-assert run(["plan", *overrides]) == 0
-import torch
-from llmexp.update import held, optim
-for make in (optim.adamw, optim.sgd, optim.muon, optim.lion):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    model(torch.ones(2, 3)).sum().backward()
-    for optimizer in (optimizers := held.as_list(make(model, lr=0.1))):
-        optimizer.load_state_dict(optimizer.state_dict())
-    optim.update(optimizers, torch.tensor(False))
-    optimizers[0].zero_grad()
-none_of("torch._dynamo")
-"""
-
-
-def test_commands_and_optimizers_import_no_more_than_they_need(tmp_path):
-    script = STARTS.replace("[OVERRIDES]", repr([*TINY, *DATA]))
-    env = environment(PYTHONPATH=PATHS)
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True)

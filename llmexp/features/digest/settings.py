@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.keys import Key
 from llmexp.settings.values import knob
@@ -14,3 +15,7 @@ class Knobs:
 
 
 KEYS = (Key("data_digest", "digest of the window's tokens, however it is cut"),)
+
+
+def asked(config: Any) -> bool:
+    return bool(config.train.data_digest)

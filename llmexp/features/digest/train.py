@@ -6,15 +6,13 @@ import torch
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.features.digest.settings import Knobs
-from llmexp.settings.config import knobs_of
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Setup
 
 
-def make(parts: Parts, setup: Setup) -> Digest | None:
-    return Digest(setup.mesh) if knobs_of(parts.config, Knobs).data_digest else None
+def make(parts: Parts, setup: Setup) -> Digest:
+    return Digest(setup.mesh)
 
 
 class Digest(Feature):

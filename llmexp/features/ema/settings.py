@@ -21,3 +21,7 @@ class Knobs:
 def copies_of_weights(config: Any) -> int:
     """Return how often a rank holds its part of the weights once more."""
     return int(config.train.ema is not None)
+
+
+def asked(config: Any) -> bool:
+    return config.train.ema is not None

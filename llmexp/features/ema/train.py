@@ -16,9 +16,10 @@ from llmexp.train.feature import Feature
 from llmexp.train.step import Outcome, Setup
 
 
-def make(parts: Parts, setup: Setup) -> Ema | None:
+def make(parts: Parts, setup: Setup) -> Ema:
     decay = knobs_of(parts.config, Knobs).ema
-    return None if decay is None else Ema(decay, setup.model, setup.module)
+    assert decay is not None
+    return Ema(decay, setup.model, setup.module)
 
 
 class Ema(Feature):

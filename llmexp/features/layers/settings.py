@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from llmexp import features
 from llmexp.settings.values import count
 
 SECTION = "metrics"
@@ -15,3 +17,12 @@ class Knobs:
         affects="nothing",
         default=None,
     )
+
+
+def asked(config: Any) -> bool:
+    return config.metrics.layers_every is not None or of_each_step(config)
+
+
+def of_each_step(config: Any) -> bool:
+    """Return whether another feature needs the figures of each step."""
+    return any(needs(config) for needs in features.offered("settings", "needs_layers"))

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from llmexp import features, mesh
+from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.features.layers.figures import Layers, Taken, row_of
-from llmexp.features.layers.settings import Knobs
+from llmexp.features.layers.settings import Knobs, of_each_step
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import knobs_of
@@ -20,10 +18,9 @@ from llmexp.train.step import Setup
 STEPS_KEPT = 11  # a spike's and ten before
 
 
-def make(parts: Parts, setup: Setup) -> LayerByLayer | None:
+def make(parts: Parts, setup: Setup) -> LayerByLayer:
     every = knobs_of(parts.config, Knobs).layers_every
-    always = any(needs(parts.config) for needs in features.offered("train", "needs_layers"))
-    return LayerByLayer(parts, setup, every, always) if every or always else None
+    return LayerByLayer(parts, setup, every, of_each_step(parts.config))
 
 
 class LayerByLayer(Feature):
@@ -81,11 +78,3 @@ class LayerByLayer(Feature):
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
-
-
-def look_back(path: Path, step: int) -> Callable[[], None]:
-    file = path / rundir.LAYERS
-    if not file.exists():
-        return lambda: None
-    rows = Rows(file, step)
-    return lambda: rows.open().close()

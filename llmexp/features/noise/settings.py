@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.keys import Key
 from llmexp.settings.values import count
@@ -21,3 +22,7 @@ KEYS = (
     Key("noise_scale_low", "lower end of the 95 % interval of noise_scale", by_micro_batch=True),
     Key("noise_scale_high", "upper end of the 95 % interval of noise_scale", by_micro_batch=True),
 )  # fmt: skip
+
+
+def asked(config: Any) -> bool:
+    return config.metrics.noise_scale_every is not None

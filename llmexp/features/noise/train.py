@@ -16,9 +16,10 @@ from llmexp.train.state import Loop
 from llmexp.train.step import Outcome, Setup
 
 
-def make(parts: Parts, setup: Setup) -> Noise | None:
+def make(parts: Parts, setup: Setup) -> Noise:
     every = knobs_of(parts.config, Knobs).noise_scale_every
-    return None if every is None else Noise(setup, every, parts.run.sequence_length)
+    assert every is not None
+    return Noise(setup, every, parts.run.sequence_length)
 
 
 class Noise(Feature):

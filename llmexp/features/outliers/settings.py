@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.keys import Key
 from llmexp.settings.values import knob, usual, where
@@ -37,3 +38,7 @@ KEYS = (
     Key("outlier_steps", "steps so far whose loss or norm was far above its trailing window",
         "outlier steps", better="lower"),
 )  # fmt: skip
+
+
+def asked(config: Any) -> bool:
+    return config.metrics.outlier_sigma is not None

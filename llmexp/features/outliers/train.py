@@ -18,10 +18,9 @@ from llmexp.train.step import Outcome, Setup
 KEPT = 100  # steps that were outliers
 
 
-def make(parts: Parts, setup: Setup) -> Outliers | None:
+def make(parts: Parts, setup: Setup) -> Outliers:
     chosen = knobs_of(parts.config, Knobs)
-    if chosen.outlier_sigma is None:
-        return None
+    assert chosen.outlier_sigma is not None
     judge = Judge(chosen.outlier_sigma, chosen.outlier_window)
     return Outliers(setup.mesh, judge, chosen.skip_outliers)
 

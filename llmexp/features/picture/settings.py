@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import knob
 
@@ -13,3 +14,7 @@ class Knobs:
     picture: bool = knob(
         "draw the curves into loss.png at the end of the run", False, affects="nothing"
     )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.metrics.picture)

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-from llmexp.features.picture.settings import Knobs
 from llmexp.runs import rundir
 from llmexp.runs.rows import LINEAGE, walk_rows
-from llmexp.settings.config import knobs_of
 from llmexp.system.fileio import write_whole
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Setup
 
 
-def make(parts: Parts, setup: Setup) -> Picture | None:
-    return Picture() if knobs_of(parts.config, Knobs).picture else None
+def make(parts: Parts, setup: Setup) -> Picture:
+    return Picture()
 
 
 class Picture(Feature):

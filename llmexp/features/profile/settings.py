@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import count, where
 
@@ -24,3 +25,7 @@ class Knobs:
         acts=where("train.profile_start"),
         default=3,
     )
+
+
+def asked(config: Any) -> bool:
+    return config.train.profile_start is not None

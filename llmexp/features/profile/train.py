@@ -16,9 +16,10 @@ from llmexp.train.state import Loop
 from llmexp.train.step import Setup
 
 
-def make(parts: Parts, setup: Setup) -> Profile | None:
+def make(parts: Parts, setup: Setup) -> Profile:
     chosen = knobs_of(parts.config, Knobs)
-    return None if chosen.profile_start is None else Profile(chosen.profile_start, chosen)
+    assert chosen.profile_start is not None
+    return Profile(chosen.profile_start, chosen)
 
 
 class Profile(Feature):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import count, knob, where
 
@@ -21,3 +22,7 @@ class Knobs:
     sample_tokens: int = knob(
         "tokens per text sample; 0: no sample", 120, at_least=0, affects="nothing"
     )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.train.sample_tokens)

@@ -17,9 +17,8 @@ from llmexp.update import faces
 SMALL = 20_000_000  # parameters
 
 
-def make(parts: Parts, setup: Setup) -> Sample | None:
-    chosen = knobs_of(parts.config, Knobs)
-    return Sample(chosen) if chosen.sample_tokens else None
+def make(parts: Parts, setup: Setup) -> Sample:
+    return Sample(knobs_of(parts.config, Knobs))
 
 
 class Sample(Feature):

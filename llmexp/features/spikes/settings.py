@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import knob, where
 
@@ -15,3 +16,10 @@ class Knobs:
         acts=where("metrics.outlier_sigma"),
         default=False,
     )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.metrics.spikes)
+
+
+needs_layers = asked  # of each step

@@ -6,17 +6,14 @@ and lasts until a step is within them and its loss is at or below the window's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from llmexp.features.layers.figures import row_of
 from llmexp.features.layers.train import LayerByLayer
 from llmexp.features.outliers.limits import Limits, describe
 from llmexp.features.outliers.train import Outliers
-from llmexp.features.spikes.settings import Knobs
 from llmexp.runs.rundir import SPIKES
-from llmexp.settings.config import Config, knobs_of
 from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
@@ -28,14 +25,7 @@ CALM = 5  # the first of the recorded steps, whose largest value is a module's l
 RISE = 2  # a norm has risen that is more than this many times its level
 
 
-def needs_layers(config: Config) -> bool:
-    """Return whether each step is to be measured layer by layer."""
-    return knobs_of(config, Knobs).spikes
-
-
-def make(parts: Parts, setup: Setup) -> Spikes | None:
-    if not needs_layers(parts.config):
-        return None
+def make(parts: Parts, setup: Setup) -> Spikes:
     (layers,) = (f for f in setup.features if isinstance(f, LayerByLayer))
     (outliers,) = (f for f in setup.features if isinstance(f, Outliers))
     made = Spikes(layers)
@@ -165,14 +155,3 @@ def what_rose(steps: list[dict[str, Any]], first: dict[str, Any] | None) -> str:
     figure = {"grad_norm": "gradient", "update_norm": "update"}[first["figure"]]
     where = f"{first['module']} rose first, at step {first['step']:,}"
     return f"{where} (norm of its {figure}, {first['times']:.3g} times its level)"
-
-
-def look_back(path: Path, step: int) -> Callable[[], None]:
-    files = [file for file in (path / SPIKES).glob("*.json") if file.stem.isdigit()]
-
-    def remove() -> None:
-        for file in files:
-            if int(file.stem) > step:
-                file.unlink()
-
-    return remove

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.features.tasks.settings import Knobs
+from llmexp.features.tasks.settings import Knobs, asked
 from llmexp.settings.config import Config, knobs_of
 
 if TYPE_CHECKING:
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 def prepare(config: Config, tokenizer: Tokenizer, cached: Callable[..., Any]) -> dict[str, Any]:
     """Return the tasks of a run, with their requests. Raises ConfigError."""
-    chosen = knobs_of(config, Knobs)
-    if not chosen.tasks:
+    if not asked(config):
         return {}
     from llmexp.tasks.scoring import prepare_tasks
 
-    length = config.batch.sequence_length
+    chosen, length = knobs_of(config, Knobs), config.batch.sequence_length
     return {"tasks": cached(prepare_tasks, chosen.tasks, chosen.tasks_folder, tokenizer, length)}
 
 

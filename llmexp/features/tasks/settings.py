@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import count, knob, optional, where
 
@@ -27,3 +28,7 @@ class Knobs:
         affects="nothing",
         acts=where("train.tasks"),
     )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.train.tasks)

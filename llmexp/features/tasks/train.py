@@ -6,15 +6,15 @@ from llmexp import mesh
 from llmexp.features.tasks.settings import Knobs
 from llmexp.metrics.keys import SCORES
 from llmexp.settings.config import knobs_of
+from llmexp.tasks import scoring
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Setup, TrainingFailed
 from llmexp.update import faces
 
 
-def make(parts: Parts, setup: Setup) -> Tasks | None:
-    every = knobs_of(parts.config, Knobs).tasks_every
-    return Tasks(parts, setup, every) if "tasks" in parts.prepared else None
+def make(parts: Parts, setup: Setup) -> Tasks:
+    return Tasks(parts, setup, knobs_of(parts.config, Knobs).tasks_every)
 
 
 class Tasks(Feature):
@@ -32,8 +32,6 @@ class Tasks(Feature):
 
     def scores(self) -> dict[str, float]:
         """Return the scores by the keys of a row, such as task/NAME/acc."""
-        from llmexp.tasks import scoring
-
         row, parts, setup = dict[str, float](), self._parts, self._setup
         tokens = parts.run.micro_batch_size * parts.run.sequence_length
         mesh.share_buffers(setup.mesh, setup.model)

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from llmexp.train.state import Loop
 
 
-def make(parts: Parts, setup: Setup) -> Mirrored | None:
-    chosen = parts.config.tracker
-    return Mirrored() if chosen.kind != "none" or chosen.also else None
+def make(parts: Parts, setup: Setup) -> Mirrored:
+    return Mirrored()
 
 
 class Mirrored(Feature):

@@ -28,7 +28,7 @@ from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
 from llmexp.system.text import first_of, gib
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import groups, held, library, precision
+from llmexp.update import groups, held, precision
 from llmexp.update.states import Traits
 from llmexp.update.twin import perturb
 
@@ -217,6 +217,8 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
     if section.get("_target_") != LIBRARY_TARGET:
         return section
+    from llmexp.update import library
+
     name = fill(section, "optimizer").get("name")
     if not isinstance(name, str) or not name:
         text = f"the name of an optimizer is needed, of {', '.join(library.PACKAGES)}"

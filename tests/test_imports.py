@@ -1,0 +1,86 @@
+"""What processes import: each as much as it needs, as sys.modules of real ones show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests import forks
+from tests.conftest import PATHS, TINY, environment, llmexp
+
+DATA = ["data=synthetic", "data.n_tokens=5000"]
+
+# Imports of a second or two of processor time each; what has run may have imported the rest.
+STARTS = """
+import sys
+import llmexp
+from llmexp.__main__ import run
+
+def none_of(*packages):
+    assert not {*packages} & {*sys.modules}, {*packages} & {*sys.modules}
+
+llmexp.load
+none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich", "hydra", "omegaconf")
+import llmexp.cli.train, llmexp.cli.resume, llmexp.cli.plan, llmexp.cli.sample, llmexp.cli.evaluate
+import llmexp.cli.prepare, llmexp.cli.explain, llmexp.cli.help, llmexp.cli.verify
+assert run(["train", "--help"]) == run(["train", "--cfg", "job", "--resolve", "name=x"]) == 0
+none_of("torch", "wandb", "matplotlib", "numpy", "tiktoken", "plotly", "rich")
+import llmexp.tracker.mirror, llmexp.system.console, llmexp.metrics.plot
+none_of("torch", "wandb", "matplotlib", "rich")
+overrides = [OVERRIDES]
+assert run(["prepare", *overrides]) == 0
+none_of("torch")
+assert run(["plan", *overrides]) == 0
+import torch
+from llmexp.update import held, optim
+for make in (optim.adamw, optim.sgd, optim.muon, optim.lion):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    for optimizer in (optimizers := held.as_list(make(model, lr=0.1))):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optim.update(optimizers, torch.tensor(False))
+    optimizers[0].zero_grad()
+none_of("torch._dynamo")
+"""
+
+
+def test_commands_and_optimizers_import_no_more_than_they_need(tmp_path):
+    script = STARTS.replace("[OVERRIDES]", repr([*TINY, *DATA]))
+    env = environment(PYTHONPATH=PATHS)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True)
+
+
+# Python imports it at its start; a command ends by way of atexit, a worker without.
+NOTING = """
+import atexit, os, sys
+
+def note():
+    name = f"{'worker' if 'llmexp.train' in sys.orig_argv else 'command'}.modules"
+    with open(os.path.join(FOLDER, name), "w") as out:
+        out.write("\\n".join(sys.modules))
+
+def leave(code, end=os._exit):
+    note()
+    end(code)
+
+atexit.register(note)
+os._exit = leave
+"""
+PLAIN = ["train.max_steps=2", "metrics.noise_scale_every=null", "metrics.outlier_sigma=null"]
+
+
+def test_a_plain_run_imports_what_it_asks_for(tmp_path, monkeypatch):
+    """Neither the command nor its worker reads a line of what few runs ask for."""
+    monkeypatch.setattr(forks, "ALLOWED", False)
+    (tmp_path / "sitecustomize.py").write_text(NOTING.replace("FOLDER", repr(str(tmp_path))))
+    command = ["train", *TINY, *DATA, *PLAIN, "hydra.run.dir=run"]
+    result = llmexp(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PATHS}")
+    assert result.code == 0, result.err
+    rooms = ("exchange", "tracker", "tasks", "compare", "sweep", "verify", "laws", "evaluate")
+    few = (*(f"llmexp.{room}." for room in rooms), "llmexp.update.library")
+    packages = {"wandb", "matplotlib", "plotly", "transformers", "ray", "optuna", "datasets"}
+    for process in ("command", "worker"):
+        found = (tmp_path / f"{process}.modules").read_text().split()
+        assert "llmexp.settings.config" in found
+        asked = [m for m in found if m.startswith("llmexp.features.") and m.endswith(".train")]
+        assert [m for m in found if m.startswith(few) or m in packages] + asked == [], process
