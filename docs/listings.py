@@ -62,7 +62,7 @@ TOKENIZER = (
     "tokenizer --vocab-size 4096 data=corpus data.sources.code.files=code.jsonl.zst "
     "data.sources.prose.files=prose.jsonl.zst"
 )
-TABLE = (r"Undecided", r".*tell\.$", r"weight  ", r" +0\.[159]  ")
+TABLE = (r"Undecided", r".*1 undecided\.$", r"weight  ", r" +0\.[159]  ")
 MIX = (
     "train -m data=corpus data.sources.code.files=code.jsonl.zst "
     "data.sources.code.weight=0.1,0.5,0.9 data.sources.prose.files=prose.jsonl.zst "

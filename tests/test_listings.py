@@ -65,7 +65,7 @@ def unbroken(lines: list[str], code: int) -> list[str]:
     if code:
         return [" ".join(lines)]
     text = "\n".join(lines)
-    return re.sub(r"^Undecided[^:]*:.*?tell\.$", joined, text, flags=re.M | re.S).splitlines()
+    return re.sub(r"^Undecided[^:]*:.*?undecided\.$", joined, text, flags=re.M | re.S).splitlines()
 
 
 def joined(found: re.Match[str]) -> str:

@@ -187,8 +187,8 @@ def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance", "provenance-2"]
     assert "+# other" in (tmp_path / "one" / "provenance-2" / "work.diff").read_text()
     said = differences(read_records(find([tmp_path / "sweep", tmp_path / "one"])[0]))
-    assert said[0].startswith("The uncommitted changes to work differ: see provenance/ of ")
-    assert said[1] == "Resumed with other code, packages or drivers than begun with: one."
+    assert said[0].startswith("Uncommitted changes to work at ")
+    assert said[1] == "Resumed with other code, packages or drivers: one."
 
 
 def test_without_git_outside_of_a_repository_and_before_the_first_commit(
@@ -308,9 +308,9 @@ def test_what_compare_says_of_runs_that_differ(tmp_path):
     made("c", "ab", "2.4", driver="535")
     said = differences(read_records(find([tmp_path])[0]))
     assert said == [
-        "The commit of proj differs: 1212121212 in a, b; ababababab in c.",
-        "The packages differ: torch 2.4 or 2.5.",
-        "The NVIDIA driver differs: 550 in a, b; 535 in c.",
+        "Commit of proj: 1212121212 in a, b or ababababab in c.",
+        "Packages: torch 2.4 or 2.5.",
+        "NVIDIA driver: 550 in a, b or 535 in c.",
     ]
     for text in (
         "[1]",

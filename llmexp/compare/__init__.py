@@ -14,17 +14,16 @@ spending       5 % of error, shared out over the looks of a sweep that decides b
 looks          how settings stand at one look, or at several
 evidence       what runs show: differences over seeds, rounding, effects of single keys
 judging        verdicts: budgets, who leads, how the others stand
-answer, notes  the result in one line; what must be known beside it
-screening      which of many knobs matter, by a fraction of all combinations (in words: screened)
-searching      what a search has found: its choice with fresh seeds, which knobs mattered
+headline       the result in one line of one shape
+notes          what must be known beside it, and what both rest on (provenance: other code)
+screening      which of many knobs matter, by a fraction of all combinations
+searching      which knobs of a search mattered
 comparing      all of the above in order: runs -> `Result`
 clipping       what the rules of clipping did
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing
-page           the HTML page of a comparison, and the answer as a tracker gets it; plotting,
-               plot_verdict, plot_training, plot_settings, plot_layers and plot_search make its
-               figures
-curves         what the page draws: rows, thinned; axes of swept keys
+page           the HTML page of a comparison, and the answer as a tracker gets it
+plotting       colours, names and menus of figures; curves over training, plots of settings
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts
 throughput     the table of a timing grid

@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmexp.compare import folding
-from llmexp.compare.answer import headline
 from llmexp.compare.figures import columns_of, figures, left_out, own_keys
 from llmexp.compare.judging import NEGLIGIBLE, judge
-from llmexp.compare.notes import notes_and_why
+from llmexp.compare.notes import with_words
 from llmexp.compare.position import begins_after, common_position, common_rows
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
-from llmexp.compare.screened import screen_of
+from llmexp.compare.screening import screen
 from llmexp.compare.target import UNITS, target_figures, target_of
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.commands import command
+from llmexp.settings.knobs import SEED
 from llmexp.settings.values import ConfigError, nearest
 
 _UNFINISHED = ("preempted", "cut", "running")
@@ -78,12 +78,6 @@ def _size(given: float | str) -> float:
             "--negligible 0.002"
         )
     return size
-
-
-def with_words(f: Result) -> Result:
-    """Return the comparison with what was found out, in words."""
-    notes, why = notes_and_why(f)
-    return replace(f, headline=headline(f), notes=notes, why=why)
 
 
 def findings(
@@ -142,7 +136,10 @@ def findings(
     result.columns = _columns(result, columns)
     result.metric = next((c for c in result.columns if c.key == metric.key), metric)
     judge(result)
-    result.screen = screen_of(result) if result.comparable else None
+    keys = [key for key in factors if key != SEED]
+    if result.comparable and result.ranked and keys and all(r.screen for r in records):
+        values = [{key: s.values.get(key) for key in keys} for s in result.ranked]
+        result.screen = screen(values, [s.seeds for s in result.ranked])
     return result
 
 
@@ -209,6 +206,9 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
         again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
         if again or what != ("bits_per_byte" if f.mixed else "loss"):
             known.remove(key)
+    if f.target:
+        own = [f"target/{axis}" for axis in UNITS]
+        titles |= {c.key: c.title.replace("target", str(f.target)) for c in columns if c.key in own}
     shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != first)
 
     def counts(key: str) -> bool:

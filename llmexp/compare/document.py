@@ -44,30 +44,40 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def document(package: str, plots: Sequence[Plot], inline: bool = True, **values: Any) -> str:
-    """Return the page that page.html of a package makes of the values, with the figures.
+class Part(NamedTuple):
+    """A part of a page: figures, and a table with a text above it."""
 
-    Everything is inside; without `inline` the library is a file beside the page. The templates
-    escape what comes from runs. Besides, the page forbids every request and every script but its
+    id: str
+    title: str
+    plots: Sequence[Plot] = ()
+    heads: Sequence[str] = ()
+    rows: Sequence[Row] = ()
+    text: str = ""
+    folded: bool = False
+
+
+def document(parts: Sequence[Part], inline: bool = True, **answer: Any) -> str:
+    """Return a page of parts: its title, what it is about, headline, notes, why and problems.
+
+    Everything is inside; without `inline` the library is a file beside the page. The template
+    escapes what comes from runs. Besides, the page forbids every request and every script but its
     own, by their SHA-256 (Content Security Policy level 3), so that a label could not do anything
     if it were not escaped.
     """
+    plots = [plot for part in parts for plot in part.plots]
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
     library, script = str(get_plotlyjs()) if inline else "", asset("page.js")
-    loader = jinja2.FunctionLoader(lambda name: asset(name, package if name == "page.html" else ""))
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("page.html").render(
-        **values, style=asset("page.css"), data=data.replace("<", "\\u003c"),
-        policy=_policy(script, library), script=script, library=library, library_file=PLOTLY_FILE,
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(asset("page.html")).render(
+        parts=parts, **answer, style=asset("page.css"),
+        data=data.replace("<", "\\u003c"), policy=_policy(script, library), script=script,
+        library=library, library_file=PLOTLY_FILE,
     )  # fmt: skip
 
 
-def asset(name: str, package: str = "") -> str:
-    """Return a file of a package, of this one by default."""
-    return (files(package or "llmexp.compare") / name).read_text(encoding="utf-8")
+def asset(name: str) -> str:
+    return (files("llmexp.compare") / name).read_text(encoding="utf-8")
 
 
 def _policy(script: str, library: str) -> str:

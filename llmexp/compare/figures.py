@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
+from llmexp.compare.clipping import clipped
 from llmexp.compare.columns import column_of, of_features
 from llmexp.compare.position import Position, evaluations, positions, time_before, until
 from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
@@ -44,7 +45,8 @@ _COLUMNS = (
     Column("line_time", "time with parent (s)", "lower"),
     column_of("tokens_per_sec"),
     column_of("peak_memory_gib"),
-    Column("clipped_share", "steps clipped", "", 3),
+    Column("clipped_share", "share clipped", "", 3),
+    Column("clipped_heads", "heads clipped", "", 3),
     column_of("skipped_steps"),
     *itertools.chain(*features.offered("compare", "COLUMNS")),
     Column("target/tokens", "tokens to target", "lower"),
@@ -201,7 +203,7 @@ def figures(
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None and key != "clipped_share":  # which is a step's own in its row
             found[key] = own.get(key, _last(finite(columns, key)))
-    found |= of_features(record)
+    found |= clipped(record) | of_features(record)
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run

@@ -15,10 +15,11 @@ import numpy as np
 from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_steps
 from llmexp.compare.figures import task
 from llmexp.compare.folding import varying
-from llmexp.compare.inference import Difference, far_off
+from llmexp.compare.inference import FEW, Difference, far_off
 from llmexp.compare.looks import Level, Stood, stood
 from llmexp.compare.records import TWIN, Result, Setting, Verdict
-from llmexp.compare.spending import ALPHA
+from llmexp.compare.spending import ALPHA, level_of
+from llmexp.compare.statistics import seeds_needed
 from llmexp.compare.target import cap_of, capped
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
@@ -184,3 +185,24 @@ def _mark(s: Setting, f: Result) -> str:
     if s.verdict == Verdict.BUDGET and len(beside) > 1:
         return f"{f.extreme} of budget"
     return s.verdict.mark if f.is_loss or f.target else ""
+
+
+def needed(other: Setting, f: Result) -> int | None:
+    """Return the seeds a setting that would tell one from the leading one; None for too many.
+
+    All that is printed or proposed has this number. Of single seeds it is the least, as if seeds
+    spread no wider than rounding does. A sweep that had all of its looks is judged at the level
+    that it has left at twice the seeds.
+    """
+    d, size = other.difference, max(abs(other.size or 0.0), f.negligible)
+    if other.verdict == Verdict.FEW_SEEDS:
+        count = len(f.ranked)
+        least = seeds_needed(f.floor.spread, size, count, count - 1) if f.floor else FEW
+        return least and max(FEW, least)
+    if d is None or other.verdict != Verdict.UNDECIDED:
+        return None
+    if f.looks:
+        level = level_of(2 * d.seeds, 2 * d.seeds, f.looks)
+        d = replace(d, alpha=level or d.alpha)
+    wanted = d.seeds_needed(size)
+    return wanted and max(wanted, d.seeds + 1)

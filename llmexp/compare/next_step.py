@@ -11,9 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.answer import needed
 from llmexp.compare.budgets import common
 from llmexp.compare.inference import FEW
+from llmexp.compare.judging import needed
 from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
 from llmexp.run.budget import BUDGETS, sized_by

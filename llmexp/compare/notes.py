@@ -1,121 +1,122 @@
-"""Say what must be known beside the result of a comparison (notes), and what it rests on (why)."""
+"""Say what must be known beside the result of a comparison (notes), and what it rests on (why).
+
+A note is `Name: facts.`; one without facts is not said.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from llmexp import features
 from llmexp.compare.budgets import common, equal
+from llmexp.compare.columns import figure_text
 from llmexp.compare.figures import broken
 from llmexp.compare.folding import varying
+from llmexp.compare.headline import headline
 from llmexp.compare.position import evaluations, positions
-from llmexp.compare.records import TWIN, Effect, Place, Record, Result, Setting, Verdict
-from llmexp.compare.screened import mixed
-from llmexp.compare.searching import searched
-from llmexp.compare.target import UNITS, reached
+from llmexp.compare.records import REACHED, TWIN, Effect, Place, Record, Result, Setting, Verdict
+from llmexp.compare.screening import spelled
+from llmexp.compare.searching import importances
+from llmexp.compare.target import UNITS, cap_of
 from llmexp.run.budget import sized_by
 from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
+from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
-from llmexp.settings.labels import short_value as value
 from llmexp.system.text import amount, duration, first_of, listed
 
-_LEFT_OUT = {
-    "other task": "of another task",
-    "rows lost": "with lost rows",
-    "no config": "without a config.yaml that can be read",
-    "no steps": "without steps",
+Note = tuple[str, str]  # its name and the facts
+_BATCH = {
+    "iso-batch": "only its cut into micro-batches, accumulation and ranks varies, so losses agree "
+    "but for rounding",
+    "scaling": "so at equal tokens the runs took different numbers of steps",
+    "mixed": "and its cut into micro-batches varies too",
 }
-_BATCH = {  # Result.batch, with the sizes
-    "iso-batch": "real_batch_size is {} in all runs and only its cut into micro-batches, "
-    "accumulation and ranks varies (iso-batch), so losses agree but for rounding.",
-    "scaling": "real_batch_size varies, {} sequences, so at equal tokens the runs took different "
-    "numbers of steps.",
-    "mixed": "real_batch_size varies, {} sequences, and so does how it is cut into micro-batches.",
-}
-_FACTS = {  # of run.json, printed with its values where there are several
-    "model": "The models differ: {}.",
-    "eval_sequences": "The evaluations are over different numbers of sequences ({}), which adds to "
-    "their differences.",
-    "device_name": "The devices differ ({}), so rates and times do not compare.",
+_FACTS = {  # of run.json, said with their values where there are several
+    "model": "Models",
+    "eval_sequences": "Sequences of an evaluation, which adds to differences",
+    "device_name": "Devices, so rates and times do not compare",
 }
 
 
-def notes_and_why(f: Result) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what must be known beside the result, and what it rests on.
-
-    The first are short lines, the most important one first; the second are sentences.
-    """
+def with_words(f: Result) -> Result:
+    """Return the comparison with what was found out, in words."""
     differences = features.offered("compare", "differences")
     made_of = [line for say in differences for line in say(f.taking_part)]
-    large = [_effect(e, f) for e in f.effects if _matters(e, f)]
-    small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
-    of_features = features.offered("compare", "notes")
-    first, beside, how = (
-        [line for say in several for line in say(f)]
-        for several in (
-            (_looks, _budgets, reached, mixed, searched, _trunk, _rounding, _far, *of_features),
-            (_left_out, _unequal_seeds, _planned),
-            (_tokens, _where, _batch, _method, _halving),
+    large = [_effect(f, e) for e in f.effects if _matters(e, f)]
+    small = [_effect(f, e) for e in f.effects if not _matters(e, f)]
+    of_features = [text for say in features.offered("compare", "notes") for text in say(f)]
+    first, then = _said(_notes(f)), _said([*large[:2], *_beside(f)])
+    notes = (*first, *of_features, *then, *made_of[:2])
+    why = (*_said([*_why(f), *small]), *made_of[2:])
+    return replace(f, headline=headline(f), notes=notes, why=why)
+
+
+def _said(notes: Iterable[Note]) -> list[str]:
+    return [f"{name}: {facts}." for name, facts in notes if facts]
+
+
+def _notes(f: Result) -> Iterator[Note]:
+    """Yield what must be known beside the result, the most important first."""
+    if f.looks and not f.target:
+        runs = [r for r in f.runs if not r.config.get(TWIN)]
+        settings, last = {s for s in f.settings for r in s.runs if r in runs}, f.looks[-1]
+        tokens, seconds = (
+            sum(next((r.figures[k] for k in keys if k in r.figures), 0.0) for r in runs)
+            for keys in (("own_tokens", "tokens_seen"), ("train_time",))
         )
-    )
-    notes = (*first, *large[:2], *beside, *made_of[:2])
-    return notes, (*how, *small, *_facts(f), *made_of[2:])
-
-
-def _looks(f: Result) -> Iterator[str]:
-    """Say why a sweep that decided by itself ended, and what it spent of a full grid of seeds."""
-    if not f.looks or f.target:  # which the looks did not judge
-        return
-    last = f.looks[-1]
-    runs = [r for r in f.runs if not r.config.get(TWIN)]
-    settings = sum(any(r in runs for r in e.runs) for e in f.settings)
-    seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
-    whole = settings * last.most
-    ended = [r for r in runs if r.state == "finished"]  # what broke off cost less
-
-    def cost(some: Sequence[Record], times: float = 1.0) -> str:
-        tokens = sum(r.figures.get("own_tokens", r.figures.get("tokens_seen", 0.0)) for r in some)
-        time = sum(r.figures.get("train_time", 0.0) for r in some)
-        return f"{times * tokens:,.0f} tokens, {duration(times * time)}"
-
-    yield (
-        f"{plural(len(f.looks), 'look')}, at {seeds} seeds: {last.why}. "
-        f"{plural(len(runs), 'run')}, {cost(runs)}; {last.most} seeds of all {settings} settings "
-        f"are {whole} runs, {cost(ended, whole / max(1, len(ended)))}."
-    )
-
-
-def _budgets(f: Result) -> Iterator[str]:
-    """Say how far each budget had come where losses are read.
-
-    Name the sweep that would settle the question.
-    """
-    evaluated = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
-    if f.own_ends and evaluated:
-        # the longest interval that is there, if the shortest run is as long
-        every = int(min(max(x[0] for x in evaluated), min(x[-1] for x in evaluated)))
-        yield f"train.eval_every_tokens={every} evaluates runs of all batches at like tokens."
-    places = _places(f)
-    shares = [f"{100 * p.progress:.0f}" for p in places.values()]
-    if len(set(shares)) > 1:
-        done = ", ".join(f"{s} % of {name}" for s, name in zip(shares, places, strict=True))
-        if len(places) > 4:
-            done = f"{shares[-1]} to {shares[0]} % of each run"
-        yield f"Done where losses are read: {done}."
-    if equal(round(p.planned) for p in places.values()):
-        return
-    if by := next(filter(None, (sized_by(r.config) for r in f.runs)), ""):
-        yield f"The tokens of each run follow from {by} and its model: read it at its own end."
-    elif any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
+        cost = f"{plural(len(runs), 'run')}, {tokens:,.0f} tokens, {duration(seconds)}"
+        seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
         yield (
-            "The budget itself was swept: read each run at its own end, as points of a curve over "
-            "tokens."
+            "Looks",
+            f"{seeds} seeds each, {last.why}; {cost}; all settings with {last.most} seeds are "
+            f"{last.most * len(settings)} runs",
         )
-    else:
-        budget = common([p.spent for p in places.values()])
-        yield f"To settle it: the same with train.max_tokens={budget} for every point."
+    yield from _of_budgets(f)
+    yield "Target", _of_target(f)
+    yield from _of_knobs(f)
+    several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
+    trunks = [{run.parent.get("folder", "") for run in runs} for runs in several]
+    if any(len(found) == 1 and "" not in found for found in trunks):
+        yield "Trunk", "the seeds go on from one, so what they show holds for it alone"
+    elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
+        yield "Trunks", "several seeds go on from one, so they spread less than trunks do"
+    if f.floor and f.verdicts - {Verdict.ROUNDING}:
+        size = f"differences of up to {amount(f.floor.size)}" if f.floor.size else "no difference"
+        yield "Rounding", f"alone makes {size} ({f.floor.source})"
+    far = [f"seed {seed} of {r.label} ({f.digits(r.seeds[seed])})" for r, seed in f.far]
+    yield "Far off what all other seeds tell", first_of(far)
+    if f.multiplied:
+        yield "Seeds", "move some settings more than others, so intervals are wider"
+
+
+def _beside(f: Result) -> Iterator[Note]:
+    """Yield what takes no part, or was not trained yet."""
+    out: dict[str, dict[Setting, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for s in f.settings:
+        for r in s.runs:
+            if r.out and r.rung is None and r.out != "trial":
+                out[r.out][s].append(r)
+    yield (
+        "Left out",
+        "; ".join(
+            f"{why} ({listed([s.label_of(*runs) for s, runs in found.items()])})"
+            for why, found in out.items()
+        ),
+    )
+    several = [s for s in f.ranked if len(s.seeds) > 1 and f.is_loss and not f.looks]
+    wanted = {seed for s in several for seed in s.seeds}
+    # in the order of their numbers
+    missing = {s.label: sorted(wanted - {*s.seeds}, key=lambda s: (len(s), s)) for s in several}
+    lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
+    yield "Means over unequal seeds", listed(lacking)
+    for sweep, count in {r.sweep: r.left for r in f.runs if r.sweep and r.left}.items():
+        way = "the sweep is running" if is_running(sweep) else how_to_resume(sweep)
+        yield "Left to train", f"{plural(count, 'run')}; {way}"
+    if f.mixed:
+        yield "Tokenizers differ", "losses per token do not compare, bits per byte do"
 
 
 def _places(f: Result) -> dict[str, Place]:
@@ -123,209 +124,192 @@ def _places(f: Result) -> dict[str, Place]:
     known = [g[0].place for g in f.budgets if g[0].place]
     if len(known) < max(2, len(f.budgets)):
         return {}
-    named = zip(_names(f), known, strict=True)
-    return dict(sorted(named, key=lambda pair: pair[1].planned))
+    names = [listed([s.label for s in group], 1) for group in f.budgets]
+    return dict(sorted(zip(names, known, strict=True), key=lambda pair: pair[1].planned))
 
 
-def _names(f: Result) -> list[str]:
-    """Name each group of budgets by the one key that sets them apart, else by its settings."""
-    for key, short in f.names.items():
-        values = [{value(r.values.get(key)) for r in group} for group in f.budgets]
-        if all(len(v) == 1 for v in values) and len(set.union(*values)) == len(values):
-            return [f"{short}={v.pop()}" for v in values]
-    return [listed([r.label for r in group], 1) for group in f.budgets]
+def _of_budgets(f: Result) -> Iterator[Note]:
+    """Say how far each budget had come where losses are read, and what would settle it."""
+    evaluated = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
+    if f.own_ends and evaluated:
+        # the longest interval that is there, if the shortest run is as long
+        every = int(min(max(x[0] for x in evaluated), min(x[-1] for x in evaluated)))
+        yield "Evaluations of all batches at like tokens", f"train.eval_every_tokens={every}"
+    places = _places(f)
+    shares = [f"{100 * p.progress:.0f} % of {name}" for name, p in places.items()]
+    if len({share.split()[0] for share in shares}) > 1:
+        kept = shares if len(shares) < 5 else [shares[0], "...", shares[-1]]
+        yield "Done where losses are read", ", ".join(kept)
+    if equal(round(p.planned) for p in places.values()):
+        return
+    if by := next(filter(None, (sized_by(r.config) for r in f.runs)), ""):
+        yield "Tokens of each run", f"they follow from {by} and its model: read it at its own end"
+    elif any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
+        yield "The budget was swept", "read each run at its own end, as points over tokens"
+    else:
+        budget = common([p.spent for p in places.values()])
+        yield "To settle it", f"the same with train.max_tokens={budget} for every point"
 
 
-def _rounding(f: Result) -> Iterator[str]:
-    if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
-        size = f"differences of up to {amount(f.floor.size)}" if f.floor.size else "no difference"
-        yield f"Rounding alone makes {size} here ({f.floor.source})."
+def _of_target(f: Result) -> str:
+    """Say how exactly it is known where runs reach the target, and how the others count."""
+    if f.target is None or not f.ranked or not f.reached:
+        return ""
+    runs, parts = f.taking_part, list[str]()
+    pairs = [(r.figures["target/after"], by) for r in runs if (by := r.figures.get("target/by"))]
+    if pairs:
+        apart = f"{f.digits(max(by - after for after, by in pairs))} {UNITS[f.align]} apart"
+        what = "steps" if f.target.key == "train/loss" else "evaluations"
+        parts.append(
+            f"placed by a straight line between {what} up to {apart} {UNITS[f.align]} apart"
+        )
+    if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
+        cap = f"{f.digits(cap_of(f))} {UNITS[f.align]}"
+        parts.append(
+            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); all "
+            f"that had not by {cap}, where the first of them ends, count as if they had there"
+        )
+    return "; ".join(parts)
 
 
-def _far(f: Result) -> Iterator[str]:
-    """Name seeds that are far off, and say where seeds multiply what settings do."""
-    if f.far:
-        names = [f"seed {seed} of {r.label} ({f.digits(r.seeds[seed])})" for r, seed in f.far]
-        are = "is" if len(names) == 1 else "are"
-        yield f"{first_of(names)} {are} far off what all other seeds tell."
-    if f.multiplied:
-        yield "Seeds move some settings more than others, so intervals are wider."
-
-
-def _trunk(f: Result) -> Iterator[str]:
-    """Say that seeds share what they go on from, where seeds of a setting are forks of one run."""
-    several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
-    trunks = [{run.parent.get("folder", "") for run in runs} for runs in several]
-    if any(len(found) == 1 and "" not in found for found in trunks):
-        yield "The seeds go on from one trunk, so what they show holds for this trunk only."
-    elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
-        yield "Several seeds go on from one trunk, so their spread is less than that of trunks."
+def _of_knobs(f: Result) -> Iterator[Note]:
+    """Say how a screen's knobs are mixed, what a search's choice is worth, which knobs mattered."""
+    s, names = f.screen, f.names
+    if s:
+        pairs = {key: spelled(p, names, " + ") for key, p in s.confounded.items() if p}
+        mixed = [f"{names[key]} with {words}" for key, words in pairs.items()]
+        groups = [spelled(c.names, names) for c in s.others if len(c.names) > 1]
+        facts = {
+            3: f"an effect may be that of a pair instead: {'; '.join(mixed)}",
+            4: f"no effect is that of a pair; pairs are mixed: {'; '.join(groups)}",
+        }
+        how = facts.get(s.resolution, "no effect is mixed with a pair, nor pairs with each other")
+        yield (
+            f"Resolution {'III' if s.resolution == 3 else 'IV' if s.resolution == 4 else 'V'}",
+            how,
+        )
+        if s.found:
+            yield "To confirm them", "llmexp next proposes the sweep"
+    elif f.runs and all(r.screen for r in f.runs):
+        yield "Screen", "it is judged once all of its runs are there, over the same seeds"
+    trials = [r for r in f.runs if r.trial and f.key in r.figures and r.rung is None]
+    if not trials or not f.ranked or f.target:  # which the search did not choose by
+        return
+    lead = f.ranked[0]
+    if not any(r.trial for r in lead.taking_part):
+        own = ", ".join(f.digits(r.figures[f.key]) for r in lead.runs if r in trials)
+        yield (
+            "Search",
+            f"it chose {lead.label} by the lowest of {sum(r.trial for r in f.runs)} trials, {own}, "
+            f"low by chance too; with fresh seeds it has {figure_text(lead, f.metric)}",
+        )
+    keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
+    if len(keys) > 1:
+        found = importances(trials, keys, f.key)
+        told = sorted((i for i in found if i.told), key=lambda i: -i.share)
+        parts = [f"{names[i.key]} {i.share:.0%} ({i.low:.0%} to {i.high:.0%})" for i in told]
+        untold = [names[key] for key in keys if key not in [i.key for i in told]]
+        parts += [f"of {' and '.join(untold)} it cannot be told"] * bool(untold)
+        yield f"Share of the order of {len(trials)} trials that knobs explain", ", ".join(parts)
 
 
 def _matters(e: Effect, f: Result) -> bool:
     return e.difference.real and abs(e.difference.mean) >= f.negligible
 
 
-def _effect(e: Effect, f: Result) -> str:
-    short = f.names
-    keys = varying([e for e in f.settings if not e.out], f.factors)
-    others = " and ".join(short[key] for key in keys if key != e.key)
-    amount = f"{e.difference.text}, averaged over {others} ({e.difference.basis})"
-    name = short[e.key]
-    if not e.difference.real:
-        return f"{name}: undecided between {e.better} and {e.worse}, {amount}."
-    if not _matters(e, f):
-        return f"{name}: {e.better} is ahead of {e.worse} by too little to matter, {amount}."
-    what = f"{name}: {e.better} is better than {e.worse}"
+def _effect(f: Result, e: Effect) -> Note:
+    keys = varying([s for s in f.settings if not s.out], f.factors)
+    others = " and ".join(f.names[key] for key in keys if key != e.key)
+    how = "by" if _matters(e, f) else "by too little to matter," if e.difference.real else ""
+    what = f"{e.better} is better than {e.worse} {how}"
+    if not how:
+        what = f"undecided between {e.better} and {e.worse},"
+    text = f"{what} {e.difference.text}, averaged over {others} ({e.difference.basis})"
     if e.only is not None:
-        where = f"at {listed(e.only)} only" if e.only else f"by an amount that depends on {others}"
-        opposite = f", and worse at {listed(e.against)}" if e.against else ""
-        return f"{what} {where}{opposite}; {amount}."
-    against = f"; not at {' and '.join(e.against)}, where the pair itself counts"
-    return f"{what} by {amount}{against if e.against else ''}."
+        text += f", at {listed(e.only)} only" if e.only else f"; it depends on {others}"
+    opposite = f", and worse at {listed(e.against)}" * bool(e.against)
+    return f.names[e.key], text + opposite
 
 
-def _left_out(f: Result) -> Iterator[str]:
-    """Name the runs that take no part, by reason."""
-    by_reason: dict[str, dict[Setting, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for e in f.settings:
-        for r in e.runs:
-            if r.out and r.rung is None and r.out != "trial":
-                by_reason[_LEFT_OUT.get(r.out, r.out)][e].append(r)
-    parts = []
-    for why, found in by_reason.items():
-        count = plural(sum(map(len, found.values())), "run")
-        parts.append(f"{count} {why} ({listed([e.label_of(*runs) for e, runs in found.items()])})")
-    if parts:
-        yield f"Left out: {'; '.join(parts)}."
-
-
-def _unequal_seeds(f: Result) -> Iterator[str]:
-    """Say that means are over different sets of seeds, where some are."""
-    several = [r for r in f.ranked if len(r.seeds) > 1]
-    wanted = {seed for r in several for seed in r.seeds}
-    # in the order of their numbers
-    missing = {r.label: sorted(wanted - {*r.seeds}, key=lambda s: (len(s), s)) for r in several}
-    lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
-    if lacking and f.is_loss and not f.looks:
-        yield f"The means are not over the same seeds: {listed(lacking)}."
-
-
-def _planned(f: Result) -> Iterator[str]:
-    left = {r.sweep: r.left for r in f.runs if r.sweep and r.left}
-    for sweep, count in left.items():
-        are = "is" if count == 1 else "are"
-        way = "it is running" if is_running(sweep) else how_to_resume(sweep)
-        yield f"{plural(count, 'run')} of the sweep {are} left to train: {way}"
-    if f.mixed:
-        yield "The tokenizers differ, so losses per token do not compare; bits per byte do."
-
-
-def _tokens(f: Result) -> Iterator[str]:
-    """Name the tokens of each budget, where they differ."""
+def _why(f: Result) -> Iterator[Note]:
+    """Yield what result and notes rest on."""
     if places := _places(f):
+        higher = "; a rate that has not decayed yet leaves a loss higher than it will be"
         budgets = "; ".join(f"{name} {p.planned:,.0f}" for name, p in places.items())
-        text = f"Tokens of the whole runs: {budgets}."
-        if any(p.decays for p in places.values()):
-            text += (
-                " A learning rate that has not decayed yet leaves a loss higher than it will be."
-            )
-        yield text
+        yield "Tokens of the whole runs", budgets + higher * any(p.decays for p in places.values())
+    yield "Losses are read at", _where(f)
+    stages = [stage for r in f.taking_part for stage in r.facts.get("stages") or [r.facts]]
+    known = [size for s in stages if (size := s.get("real_batch_size")) is not None]
+    sizes = dict.fromkeys(f"{size:,.0f}" for size in (min(known), max(known))) if known else "?"
+    if f.batch in _BATCH:
+        yield f"Batch ({f.batch})", f"real_batch_size {' to '.join(sizes)}; {_BATCH[f.batch]}"
+    if any(r.difference for r in f.ranked):
+        small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
+        looks = " over all looks together" * bool(f.looks)
+        of = f" of all {len(f.ranked)} settings" * (len(f.ranked) > 2)
+        yield "Intervals", f"at 95 %{looks}, with the noise{of} over their seeds{small}"
+    few = f.is_loss and Verdict.FEW_SEEDS in f.verdicts and not f.screen
+    if few:
+        yield (
+            "Few seeds",
+            "they show what these runs did, not what the settings do: rounding and the order of "
+            "the data move a loss as well. Only more seeds (train.seed=1,2,3) tell",
+        )
+    if f.floor:
+        yield (
+            "Floor of rounding",
+            f"{amount(f.floor.size)}, the largest difference in {f.metric.title} among "
+            f"{f.floor.runs} runs that differ in rounding alone ({f.floor.source})",
+        )
+    elif few:
+        yield (
+            "Rounding",
+            "not measured; sweep.twins=1 trains the leading setting once more for that",
+        )
+    yield from _halving(f)
+    for key, name in _FACTS.items():
+        found = sorted({str(fact) for r in f.taking_part if (fact := r.facts.get(key))})
+        yield name, listed(found) if len(found) > 1 else ""
 
 
-def _where(f: Result) -> Iterator[str]:
+def _where(f: Result) -> str:
     """Say where the losses are read, and who has no evaluation up to there."""
     runs = [r for r in f.taking_part if not broken(r)]
-    own_end = not f.is_loss or f.key == "final val/loss"
-    if own_end or f.align_at is None or len(runs) < 2:
-        return
+    if not f.is_loss or f.key == "final val/loss" or f.align_at is None or len(runs) < 2:
+        return ""
     ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, f.align))}
     which = "where all runs end" if len(ends) == 1 else "where the first run ends"
     if f.key.startswith("val/") and f.align_at < min(ends):
         which = "the last position at which every run was evaluated"
-    text = f"Losses are read at {f.position} {UNITS[f.align]}, {which}."
     late = f.align_at * (1 + 1e-9)
     without = [f.label_of(r) for r in runs if not (evaluations(r, f.align) <= late).any()]
-    if without and any("val/loss" in r.columns for r in runs):
-        have = "has" if len(without) == 1 else "have"
-        text += f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: "
-        text += f"{listed(without)}."
-    yield text
+    lacking = f"; no evaluation up to there: {listed(without)}"
+    told = bool(without) and any("val/loss" in r.columns for r in runs)
+    return f"{f.position} {UNITS[f.align]}, {which}{lacking * told}"
 
 
-def _halving(f: Result) -> Iterator[str]:
-    """Say which runs successive halving left out after which share of the steps.
-
-    Say also how the best one stood to the last of them there.
-    """
+def _halving(f: Result) -> Iterator[Note]:
+    """Say which runs successive halving left out when, and how close the last of them were."""
     rungs = sorted({r.rung for r in f.runs if r.rung is not None})
     if not rungs or not f.ranked:
         return
-    out = []
-    for share in rungs:
-        last = [r for r in f.runs if r.rung == share]
-        names = listed([f.label_of(r) for r in last])
-        out.append(f"{names} after {100 * share:.3g} % of the steps")
-    yield f"Successive halving left out {'; '.join(out)}."
-    best = f.ranked[0].taking_part[0]
-    known = [(*losses, f.label_of(r)) for r in last if (losses := _at_end_of(r, best))]
+    out = [
+        f"{listed([f.label_of(r) for r in f.runs if r.rung == share])} after {100 * share:.3g} %"
+        for share in rungs
+    ]
+    yield "Successive halving left out", f"{'; '.join(out)} of the steps"
+    best, known = f.ranked[0].taking_part[0], list[tuple[float, float, float, str]]()
+    for r in (r for r in f.runs if r.rung == rungs[-1]):
+        steps = evaluations(r, "steps")
+        if len(steps) and steps[-1] in evaluations(best, "steps"):
+            theirs, ours = (
+                float(x.columns["val/loss"][x.columns["step"] == steps[-1]][0]) for x in (r, best)
+            )
+            known.append((theirs, ours, float(steps[-1]), f.label_of(r)))
     if known and f.metric.better == "lower":
         theirs, ours, step, label = min(known)
         yield (
-            f"At step {step:,.0f}, where the last were left out, {f.label_of(best)} had a val "
-            f"loss of {f.digits(ours)}, and the best of these, {label}, {f.digits(theirs)}: what "
-            "was left out may be as good."
+            f"Val losses at step {step:,.0f}, where the last were left out",
+            f"{f.label_of(best)} {f.digits(ours)}, the best of these, {label}, {f.digits(theirs)}: "
+            "what was left out may be as good",
         )
-
-
-def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
-    """Return both val losses at the last evaluation of `run`, and its step; None: `other` lacks."""
-    steps = evaluations(run, "steps")
-    if not len(steps) or steps[-1] not in evaluations(other, "steps"):
-        return None
-    theirs, ours = (r.columns["val/loss"][r.columns["step"] == steps[-1]][0] for r in (run, other))
-    return float(theirs), float(ours), float(steps[-1])
-
-
-def _batch(f: Result) -> Iterator[str]:
-    if f.batch not in _BATCH:
-        return
-    runs = [r for e in f.settings if not e.out for r in e.runs]
-    stages = [stage for r in runs for stage in r.facts.get("stages") or [r.facts]]
-    known = [size for s in stages if (size := s.get("real_batch_size")) is not None]
-    sizes = [f"{size:,.0f}" for size in (min(known), max(known))] if known else ["?"]
-    yield _BATCH[f.batch].format(" to ".join(dict.fromkeys(sizes)))
-
-
-def _method(f: Result) -> Iterator[str]:
-    """Say what the intervals mean, and what one seed cannot tell."""
-    count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts and not f.screen
-    if any(r.difference for r in f.ranked):
-        of = f" of all {count} settings" if count > 2 else ""
-        small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
-        looks = ", over all looks together" if f.looks else ""
-        yield f"Intervals are at 95 %{looks}, with the noise{of} over their seeds{small}."
-    if few:
-        which = "Runs of one seed" if all(len(r.seeds) < 2 for r in f.ranked) else "Few seeds"
-        yield (
-            f"{which} show what these runs did, not what the settings do: rounding and the "
-            "order of the data move a loss as well. Only more seeds (train.seed=1,2,3) tell."
-        )
-    if f.floor is not None:
-        yield (
-            f"The floor of rounding, {amount(f.floor.size)}, is the largest difference in "
-            f"{f.metric.title} among {f.floor.runs} runs that differ in rounding alone "
-            f"({f.floor.source})."
-        )
-    elif few:
-        yield (
-            "What rounding makes was not measured; sweep.twins=1 trains the leading setting once "
-            "more for that."
-        )
-
-
-def _facts(f: Result) -> Iterator[str]:
-    for key, sentence in _FACTS.items():
-        found = sorted({str(known) for r in f.taking_part if (known := r.facts.get(key))})
-        if len(found) > 1 and not (f.mixed and key == "eval_sequences"):
-            yield sentence.format(listed(found))

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from llmexp import features
-from llmexp.compare.clipping import looked_at, percent
-from llmexp.compare.document import PLOTLY_FILE, Cell, Row, document
-from llmexp.compare.plot_layers import layer_plots
-from llmexp.compare.plot_search import screen_plots, search_plots
-from llmexp.compare.plot_settings import maps, over_keys
-from llmexp.compare.plot_training import losses, other_quantities
-from llmexp.compare.plot_verdict import verdict_plot
-from llmexp.compare.plotting import Plot, looks
+from llmexp.compare import curves, plots
+from llmexp.compare.clipping import looked_at
+from llmexp.compare.document import PLOTLY_FILE, Cell, Part, Row, document
+from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, shown_columns
-from llmexp.compare.target import UNITS_IN_WORDS
+from llmexp.compare.target import UNITS
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
@@ -53,53 +47,35 @@ def mirrored(c: Result) -> SweepAnswer:
     return SweepAnswer(notes.strip(), table, page(c), marks)
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of a feature, folded, under the others."""
-
-    id: str
-    title: str
-    caption: str
-    heads: list[str]
-    rows: list[Row]
-    note: str
-
-
-def page(comparison: Result, inline: bool = True) -> str:
+def page(c: Result, inline: bool = True) -> str:
     """Return the page with everything inside, or, without `inline`, with the library beside it."""
-    c, parts = comparison, sections(comparison)
-    tables = [found for of in features.offered("page", "table") if (found := of(c)).rows]
-    return document(
-        "llmexp.compare", list(itertools.chain(*parts.values())), inline,
-        title=_title(c), about=_about(c), headline=c.headline, notes=c.notes, why=c.why,
-        problems=c.problems, looks=look_rows(c), clip=clip_rows(c), tables=tables,
-        **parts, **run_rows(c),
-    )  # fmt: skip
-
-
-def sections(c: Result) -> dict[str, list[Plot]]:
-    """Return all figures of the page, which are those of an answer in Python too, by section."""
-    found: dict[str, Sequence[Plot | None]] = {
-        "verdict": [verdict_plot(c)], "losses": [losses(c)],
-        "settings": screen_plots(c) or [*search_plots(c), *over_keys(c), *maps(c)],
-        "others": [other_quantities(c)], "layers": layer_plots(c),
-    }  # fmt: skip
-    return {name: [plot for plot in plots if plot] for name, plots in found.items()}
-
-
-def _title(c: Result) -> str:
-    of = f" of {'/'.join(c.sweep.parts[-2:])}" if c.sweep else ""
-    return f"{plural(len(c.runs), 'run')}{of}"
-
-
-def _about(c: Result) -> str:
     where = "each run at its own end"
     if c.align_at is not None:
-        where = f"compared at {c.position} {UNITS_IN_WORDS[c.align]}"
-    folded = len(c.settings) != len(c.runs)
-    settings = f"{plural(len(c.settings), 'setting')}, seeds folded · " if folded else ""
-    ordered = f"{settings}ordered by {c.key} · {where}"
-    return ordered[0].upper() + ordered[1:]
+        where = f"compared at {c.position} {UNITS[c.align]}"
+    title = plural(len(c.runs), "run") + (f" of {'/'.join(c.sweep.parts[-2:])}" if c.sweep else "")
+    about = f"{plural(len(c.settings), 'setting')} · ordered by {c.key} · {where}"
+    said = {key: getattr(c, key) for key in ("headline", "notes", "why", "problems")}
+    return document(parts(c), inline, title=title, about=about, **said)
+
+
+def parts(c: Result) -> list[Part]:
+    """Return the parts of the page; their figures are those of an answer in Python too."""
+    found = [
+        Part("verdict", "The verdict", plots.verdict_plot(c)),
+        _looks(c),
+        Part("losses", "Losses", curves.losses(c)),
+        Part(
+            "settings",
+            "Over the settings",
+            plots.screen_plots(c) or [*plots.search_plot(c), *plots.over_keys(c), *plots.maps(c)],
+        ),
+        _settings(c),
+        Part("other-curves", "Other curves", curves.others(c), folded=True),
+        Part("layers", "Layers", plots.layer_plot(c), folded=True),
+        _clipping(c),
+        *(part_of(c) for part_of in features.offered("page", "part")),
+    ]
+    return [part for part in found if part.plots or part.rows]
 
 
 def number_cells(*values: Any, digits: int = 3) -> list[Cell]:
@@ -107,59 +83,58 @@ def number_cells(*values: Any, digits: int = 3) -> list[Cell]:
     return [Cell("" if number(v) is None else shown(v, digits), v) for v in values]
 
 
-def share(value: Any, before: str = "") -> Cell:
-    """Return the cell of a share in percent, empty where it is not known."""
-    return Cell("" if number(value) is None else f"{before}{percent(value)}", value)
-
-
 def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
     """Yield the colour and the name of every run with the run."""
-    for setting, look in looks(c).items():
+    for setting, (colour, _) in styles(c).items():
         for record in setting.runs:
-            yield look.colour, setting.label_of(record), record
+            yield colour, setting.label_of(record), record
 
 
-def run_rows(c: Result) -> dict[str, list[Any]]:
-    """Return the table of settings: titles, rows with the best first, and what is alike in all."""
+def _settings(c: Result) -> Part:
+    """Return the table of settings: the metric, and the columns that tell them apart."""
     found = shown_columns(c)
     metric = [found.pop(c.key)] if c.key in found else []
-    kept, same = list(metric), []
-    for column in found.values():
-        if len(c.settings) > 1 and len(set(column.cells)) == 1:
-            same += [f"{column.title} {column.cells[0]}"] * bool(column.cells[0])
-        elif all(column.cells != m.cells for m in metric):
-            kept.append(column)
+    news = [k for k in found.values() if len(c.settings) == 1 or len({*k.cells}) > 1]
+    kept = [*metric, *(k for k in news if all(k.cells != m.cells for m in metric))]
     rows = []
-    for i, (e, look) in enumerate(looks(c).items()):
+    for i, (s, (colour, _)) in enumerate(styles(c).items()):
         cells = [Cell(k.cells[i], k.values[i] if k.values else None) for k in kept]
-        rows.append(Row(look.colour, e.label, cells, look.lead, e.note))
-    return {"heads": ["setting", *(k.title for k in kept)], "rows": rows, "alike": same}
+        rows.append(Row(colour, s.label, cells, s.leads, s.note))
+    return Part("table", "Runs", (), ["setting", *(k.title for k in kept)], rows)
 
 
-def look_rows(c: Result) -> list[Row]:
+def _looks(c: Result) -> Part:
     """Return the looks of a sweep that decided by itself: where seeds went, what they showed."""
+    heads = ["Look", "Seeds each", "Runs so far", "Of the 5 %", "Shown to be worse", "Still open"]
     rows = []
     for i, one in enumerate(c.looks, 1):
-        count = len(one.seeds)
         trained = sum(r.seed in one.seeds and not r.config.get(TWIN) for r in c.runs)
-        cells = [
-            Cell(str(count), count), Cell(str(trained), trained),
-            Cell(f"{one.level:.2%}", one.level), Cell(", ".join(one.worse)),
-            Cell(", ".join(one.going)), Cell(one.why),
-        ]  # fmt: skip
+        texts = (len(one.seeds), trained, f"{one.level:.2%}", ", ".join(one.worse))
+        cells = [Cell(str(text)) for text in (*texts, ", ".join(one.going), one.why)]
         rows.append(Row("transparent", str(i), cells))
-    return rows
+    text = (
+        "The sweep decided by itself which settings got further seeds. Each look spends a part of "
+        "the 5 % of error; a setting that was shown to be worse gets no more seeds."
+    )
+    return Part("looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True)
 
 
-def clip_rows(c: Result) -> list[Row]:
+def _clipping(c: Result) -> Part:
     """Return how often each run was clipped, and how often other limits would have clipped it."""
+    found = [(*run, seen) for run in runs(c) for seen in looked_at(run[2])]
+    most = max((len(seen.get("table", ())) for *_, (_, _, seen) in found), default=0)
+    heads = ["Run", "Looks at", "Limit", "Share clipped", "Median", "90 %", "99 %"]
     rows = []
-    for colour, name, record in runs(c):
-        for i, (what, limit, found) in enumerate(looked_at(record)):
-            quantiles = found.get("quantiles", {})
-            cells = [Cell(what), Cell(limit), share(found.get("share"))]
-            cells += number_cells(*(quantiles.get(q) for q in ("50", "90", "99")))
-            for at in found.get("table", []):
-                cells.append(share(at.get("share"), f"{number_cells(at.get('limit'))[0].text}: "))
-            rows.append(Row("transparent" if i else colour, "" if i else name, cells))
-    return rows
+    for colour, name, _, (what, limit, seen) in found:
+        at = [seen.get("quantiles", {}).get(q) for q in ("50", "90", "99")]
+        cells = [Cell(what), *number_cells(limit, seen.get("share"), *at)]
+        for other in seen.get("table", ()):
+            cells.append(Cell(": ".join(shown(other[key], 3) for key in ("limit", "share"))))
+        rows.append(Row(colour, name, cells))
+    text = (
+        "Of steps by the norm, the largest entry, the norm of a group or the largest attention "
+        "logit; of units, tensors and heads by themselves. Shares at other limits are by what each "
+        "run has seen: under another limit it would have taken another path."
+    )
+    heads += ["At another limit"] * most
+    return Part("clip", "Gradient clipping", (), heads, rows, text, folded=True)

@@ -60,44 +60,23 @@ def points(x: Any, y: Any, words: Sequence[str] | None, **more: Any) -> go.Scatt
     return go.Scatter(x=x, y=y, hovertemplate=hover, **how)
 
 
-def menus(*choices: tuple[Options, int]) -> list[dict[str, Any]]:
-    """Return menus in a row above a figure.
-
-    Each choice has its options and the index of the chosen one.
-    """
+def menus(*choices: Options) -> list[dict[str, Any]]:
+    """Return menus in a row above a figure; the first option of each is chosen."""
     found, left = [], 0
-    for options, chosen in choices:
+    for options in choices:
         buttons = [dict(label=text(name), method="update", args=args) for name, args in options]
         place = dict(x=0, xanchor="left", y=1, yanchor="bottom", pad=dict(l=left, b=8))
-        found.append(dict(buttons=buttons, active=chosen, showactive=True, **place))
+        found.append(dict(buttons=buttons, active=0, showactive=True, **place))
         left += 36 + 7 * max(len(name) for name, _ in options)  # about as wide as it is drawn
     return found
 
 
-@dataclass(frozen=True)
-class SettingStyle:
-    """Hold the colour and the name of a setting in every figure.
-
-    The leading one is bolder, and a star.
-    """
-
-    colour: str
-    lead: bool
-    title: str
-
-    def line(self, bold: float, usual: float, **more: Any) -> dict[str, Any]:
-        return {"color": self.colour, "width": bold if self.lead else usual, **more}
-
-    def point(self, bold: int, usual: int) -> dict[str, Any]:
-        symbol = "star" if self.lead else "circle"
-        return {"color": self.colour, "size": bold if self.lead else usual, "symbol": symbol}
-
-
-def looks(c: Result) -> dict[Setting, SettingStyle]:
+def styles(c: Result) -> dict[Setting, tuple[str, str]]:
+    """Return each setting with its colour and name in every figure; the leading one has a star."""
     found = {}
-    for e, colour in zip(c.settings, palette(len(c.settings)), strict=True):
-        name = text(e.label, 40)
-        found[e] = SettingStyle(colour, e.leads, f"<b>★ {name}</b>" if e.leads else name)
+    for s, colour in zip(c.settings, palette(len(c.settings)), strict=True):
+        name = text(s.label, 40)
+        found[s] = colour, f"<b>★ {name}</b>" if s.leads else name
     return found
 
 

@@ -1,39 +1,16 @@
-"""Say what a search has found: its choice with fresh seeds, and which knobs mattered."""
+"""Find out which knobs of a search mattered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.compare.columns import figure_text
-from llmexp.compare.folding import varying
-from llmexp.compare.records import TWIN, Record, Result
-from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural
+from llmexp.compare.records import Record
 
 RESAMPLED = 400
 _SPARE = 5  # degrees of freedom that the noise needs
-
-
-def searched(f: Result) -> Iterator[str]:
-    """Say what fresh seeds make of the search's own choice, and which knobs mattered."""
-    key, trials = f.key, [r for r in f.runs if r.trial]
-    known = [r for r in trials if key in r.figures and r.rung is None]
-    if not known or not f.ranked or f.target:  # which the search did not choose by
-        return
-    lead = f.ranked[0]
-    if not any(r.trial for r in lead.taking_part):
-        own = [f.digits(r.figures[key]) for r in lead.runs if r in known]
-        yield (
-            f"The search chose by the lowest of {plural(len(trials), 'trial')}, which is low by "
-            f"chance too: {lead.label} had {', '.join(own)} there; with fresh seeds it has "
-            f"{figure_text(lead, f.metric)}."
-        )
-    keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
-    if len(keys) > 1:
-        yield importance_words(importances(known, keys, key), len(known), f.names)
 
 
 @dataclass(frozen=True)
@@ -45,17 +22,6 @@ class Importance:
     low: float  # ends of its 95 % interval
     high: float
     told: bool  # whether chance alone would hardly make it so large
-
-
-def importance_words(found: Sequence[Importance], count: int, names: Mapping[str, str]) -> str:
-    """Name the knobs that mattered, and those of which it cannot be told."""
-    told = sorted((i for i in found if i.told), key=lambda i: -i.share)
-    if not told:
-        return f"Which knob mattered cannot be told from {plural(count, 'trial')}."
-    shares = (f"{names[i.key]} {i.share:.0%} ({i.low:.0%} to {i.high:.0%})" for i in told)
-    rest = [names[i.key] for i in found if not i.told]
-    more = f"; of {' and '.join(rest)} it cannot be told" if rest else ""
-    return f"Of the order of {count} trials the knobs explain: {', '.join(shares)}{more}."
 
 
 def importances(trials: Sequence[Record], keys: Sequence[str], metric: str) -> list[Importance]:

@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from llmexp import features
-from llmexp.compare.clipping import CLIP_COLUMNS, clip_columns
 from llmexp.compare.columns import difference, figure_text
 from llmexp.compare.records import REACHED, TWIN, Result, Setting
-from llmexp.compare.screened import as_data
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
@@ -68,15 +66,11 @@ def shown_columns(c: Result) -> dict[str, Shown]:
         "difference": Shown("difference", [difference(e) for e in settings], sizes),
         "basis": Shown("basis", [e.basis for e in settings]),
     }
-    rules = clip_columns(settings)
     for key in c.differing:
-        if CLIP_COLUMNS[1] in rules and key.startswith("clip.") and key not in c.factors:
-            continue  # the limit of another rule
         found[key] = Shown(short[key], [_setting(e, key) for e in settings])
     for k in c.columns:
         values = [e.figures.get(k.key) for e in settings]
         found[k.key] = Shown(k.title, [figure_text(e, k) for e in settings], values)
-    found |= {key: Shown(*parts) for key, parts in rules.items()}
     found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in settings])
     found["state"] = Shown("state", [e.state for e in settings])
     return found
@@ -139,8 +133,7 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
     names = _names(c)
     kept = [*names, mark, *metric]
     keys = [column.key for column in c.columns]
-    rules = CLIP_COLUMNS if "clip.kind" in c.factors else ()
-    rest = dict.fromkeys([*_FIRST, *rules, *filter(is_of_named_set, keys), *_NEXT, *keys])
+    rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
     if not c.key.endswith("bits_per_byte"):
         rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)
@@ -221,7 +214,16 @@ def to_json(c: Result) -> str:
     names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
     whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
     whole |= {name: getattr(c, name) for name in names} | {"metric": c.key}
-    whole["screen"] = as_data(c.screen)
+    whole["screen"] = c.screen and {
+        "runs": c.screen.runs,
+        "resolution": c.screen.resolution,
+        "effects": [
+            {key: getattr(one, key) for key in ("effect", "half", "p", "found")}
+            | {"key": key, "levels": [*c.screen.levels[key]]}
+            | {"confounded": [*c.screen.confounded[key]]}
+            for key, one in c.screen.knobs.items()
+        ],
+    }
     whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 

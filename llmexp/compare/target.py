@@ -1,20 +1,18 @@
-"""Find where runs first reach a target, such as a validation loss, and say how exactly."""
+"""Find where runs first reach a target, such as a validation loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from llmexp.compare.figures import train_losses
-from llmexp.compare.position import ROWS, common_rows, of_rows, positions
+from llmexp.compare.position import ROWS, of_rows, positions
 from llmexp.compare.records import REACHED, Record, Result, Target
 from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, is_score
-from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
-from llmexp.system.text import listed
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 UNITS_IN_WORDS = UNITS | {"time": "s of training"}
@@ -45,7 +43,7 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     `target/by` are the positions of the two evaluations: start and first one, where that is there.
     """
     own, before = record.columns, record.before
-    steps, values = _course(record, target.key)
+    steps, values = course(record, target.key)
     if not len(values):
         return {}
     there = np.flatnonzero(target.sign * values <= target.sign * target.value)
@@ -73,7 +71,7 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     return found
 
 
-def _course(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
+def course(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps at which a run has a figure, and its values; those of parents come first.
 
     The train loss is that of the table: there is one after each step, whatever the rows.
@@ -103,38 +101,3 @@ def cap_of(f: Result) -> float:
     """Return the end of the first of the runs to end that never reached the target."""
     never = [positions(r, f.align) for r in f.taking_part if r.figures.get(REACHED) == 0.0]
     return min((float(where[-1]) for where in never if len(where)), default=math.inf)
-
-
-def nobody(f: Result) -> str:
-    """Say that no run reaches the target, and how close the best one came."""
-    assert f.target is not None
-    sign, found = f.target.sign, list[tuple[float, str]]()
-    for r, counted in common_rows(f.taking_part, f.align, [f.target.key]).items():
-        if len(seen := _course(counted, f.target.key)[1]):
-            found.append((float(np.min(sign * seen)), f.label_of(r)))
-    text = f"No run reaches {f.target}"
-    if not found:
-        return f"{text}."
-    size, label = min(found)
-    extreme = "lowest" if sign > 0 else "highest"
-    return f"{text}; the {extreme} was {sign * size:.5g}, of {label}."
-
-
-def reached(f: Result) -> Iterator[str]:
-    """Say how exactly it is known where runs reached the target, and how the others count."""
-    if f.target is None or not f.ranked or not f.reached:
-        return
-    unit, runs = UNITS[f.align], f.taking_part
-    widths = [r.figures["target/by"] - r.figures["target/after"] for r in runs
-              if "target/by" in r.figures]  # fmt: skip
-    if widths:
-        most = f"up to {f.digits(max(widths))} {unit} apart"
-        what = "steps" if f.target.key == "train/loss" else "evaluations"
-        yield f"Between two {what}, {most}, the target is placed by a straight line."
-    if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
-        cap = f.digits(cap_of(f))
-        yield (
-            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); to "
-            f"judge, all that had not by {cap} {unit}, where the first of them ends, count as if "
-            "they had there."
-        )

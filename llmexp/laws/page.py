@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.document import Row, document
+from llmexp.compare.document import Part, Row, document
 from llmexp.compare.plotting import ABOVE, GREY, TEN_COLOURS, Plot, packed, palette, plot, text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
@@ -30,29 +30,28 @@ HOVER = "<b>%{text}</b><br>%{xaxis.title.text} %{x:.3s}<br>%{yaxis.title.text} %
 def page(a: Answer) -> str:
     """Return the page with everything inside."""
     powers = [law for law in a.laws if isinstance(law, Power)]
-    sections = [
-        ("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else []),
-        ("power", "The law", [_power(p) for p in powers]),
-        ("frontier", "The frontier", [_frontiers(a.surfaces)] if a.surfaces else []),
-        ("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces]),
-        ("contours", "Over size and tokens", [_contours(s) for s in a.surfaces]),
-        ("residuals", "Runs about the law", [_residuals(law) for law in a.laws]),
+    parts = [
+        Part("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else []),
+        Part("power", "The law", [_power(p) for p in powers]),
+        Part("frontier", "The frontier", [_frontiers(a.surfaces)] if a.surfaces else []),
+        Part("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces]),
+        Part("contours", "Over size and tokens", [_contours(s) for s in a.surfaces]),
+        Part("residuals", "Runs about the law", [_residuals(law) for law in a.laws]),
     ]
-    tables = []
-    for law in a.laws:
+    for number, law in enumerate(a.laws):
         lines = table_rows(law)
         colours = ["transparent"] * len(lines)
         if isinstance(law, Surface) and len(law.rungs) <= len(lines):
             colours[: len(law.rungs)] = palette(len(law.rungs))
         named = [Row(c, line[0].text, line[1:]) for c, line in zip(colours, lines, strict=True)]
-        tables.append((law.ladder.name if len(a.laws) > 1 else "Figures", heads(law), named))
+        title = law.ladder.name if len(a.laws) > 1 else "Figures"
+        parts.append(Part(f"table-{number}", title, (), heads(law), named))
     runs = sum(len(law.losses) for law in a.laws)
     return document(
-        "llmexp.laws", [one for _, _, found in sections for one in found],
+        [part for part in parts if part.plots or part.rows],
         title=f"Scaling laws of {plural(runs, 'run')}",
         about=" · ".join(law.ladder.name for law in a.laws), headline=words.headline(a),
         notes=words.notes(a), why=words.why(a), problems=a.problems,
-        sections=[section for section in sections if section[2]], tables=tables,
     )  # fmt: skip
 
 

@@ -61,11 +61,11 @@ class Answer:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the figures of the page by name, as plotly.graph_objects.Figure."""
-        from llmexp.compare.page import sections
+        from llmexp.compare.page import parts
 
         wide = {"template": None, "margin": None}  # as plotly shows a figure of its own
-        parts = sections(self.comparison).values()
-        return {p.name: p.figure.update_layout(wide, title=p.title) for part in parts for p in part}
+        plots = [plot for part in parts(self.comparison) for plot in part.plots]
+        return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots}
 
 
 def compare(*paths: Any, align: str = "tokens",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.compare.curves import AXES, scale
+from llmexp.compare.curves import AXES, POINTS, SMOOTHED
 from llmexp.compare.inference import Difference
 from llmexp.compare.page import PLOTLY_FILE, page, write_beside
-from llmexp.compare.plot_training import POINTS, SMOOTHED
+from llmexp.compare.plots import scale
 from llmexp.compare.records import Column, Result
 from llmexp.settings.labels import short_label
 from llmexp.system.text import shown
@@ -210,7 +210,7 @@ def test_an_axis_is_logarithmic_for_rates_and_for_factors(key, values, kind):
     assert len(set(axis.labels)) == len(values)  # they look different
 
 
-def test_a_search_has_its_history_and_the_fresh_seeds_apart(tmp_path):
+def test_a_search_is_drawn_in_order_and_the_fresh_seeds_behind_it(tmp_path):
     import llmexp
 
     points = {}
@@ -223,13 +223,11 @@ def test_a_search_has_its_history_and_the_fresh_seeds_apart(tmp_path):
     path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "train.seed"])
     amend(path / "sweep.json", grid=False)
     answer = llmexp.compare(path)
-    trials, fresh = answer.figures["search"].data
+    (trace,) = answer.figures["search"].data
     values = {r.name: r.figures["val/loss"] for r in answer.comparison.runs}
-    order = ["0-0s1", "1-1s1", "4-2s1", "5-3s1"]
-    assert (trials.x, trials.y) == ((1, 2, 3, 4), tuple(values[name] for name in order))
-    seeds = (values["2-1s2"], values["3-1s3"])
-    assert fresh.x == (5, 5, 5)
-    assert fresh.y == (pytest.approx(sum(seeds) / 2), *seeds)
+    order = ["0-0s1", "1-1s1", "4-2s1", "5-3s1", "2-1s2", "3-1s3"]
+    assert trace.y == tuple(values[name] for name in order)
+    assert trace.marker.symbol == ("circle-open",) * 4 + ("circle",) * 2
 
 
 def test_two_hundred_long_runs_are_a_page_of_some_megabytes():

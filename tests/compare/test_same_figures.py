@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare.columns import difference
 from llmexp.compare.comparing import findings, with_words
-from llmexp.compare.page import mirrored, page, run_rows
+from llmexp.compare.page import mirrored, page, parts
 from llmexp.compare.records import Result
 from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown
 from llmexp.program.judging import Answer
@@ -69,9 +69,9 @@ def test_every_number_that_stands_twice_is_the_same_in_the_same_digits(losses, s
     for row, cell in zip(rows, of_metric.values(), strict=False):
         assert cell in row
     title = next(k.title for k in c.columns if k.key == key)
-    body = run_rows(c)
-    at = body["heads"].index(title) - 1
-    assert [row.cells[at].text for row in body["rows"]] == list(of_metric.values())
+    body = next(part for part in parts(c) if part.id == "table")
+    at = body.heads.index(title) - 1
+    assert [row.cells[at].text for row in body.rows] == list(of_metric.values())
     assert any(of_metric[c.settings[0].label] in line for line in lines(c, 200))
     in_json_csv_and_tracker(c, of_metric, apart)
 
@@ -122,6 +122,6 @@ def test_python_has_the_figures_of_the_page_and_captions_count_the_seeds(seeds):
 def test_a_column_of_round_figures_has_no_decimals_and_one_of_others_has_them_all():
     c = made(np.array([[2.0], [2.5]]))
     assert list(cells(c, c.key).values()) == ["2.0000", "2.5000"]
-    assert c.headline.startswith("Undecided, one seed each: lr=1.0 has the lowest val loss, 2.0000")
+    assert c.headline.startswith("Undecided, one seed each: lr=1.0, val loss 2.0000")
     tokens = replace(c, metric=next(k for k in c.columns if k.key == "tokens_seen"))
     assert cells(tokens, "tokens_seen") == {"lr=1.0": "64", "lr=2.0": "64"}

@@ -10,7 +10,7 @@ import pytest
 import llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.inference import fit_model, judged
-from llmexp.compare.plot_settings import over_keys
+from llmexp.compare.plots import over_keys
 from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import (
     make_case,

@@ -34,7 +34,7 @@ def decided(**last: Any) -> Answer:
 def test_the_picture_has_each_setting_its_seeds_and_its_interval():
     answer = decided()
     figure = answer.figures["verdict"]
-    seeds, *marks = figure.data
+    seeds, settings = figure.data
     best, undecided, worse = answer.comparison.settings
     assert [e.mark for e in (best, undecided, worse)] == ["lowest", "undecided", "worse"]
     places = list(zip(seeds.x, seeds.y, strict=True))
@@ -42,15 +42,14 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
     assert {name: len(x) for name, x in by_row.items()} == {"lr=2.0": 3, "lr=3.0": 3, "lr=1.0": 2}
     # A seed stands beside the same seed of the leading setting.
     ours = {r.seed: r.figures["val/loss"] for r in best.runs}
-    drawn = {trace.name: trace for trace in marks}
-    assert set(drawn) == {"lowest", "undecided", "worse"}
     for e in (undecided, worse):
         apart = [r.figures["val/loss"] - ours[r.seed] for r in e.runs]
         assert sorted(by_row[e.label]) == pytest.approx(sorted(apart))
-        assert list(drawn[e.mark].x) == pytest.approx([e.size])
-        assert list(drawn[e.mark].error_x.array) == pytest.approx([e.half])
-    assert drawn["undecided"].opacity < drawn["worse"].opacity  # pale, also in grey
-    assert len({trace.marker.symbol for trace in marks}) == 3
+        at = settings.y.index(e.label)
+        assert settings.x[at] == pytest.approx(e.size)
+        assert settings.error_x.array[at] == pytest.approx(e.half)
+    assert settings.marker.opacity == (1.0, 0.55, 1.0)  # the undecided one is pale, also in grey
+    assert len(set(settings.marker.symbol)) == 3
     assert list(figure.layout.yaxis.categoryarray) == ["lr=1.0", "lr=2.0", "lr=3.0"]
 
 

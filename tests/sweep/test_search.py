@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.searching import importance_words, importances
+from llmexp.compare.searching import importances
 from llmexp.runs import ledger
 from tests.compare.made import record
 from tests.conftest import HANG_S, TINY, llmexp, start
@@ -111,13 +110,12 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     assert [r.seed for r in best.taking_part] == ["1", "2"] == [r.seed for r in fresh]
     values = [r.figures["val/loss"] for r in fresh]
     assert best.figures["val/loss"] == pytest.approx(sum(values) / 2)
-    assert "Two seeds are too few for an interval" in c.headline
-    assert c.headline.startswith(f"{best.label}: val loss {min(values):.5}")
+    assert f" ({min(values):.5} and {max(values):.5}; two seeds have no interval)" in c.headline
     assert [e.mark for e in c.settings[1:]] == ["trial"] * 2
     others = [e.figures["val/loss"] for e in c.settings[1:]]
     assert trial.figures["val/loss"] < min(others)
     (note,) = (note for note in c.notes if "low by chance too" in note)
-    assert f"had {trial.figures['val/loss']:.5}" in note
+    assert f"{trial.figures['val/loss']:.5}" in note
     assert json.loads(llmexp("next", "cut", "--json", cwd=tmp_path).out)["rule"] != "confirm"
 
     # Of another space nothing is tried in silence; more trials and seeds are added.
@@ -204,13 +202,8 @@ def test_importance_is_told_where_there_is_one_and_seldom_where_there_is_none():
     rate = found["optimizer.lr"]
     assert rate.told
     assert 0.3 < rate.low < rate.share < rate.high < 1.0
-    words = importance_words(list(found.values()), 40, {key: key for key in KEYS})
-    assert re.fullmatch(r"Of the order of 40 trials the knobs explain: optimizer.lr \d+% "
-                        r"\(\d+% to \d+%\); of clip.max_norm and model.tied it cannot be told.",
-                        words)  # fmt: skip
+    assert not found["clip.max_norm"].told
     alarms = [any(i.told for i in importances(trials(20, 0.0, seed), KEYS, "loss"))
               for seed in range(1, 11)]  # fmt: skip
     assert sum(alarms) <= 2  # 5 % of 10, and three standard deviations
-    few = importances(trials(7, 8.0, 0), KEYS, "loss")
-    assert few == []
-    assert importance_words(few, 7, {}) == "Which knob mattered cannot be told from 7 trials."
+    assert importances(trials(7, 8.0, 0), KEYS, "loss") == []

@@ -346,8 +346,8 @@ def test_compare_ranks_by_a_score_and_asks_the_items(folder, tmp_path, monkeypat
     monkeypatch.chdir(folder)
     key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
     for name, change, words in (
-        ("far", lead, "the items tell these models apart"),
-        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell"),
+        ("far", lead, "the items do tell apart"),
+        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell apart"),
     ):
         other = tmp_path / name
         shutil.copytree("run", other)

@@ -1,13 +1,9 @@
-"""Find how runs differ in what they were made of.
-
-That is commit, uncommitted changes, packages, drivers.
-"""
+"""Find how runs differ in what they were made of: commits, changes, packages, drivers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from llmexp.compare.records import Record
 from llmexp.features.provenance.runs import folders, read_packages, read_provenance
@@ -18,63 +14,40 @@ _MACHINE = {
     "driver": "NVIDIA driver",
     "cuda": "CUDA version",
     "cudnn": "cuDNN version",
-    "container": "container",
+    "container": "Container",
 }
 
 
 def differences(records: Sequence[Record]) -> list[str]:
-    """Return a line for each kind of difference; none where nothing is known to differ.
+    """Return a line for each kind of difference between runs as they ended; none where none is.
 
-    What a run was resumed with counts as its last one: a change in between has a line of its own.
+    Uncommitted changes are compared where the commit is one: by the diff, else by names.
     """
     found = {r.name: there for r in records if (there := folders(r.path))}
-    last = {name: there[-1] for name, there in found.items()}
-    known = {name: read_provenance(folder) for name, folder in last.items()}
-    lines = _code(known)
-    if len({about.get("packages_sha256") for about in known.values()}) > 1:
-        lists = list(map(read_packages, last.values()))
-        names = dict.fromkeys(name for versions in lists for name in versions)
-        by_name = {name: {versions.get(name) or "none" for versions in lists} for name in names}
-        parts = [f"{name} {' or '.join(sorted(v))}" for name, v in by_name.items() if len(v) > 1]
-        lines += [f"The packages differ: {first_of(parts)}."] * bool(parts)
-    for key, title in _MACHINE.items():
-        lines += _differing(f"The {title}", {run: about.get(key) for run, about in known.items()})
-    if resumed := [name for name, there in found.items() if len(there) > 1]:
-        text = "Resumed with other code, packages or drivers than begun with"
-        lines.append(f"{text}: {first_of(resumed)}.")
-    return list(map(clean, lines))
-
-
-def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Compare commits, and the uncommitted changes of one commit.
-
-    These are compared by the diff, else by the names of what has changed.
-    """
-    commits: dict[str, dict[str, str]] = defaultdict(dict)  # of each run, by repository
-    changes: dict[str, dict[str, str]] = defaultdict(dict)  # the first run of each
-    for run, about in known.items():
+    made: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for run, there in found.items():
+        about = read_provenance(there[-1])
+        facts = {}
         for one in about.get("repositories", ()):
-            name = one.get("name", "")
-            commits[name][run] = one.get("commit", "")[:10]
-            changed = one.get("diff_sha256") or sorted(one.get("changed", []))
-            changes[name].setdefault(str(changed), run)
+            name, commit = one.get("name", ""), one.get("commit", "")[:10]
+            changed = (one.get("diff_sha256") or "")[:10] or ", ".join(one.get("changed", []))
+            facts[f"Commit of {name}"] = commit
+            facts[f"Uncommitted changes to {name} at {commit}"] = changed or "none"
+        facts["Packages"] = about.get("packages_sha256")
+        facts |= {title: about.get(key) for key, title in _MACHINE.items()}
+        for what, value in facts.items():
+            if value:
+                made[what][str(value)].append(run)
     lines = []
-    for name, of_runs in commits.items():
-        differing = _differing(f"The commit of {name}", of_runs)
-        if len(changes[name]) > 1 and not differing:
-            runs = first_of([changes[name][state] for state in sorted(changes[name])])
-            differing = [f"The uncommitted changes to {name} differ: see provenance/ of {runs}."]
-        lines += differing
-    return lines
-
-
-def _differing(what: str, values: Mapping[str, Any]) -> list[str]:
-    """Return a line with the runs of each value, where there are several values."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for run, value in values.items():
-        if value:
-            groups[str(value)].append(run)
-    if len(groups) < 2:
-        return []
-    parts = [f"{text} in {first_of(runs)}" for text, runs in groups.items()]
-    return [f"{what} differs: {'; '.join(parts)}."]
+    for what, runs in made.items():
+        if len(runs) < 2:
+            continue
+        parts = [" or ".join(f"{value} in {first_of(names)}" for value, names in runs.items())]
+        if what == "Packages":
+            lists = [read_packages(there[-1]) for there in found.values()]
+            of = {name: {v.get(name) or "none" for v in lists} for known in lists for name in known}
+            parts = [f"{name} {' or '.join(sorted(v))}" for name, v in of.items() if len(v) > 1]
+        lines += [f"{what}: {first_of(parts)}."] * bool(parts)
+    if resumed := [name for name, there in found.items() if len(there) > 1]:
+        lines.append(f"Resumed with other code, packages or drivers: {first_of(resumed)}.")
+    return list(map(clean, lines))

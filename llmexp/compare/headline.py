@@ -1,0 +1,185 @@
+"""Say the result of a comparison in one line of one shape.
+
+`STATUS: leaders, figure, distance to the nearest other one (basis); what is missing.` The words
+follow from the verdicts (judging.py); nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+
+from llmexp.compare.budgets import equal
+from llmexp.compare.columns import alone, figure_text, half_width
+from llmexp.compare.evidence import same_steps
+from llmexp.compare.judging import SMALL, needed
+from llmexp.compare.position import common_rows
+from llmexp.compare.records import REACHED, Result, Setting, Verdict, labels
+from llmexp.compare.target import course
+from llmexp.settings.labels import plural, short_value
+from llmexp.system.text import amount
+
+
+def headline(f: Result) -> str:
+    """State the result in one line."""
+    if why := _no_order(f):
+        return f"No ranking: {why}."
+    if f.screen:
+        told = [_knob(f, key) for key in f.screen.found]
+        size = f"{plural(len(f.screen.knobs), 'knob')} in {plural(f.screen.runs, 'run')}"
+        largest = _knob(f, next(iter(f.screen.knobs)))
+        return f"Effects of {size}: {'; '.join(told) or f'none is told, the largest is {largest}'}."
+    best, *others = f.ranked
+    if f.is_loss or f.target:
+        lead = [best, *f.those(*SMALL)]
+        unsettled = [*f.those(Verdict.UNDECIDED), *f.those(Verdict.FEW_SEEDS)]
+        worse = sorted(f.those(Verdict.WORSE), key=lambda r: abs(r.size or 0.0))
+        near = next(iter([*unsettled, *worse]), None)
+        one = ", one seed each" * all(len(r.seeds) == 1 for r in f.ranked)
+        status = f"Undecided{one}" if unsettled else "Best" if near else "Alike"
+    else:
+        lead = [r for r in f.ranked if r.figures[f.key] == best.figures[f.key]]
+        near = next((r for r in others if r not in lead), None)
+        status = f.extreme.capitalize() if near else "Same"
+    if len(lead) == 1 and not near:
+        return f"{_single(f)}."
+    figure = f"{f.metric.title} {_figure(f, best)}"
+    within = max((abs(r.size or 0.0) + (r.half or 0.0) for r in lead), default=0.0)
+    alike = f"alike to within {within:.2g}" if within > 1e-12 else "alike to the last bit"
+    parts = [labels(lead), figure, *[alike] * (len(lead) > 1), *([_apart(f, near)] if near else [])]
+    marks = Counter(r.mark for r in others if r not in (near, *lead) and r.mark)
+    rest = f" Others: {', '.join(f'{n} {mark}' for mark, n in marks.items())}." * bool(marks)
+    return f"{status}: {', '.join(filter(None, parts))}{_missing(f, near)}.{rest}"
+
+
+def _no_order(f: Result) -> str:
+    """Say why nothing leads; empty where something does."""
+    if not f.ranked:
+        if not f.metric.better:
+            return f"neither a higher nor a lower {f.metric.title} is better"
+        if f.mixed and f.key.endswith("/loss"):
+            return "the tokenizers differ, so losses per token do not compare"
+        return f"no run that takes part has a {f.metric.title}"
+    if f.target:
+        return "" if f.reached else f"no run reaches {f.target}{_nearest_miss(f)}"
+    if f.tasks > 1:
+        return f"the runs have {f.tasks} different validation texts, so losses do not compare"
+    if len(f.budgets) < 2:
+        return ""
+    why, first = "the budgets differ", f.ranked[0]
+    if equal(round(g[0].place.planned) for g in f.budgets if g[0].place):
+        why = f"at equal {f.align} the runs stand at other parts of their schedules"
+        if f.own_ends:
+            why = f"the runs were never all evaluated at equal {f.align}"
+    at = "at its own end" if f.own_ends else f"at equal {f.align}"
+    ends = {
+        r: y for g in f.budgets for r in g if (y := r.figures.get("final val/loss")) is not None
+    }
+    last = min(ends, key=ends.__getitem__, default=None)
+    then = ""
+    if last and f.key == "val/loss" and ends[last] != first.figures[f.key]:
+        then = f", at its own end {last.label}, {f.digits(ends[last])}"
+    return (
+        f"{why}; {f.extreme} {at} is {first.label}, {f.metric.title} {alone(first, f.metric)}{then}"
+    )
+
+
+def _nearest_miss(f: Result) -> str:
+    """Say how close the best run came to a target that none reaches."""
+    assert f.target is not None
+    sign, found = f.target.sign, list[tuple[float, str]]()
+    for r, counted in common_rows(f.taking_part, f.align, [f.target.key]).items():
+        if len(seen := course(counted, f.target.key)[1]):
+            found.append((float(np.min(sign * seen)), f.label_of(r)))
+    size, label = min(found, default=(0.0, ""))
+    return f"; the nearest was {sign * size:.5g}, of {label}" if found else ""
+
+
+def _single(f: Result) -> str:
+    """Describe the one setting that is ranked, or the one computation that was run several ways."""
+    best, values = f.ranked[0], list(f.ranked[0].seeds.values())
+    out = {r.rung for r in f.runs if r.rung is not None}
+    halved = bool(out) and not any(r.trial for r in f.runs)
+    several = len(f.ranked) > 1
+    status = "Only computation" if several else "Only setting"
+    if halved:
+        ended = all(r.state == "finished" for r in best.runs if r.rung is None)
+        status = f"{'Won' if ended else 'Left in by'} the successive halving"
+    text = f"{status}: {labels(f.ranked)}, {f.metric.title} {_figure(f, best)}"
+    if len(values) == 2:
+        text += f" ({' and '.join(map(f.digits, sorted(values)))}; two seeds have no interval)"
+    elif len(values) > 2:
+        low, high, spread = f.digits(min(values)), f.digits(max(values)), np.std(values, ddof=1)
+        text += f" over {len(values)} seeds (standard deviation {spread:.2g}, {low} to {high})"
+    if several or halved:
+        text += f", {_rounding(f)}" * bool(_rounding(f))
+    return text
+
+
+def _rounding(f: Result) -> str:
+    """Say what rounding makes of one computation, as far as it was measured."""
+    runs = [r for s in f.ranked for r in s.taking_part]
+    if f.floor is None:
+        return "each with another seed, so seeds and rounding both tell" * (len(f.ranked) > 1)
+    if f.floor.size:
+        return f"of which rounding makes {amount(f.floor.size)}"
+    return "the same to the last bit" if same_steps(runs) else "though other losses differ"
+
+
+def _figure(f: Result, s: Setting) -> str:
+    if f.key not in s.figures:  # not all of its runs reach the target
+        return f"in {round(s.figures[REACHED] * len(s.seeds))} of {len(s.seeds)} runs"
+    return figure_text(s, f.metric) if len(f.ranked) == 1 else alone(s, f.metric)
+
+
+def _apart(f: Result, other: Setting) -> str:
+    """Say how far the leading setting is from another one."""
+    if not f.is_loss and not f.target:
+        first = f.ranked[0]
+        halves = [half for s in (first, other) if (half := half_width(s, f.metric))]
+        apart, half = abs(first.figures[f.key] - other.figures[f.key]), math.hypot(*halves)
+        told = "" if apart > half else "not "
+        items = f", which the items do {told}tell apart, {amount(apart, half)} between them"
+        return f"then {other.label}, {alone(other, f.metric)}{items * (len(halves) > 1)}"
+    if other.size is None:
+        return f"then {other.label}, {_figure(f, other)}"
+    single = all(len(s.seeds) == 1 for s in f.ranked)
+    basis = f" ({other.basis or 'too few seeds'})" * (not single)
+    if not other.size and not other.half:
+        return f"the same as {other.label}{basis}"
+    side = "below" if other.size >= 0 else "above"
+    return f"{amount(other.size, other.half)} {side} {other.label}{basis}"
+
+
+def _missing(f: Result, near: Setting | None) -> str:
+    """Say what would decide between the leading setting and another one."""
+    if near is None or near.verdict not in (Verdict.UNDECIDED, Verdict.FEW_SEEDS):
+        return ""
+    if not f.is_loss and not f.target:
+        return ""
+    before, wanted = "", needed(near, f)
+    if f.looks and not f.target:  # which the looks did not judge
+        before = f"; {f.looks[-1].why or 'the sweep has not come to its end'}"
+        if not f.looks[-1].is_last:
+            return before
+    if near.capped:
+        return f"{before}; longer runs would tell"
+    if not wanted:
+        return f"{before}; no affordable number of seeds would tell"
+    if near.verdict == Verdict.FEW_SEEDS:
+        how = "are the least that would tell" if f.floor else "would begin to tell"
+        return f"{before}; {wanted} seeds each {how}"
+    more = wanted - near.difference.seeds if near.difference else wanted
+    return f"{before}; {plural(more, 'more seed')} each would tell"
+
+
+def _knob(f: Result, key: str) -> str:
+    """Return what a knob of a screen does."""
+    assert f.screen is not None
+    c, better = f.screen.knobs[key], f.screen.better(key, f.metric.sign)
+    worse = next(level for level in f.screen.levels[key] if level is not better)
+    does = "lowers" if f.metric.sign > 0 else "raises"
+    side = f"{f.names[key]}={short_value(better)} instead of {short_value(worse)}"
+    return f"{side} {does} {f.metric.title} by {amount(c.effect, c.half)}"
