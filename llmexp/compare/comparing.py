@@ -97,12 +97,8 @@ def findings(
         read = None  # branches of a trunk: each is read at its own end
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
     # which way the figures of hooks are better, as these have declared it
-    better = {
-        key: way
-        for r in records
-        for key, way in r.facts.get("better", {}).items()
-        if way in ("lower", "higher")
-    }
+    ways = (pair for r in records for pair in r.facts.get("better", {}).items())
+    better = {key: way for key, way in ways if way in ("lower", "higher")}
     aim = None if target is None else target_of(target, better)
     counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
     own = {r: figures(r, align, read, more, counted.get(r)) for r in records}
@@ -125,8 +121,8 @@ def findings(
     folding.label(found, factors)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
     of_sweeps = {r.negligible for r in records}
-    if negligible is None and len(of_sweeps) == 1:
-        (negligible,) = of_sweeps
+    if negligible is None:
+        negligible = of_sweeps.pop() if len(of_sweeps) == 1 else None
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,

@@ -210,7 +210,7 @@ def _along(c: Result, axis: str) -> dict[str, Any]:
     }
 
 
-def others(c: Result) -> list[Plot]:
+def quantities(c: Result) -> list[Plot]:
     """Draw one quantity at a time, as it was logged, over the axis of the comparison."""
     options: Options = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))

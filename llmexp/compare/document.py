@@ -44,7 +44,7 @@ class Row(NamedTuple):
     note: str = ""
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """A part of a page: figures, and a table with a text above it."""
 
     id: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     folded: bool = False
 
 
-def document(parts: Sequence[Part], inline: bool = True, **answer: Any) -> str:
+def document(parts: Sequence[Section], inline: bool = True, **answer: Any) -> str:
     """Return a page of parts: its title, what it is about, headline, notes, why and problems.
 
     Everything is inside; without `inline` the library is a file beside the page. The template

@@ -201,12 +201,12 @@ def _factor(
     return abs(slope) * float(estimates[count:].std(ddof=1))
 
 
-Cell = tuple[int, str, float]  # the setting, the seed, the figure
+_Cell = tuple[int, str, float]  # the setting, the seed, the figure
 
 
 def _design(
     seeds: Sequence[Mapping[str, float]], wild: Sequence[int]
-) -> tuple[list[Cell], dict[str, int], np.ndarray]:
+) -> tuple[list[_Cell], dict[str, int], np.ndarray]:
     """Return the figures that count, the numbers of shared seeds, and the design matrix."""
     cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
     blocks = _blocks([cell for cell in cells if cell[0] not in wild])

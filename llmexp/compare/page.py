@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 from llmexp import features
 from llmexp.compare import curves, plots
 from llmexp.compare.clipping import looked_at
-from llmexp.compare.document import PLOTLY_FILE, Cell, Part, Row, document
+from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document
 from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, shown_columns
@@ -55,25 +55,25 @@ def page(c: Result, inline: bool = True) -> str:
     title = plural(len(c.runs), "run") + (f" of {'/'.join(c.sweep.parts[-2:])}" if c.sweep else "")
     about = f"{plural(len(c.settings), 'setting')} · ordered by {c.key} · {where}"
     said = {key: getattr(c, key) for key in ("headline", "notes", "why", "problems")}
-    return document(parts(c), inline, title=title, about=about, **said)
+    return document(sections(c), inline, title=title, about=about, **said)
 
 
-def parts(c: Result) -> list[Part]:
+def sections(c: Result) -> list[Section]:
     """Return the parts of the page; their figures are those of an answer in Python too."""
     found = [
-        Part("verdict", "The verdict", plots.verdict_plot(c)),
+        Section("verdict", "The verdict", plots.verdict_plot(c)),
         _looks(c),
-        Part("losses", "Losses", curves.losses(c)),
-        Part(
+        Section("losses", "Losses", curves.losses(c)),
+        Section(
             "settings",
             "Over the settings",
             plots.screen_plots(c) or [*plots.search_plot(c), *plots.over_keys(c), *plots.maps(c)],
         ),
         _settings(c),
-        Part("other-curves", "Other curves", curves.others(c), folded=True),
-        Part("layers", "Layers", plots.layer_plot(c), folded=True),
+        Section("other-curves", "Other curves", curves.quantities(c), folded=True),
+        Section("layers", "Layers", plots.layer_plot(c), folded=True),
         _clipping(c),
-        *(part_of(c) for part_of in features.offered("page", "part")),
+        *(section(c) for section in features.offered("page", "section")),
     ]
     return [part for part in found if part.plots or part.rows]
 
@@ -90,7 +90,7 @@ def runs(c: Result) -> Iterator[tuple[str, str, Record]]:
             yield colour, setting.label_of(record), record
 
 
-def _settings(c: Result) -> Part:
+def _settings(c: Result) -> Section:
     """Return the table of settings: the metric, and the columns that tell them apart."""
     found = shown_columns(c)
     metric = [found.pop(c.key)] if c.key in found else []
@@ -100,10 +100,10 @@ def _settings(c: Result) -> Part:
     for i, (s, (colour, _)) in enumerate(styles(c).items()):
         cells = [Cell(k.cells[i], k.values[i] if k.values else None) for k in kept]
         rows.append(Row(colour, s.label, cells, s.leads, s.note))
-    return Part("table", "Runs", (), ["setting", *(k.title for k in kept)], rows)
+    return Section("table", "Runs", (), ["setting", *(k.title for k in kept)], rows)
 
 
-def _looks(c: Result) -> Part:
+def _looks(c: Result) -> Section:
     """Return the looks of a sweep that decided by itself: where seeds went, what they showed."""
     heads = ["Look", "Seeds each", "Runs so far", "Of the 5 %", "Shown to be worse", "Still open"]
     rows = []
@@ -116,10 +116,12 @@ def _looks(c: Result) -> Part:
         "The sweep decided by itself which settings got further seeds. Each look spends a part of "
         "the 5 % of error; a setting that was shown to be worse gets no more seeds."
     )
-    return Part("looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True)
+    return Section(
+        "looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True
+    )
 
 
-def _clipping(c: Result) -> Part:
+def _clipping(c: Result) -> Section:
     """Return how often each run was clipped, and how often other limits would have clipped it."""
     found = [(*run, seen) for run in runs(c) for seen in looked_at(run[2])]
     most = max((len(seen.get("table", ())) for *_, (_, _, seen) in found), default=0)
@@ -137,4 +139,4 @@ def _clipping(c: Result) -> Part:
         "run has seen: under another limit it would have taken another path."
     )
     heads += ["At another limit"] * most
-    return Part("clip", "Gradient clipping", (), heads, rows, text, folded=True)
+    return Section("clip", "Gradient clipping", (), heads, rows, text, folded=True)

@@ -13,7 +13,7 @@ assembly   `check`: refuses a config before anything is built; `prepare`: what i
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 runs       `start`, beside that of a process that makes runs; `record`, into the folder of each;
            `look_back`: what a run that goes on removes of its steps after the checkpoint
-page       `part`: a part of the page
+page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 cli        `check_resume`: what a resumed run cannot ask of it
 

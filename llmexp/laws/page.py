@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.document import Part, Row, document
+from llmexp.compare.document import Row, Section, document
 from llmexp.compare.plotting import ABOVE, GREY, TEN_COLOURS, Plot, packed, palette, plot, text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
@@ -31,12 +31,12 @@ def page(a: Answer) -> str:
     """Return the page with everything inside."""
     powers = [law for law in a.laws if isinstance(law, Power)]
     parts = [
-        Part("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else []),
-        Part("power", "The law", [_power(p) for p in powers]),
-        Part("frontier", "The frontier", [_frontiers(a.surfaces)] if a.surfaces else []),
-        Part("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces]),
-        Part("contours", "Over size and tokens", [_contours(s) for s in a.surfaces]),
-        Part("residuals", "Runs about the law", [_residuals(law) for law in a.laws]),
+        Section("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else []),
+        Section("power", "The law", [_power(p) for p in powers]),
+        Section("frontier", "The frontier", [_frontiers(a.surfaces)] if a.surfaces else []),
+        Section("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces]),
+        Section("contours", "Over size and tokens", [_contours(s) for s in a.surfaces]),
+        Section("residuals", "Runs about the law", [_residuals(law) for law in a.laws]),
     ]
     for number, law in enumerate(a.laws):
         lines = table_rows(law)
@@ -45,7 +45,7 @@ def page(a: Answer) -> str:
             colours[: len(law.rungs)] = palette(len(law.rungs))
         named = [Row(c, line[0].text, line[1:]) for c, line in zip(colours, lines, strict=True)]
         title = law.ladder.name if len(a.laws) > 1 else "Figures"
-        parts.append(Part(f"table-{number}", title, (), heads(law), named))
+        parts.append(Section(f"table-{number}", title, (), heads(law), named))
     runs = sum(len(law.losses) for law in a.laws)
     return document(
         [part for part in parts if part.plots or part.rows],

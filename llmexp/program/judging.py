@@ -61,10 +61,10 @@ class Answer:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the figures of the page by name, as plotly.graph_objects.Figure."""
-        from llmexp.compare.page import parts
+        from llmexp.compare.page import sections
 
         wide = {"template": None, "margin": None}  # as plotly shows a figure of its own
-        plots = [plot for part in parts(self.comparison) for plot in part.plots]
+        plots = [plot for part in sections(self.comparison) for plot in part.plots]
         return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots}
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare.columns import difference
 from llmexp.compare.comparing import findings, with_words
-from llmexp.compare.page import mirrored, page, parts
+from llmexp.compare.page import mirrored, page, sections
 from llmexp.compare.records import Result
 from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown
 from llmexp.program.judging import Answer
@@ -69,7 +69,7 @@ def test_every_number_that_stands_twice_is_the_same_in_the_same_digits(losses, s
     for row, cell in zip(rows, of_metric.values(), strict=False):
         assert cell in row
     title = next(k.title for k in c.columns if k.key == key)
-    body = next(part for part in parts(c) if part.id == "table")
+    body = next(part for part in sections(c) if part.id == "table")
     at = body.heads.index(title) - 1
     assert [row.cells[at].text for row in body.rows] == list(of_metric.values())
     assert any(of_metric[c.settings[0].label] in line for line in lines(c, 200))

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from llmexp.compare.document import Cell, Part, Row
+from llmexp.compare.document import Cell, Row, Section
 from llmexp.compare.page import number_cells, runs
 from llmexp.compare.records import Result
 
 
-def part(c: Result) -> Part:
+def section(c: Result) -> Section:
     """Return the gradient noise scale of each run beside its batch."""
     rows = []
     for colour, name, record in runs(c):
@@ -13,7 +13,7 @@ def part(c: Result) -> Part:
             known = map(noise.get, ("noise_scale", "low", "high", "measurements"))
             cells = number_cells(record.facts.get("real_batch_size"), *known, digits=4)
             rows.append(Row(colour, name, [*cells, Cell(str(noise.get("verdict") or ""))]))
-    return Part(
+    return Section(
         "noise",
         "Gradient noise scale",
         (),
