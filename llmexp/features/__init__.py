@@ -9,7 +9,8 @@ settings   its `Knobs`, which join the section `SECTION`; whether a config has `
            depends on whether they are set (`SOMETIMES`)
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
-           data; what of that is `fixed` in checkpoints, and whether they are of an `other` run
+           data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;
+           `known`: fields of the solved run; `admit`: refuses a run that is to begin, or warns
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 runs       `start`, beside that of a process that makes runs; `record`, into the folder of each;
            `look_back`: what a run that goes on removes of its steps after the checkpoint
@@ -30,6 +31,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FEATURES = (
+    "memory",
     "digest",
     "ema",
     "noise",

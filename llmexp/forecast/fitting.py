@@ -18,6 +18,7 @@ from typing import Any
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import AllRanks, Died, Lost, measured
 from llmexp.modes.micro_batch import cut, is_open
+from llmexp.runs.remembered import MEMORY, remember, remembered
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.knobs import deciding_work
@@ -28,7 +29,6 @@ from llmexp.system.devices import Device, device_called
 from llmexp.system.redact import redacted
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.remembered import MEMORY, remember, remembered
 
 _KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken

@@ -22,6 +22,7 @@ from llmexp.modes.calibration import MOST
 from llmexp.modes.micro_batch import cut
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
+from llmexp.runs.remembered import MEMORY, remember
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import deciding_work
@@ -31,7 +32,6 @@ from llmexp.system.devices import Device, device_named
 from llmexp.system.text import one_line
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.placement import SAVES_NOTHING
-from llmexp.train.assembly.remembered import MEMORY, remember
 from llmexp.train.assembly.solving import kernel_of
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"

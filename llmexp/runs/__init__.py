@@ -12,5 +12,6 @@ ledger      sweep.json: the points of a sweep
 find        the runs and sweeps that paths mean
 naming      names of checkpoints, such as RUN@STEP
 ending      how a run ended, in one table, whoever watched it
+remembered  what runs of a kind were found to take, in the cache folder
 versions    of llmexp, its source and its commit; of the packages that it computes with
 """

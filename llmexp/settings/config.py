@@ -119,12 +119,6 @@ class CoreTrain:
         affects="rounding",
         default=False,
     )
-    check_memory: bool = knob(
-        "refuse a run whose ranks cannot fit into this host's memory",
-        False,
-        affects="nothing",
-        default=True,
-    )
     max_consecutive_skips: int = knob(
         "stop after more skipped updates in a row than this; outliers alone stop no run",
         50,

@@ -22,8 +22,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, end_process, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder
-from llmexp.train.assembly.assemble import Cache, Parts, assemble
-from llmexp.train.assembly.room import memory_checked
+from llmexp.train.assembly.assemble import Cache, Parts, admitted, assemble
 
 
 def answer(
@@ -45,7 +44,7 @@ def answer(
         )
         # of several hosts the ranks find it, once they are there
         find = with_size if config.parallelism.nnodes == 1 else None
-        parts = memory_checked(micro_batch.run(config, assembled, path, find))
+        parts = admitted(micro_batch.run(config, assembled, path, find))
     if purpose == "check":
         waiting[request["folder"]] = key, parts
     if purpose == "queue":

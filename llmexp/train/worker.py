@@ -21,8 +21,7 @@ from llmexp.settings.values import AUTO, ConfigError, error_record
 from llmexp.system import fileio
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
-from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.room import memory_checked
+from llmexp.train.assembly.assemble import Parts, admitted, assemble
 from llmexp.train.beginning import start_loop
 from llmexp.train.checkpointing import finish_alone
 from llmexp.train.failing import Failure
@@ -51,7 +50,7 @@ def main(argument: str) -> int:
         request = json.loads(text)
         config, known = build(request["config"]), folder.known_of(request)
         there = Path(request["folder"]) if request["fixed"] else None
-        parts = memory_checked(parts_of(config, there, waits=bool(request.get("queue")), **known))
+        parts = admitted(parts_of(config, there, waits=bool(request.get("queue")), **known))
         path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):

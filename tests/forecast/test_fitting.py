@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from llmexp.compose.forking import recut
+from llmexp.features.memory.assembly import known
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import with_size
 from llmexp.forecast.measuring import Died
 from llmexp.modes import micro_batch
+from llmexp.runs import remembered
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
-from llmexp.train.assembly import remembered
 from llmexp.train.assembly.assemble import Cache, assemble
 from tests.conftest import TINY, llmexp
 from tests.tools import composed
@@ -136,16 +138,16 @@ def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):
     def refused(path, **_):
         raise PermissionError(path)
 
-    config = composed(*SMALL)
+    config, run = composed(*SMALL), Namespace(device_name="cpu")
     kind = deciding_work(config, "cpu")
     monkeypatch.setenv("LLMEXP_CACHE_DIR", "~nobody-of-this-name/cache")  # RuntimeError
     remembered.remember(remembered.MEMORY, {"peak_bytes": 1}, kind)
-    assert remembered.known_memory(config, "cpu") is None
+    assert known(config, run) == {}
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
     remembered.remember(remembered.MEMORY, {"peak_bytes": GIB}, kind)
-    assert remembered.known_memory(config, "cpu").startswith("1 GiB a rank")
+    assert known(config, run)["memory"].startswith("1 GiB a rank")
     monkeypatch.setattr(Path, "read_text", refused)
-    assert remembered.known_memory(config, "cpu") is None
+    assert known(config, run) == {}
 
 
 def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):

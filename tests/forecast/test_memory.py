@@ -17,6 +17,7 @@ from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.data.window import Window
+from llmexp.features.memory import assembly as of_memory
 from llmexp.forecast import memory
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
@@ -24,7 +25,6 @@ from llmexp.models.initial import BLOCK
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.system.devices import device_named
-from llmexp.train.assembly import room, solving
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
@@ -291,8 +291,8 @@ def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, mo
     tiny = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.n_layers=1"]
     unplanned = planned(capsys, *tiny)
     assert unplanned.count("memory not planned; add plan.device=h200 (or another device)") == 1
-    monkeypatch.setattr(solving, "known_memory", lambda *_: "measured before")
-    assert "measured before" in planned(capsys, *tiny)
+    monkeypatch.setattr(of_memory, "remembered", lambda *_: {"peak_bytes": 1})
+    assert "measured before this run" in planned(capsys, *tiny)
     out = planned(capsys, *tiny, "plan.device=l4")
     assert "device l4, planned for" in out
     assert "libraries" in out
@@ -343,8 +343,8 @@ def test_ranks_that_cannot_fit_into_this_host_are_refused(monkeypatch):
     size = 4 * parts.run.parameters
 
     def checked(there: float, of: Parts = parts) -> tuple[str, ...]:
-        monkeypatch.setattr(room.hardware, "memory_bytes", lambda _: there)
-        return room.memory_checked(of).run.warnings
+        monkeypatch.setattr(of_memory.hardware, "memory_bytes", lambda _: there)
+        return of_memory.admit(of).run.warnings
 
     assert checked(7.01 * size) == parts.run.warnings  # 4, and 3 of the copy
     assert "2 ranks may not fit" in checked(6.99 * size)[-1]

@@ -6,9 +6,7 @@ assemble    the five stages, place, inputs, model, data and run: config -> `Part
 placement   place: device, ranks and arithmetic
 inputs      inputs and data: the tokenizer and the corpus, each checked when it is built; no torch
 parts       model and optimizers, likewise
-room        whether the ranks fit into this host's memory
 parent      the checkpoint that a fork goes on from
 solving     run: the facts, and the solved `Run`
 opening     a checkpoint for use without training
-remembered  what runs of a kind were found to take
 """

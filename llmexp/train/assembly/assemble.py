@@ -192,6 +192,13 @@ def assemble(
     )
 
 
+def admitted(parts: Parts) -> Parts:
+    """Return the parts of a run that is begun, with warnings. Raises ConfigError."""
+    for admit in features.offered("assembly", "admit"):
+        parts = admit(parts)
+    return parts
+
+
 def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
     """Return the name and the function of each entry of `hooks`, or its class, which is a Feature.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmexp import features
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.common import parameter_counts
@@ -32,7 +33,6 @@ from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import dropout_words, label_of, sizes_in
 from llmexp.train.assembly.placement import Placement
-from llmexp.train.assembly.remembered import known_memory
 from llmexp.update import schedule
 
 TRIED_UPDATES = 256  # updates of a schedule, evenly spread, before a run begins
@@ -107,7 +107,7 @@ def solve_run(
     corpus: Corpus,
     cached: Callable[..., Any],
 ) -> Run:
-    """Return the run, with its sources, its warnings and what is known of its memory.
+    """Return the run, with its sources, its warnings and what features know of it.
 
     `solved` is `config` with every derived value; `cached`: an `assemble.Cache`. Raises
     ConfigError."""
@@ -124,8 +124,8 @@ def solve_run(
     return dataclasses.replace(
         run,
         warnings=(*run.warnings, *corpus.warnings, *_too_late(config, run)),
-        memory=known_memory(solved, run.device_name),
         sources=tuple(sources),
+        **features.merged("assembly", "known", solved, run),
     )
 
 

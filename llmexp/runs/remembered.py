@@ -8,9 +8,6 @@ from typing import Any
 
 from llmexp.data.cache import cache_folder, entry_path, read_cache_entry, write_entry
 from llmexp.runs import versions
-from llmexp.settings.config import Config
-from llmexp.settings.knobs import deciding_work
-from llmexp.system.text import gib
 
 MEMORY = "memory"  # measured by a run, a kind of note
 # Faults of the cache, which must not stop a run: no home folder, keys of a section `user` without
@@ -22,14 +19,6 @@ OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.update.optim.")
 
 # Kept for this process alone: functions of the user's own may be others in the next one.
 _own: dict[Path, dict[str, Any]] = {}
-
-
-def known_memory(config: Config, device_name: str) -> str | None:
-    """Return in words what a run of this kind took; None where none was measured."""
-    found = remembered(MEMORY, deciding_work(config, device_name))
-    if found is None or not isinstance(peak := found.get("peak_bytes"), (int, float)):
-        return None
-    return f"{gib(peak)} GiB a rank at its peak, measured before this run"
 
 
 def _note(what: str, *deciding: Any) -> Path:

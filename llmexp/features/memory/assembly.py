@@ -1,5 +1,3 @@
-"""Compare what ranks take of their host's memory with what it has, before a run is written."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -7,6 +5,11 @@ import dataclasses
 import torch
 
 from llmexp import features
+from llmexp.features.memory.settings import Knobs
+from llmexp.run import Run
+from llmexp.runs.remembered import MEMORY, remembered
+from llmexp.settings.config import Config, knobs_of
+from llmexp.settings.knobs import deciding_work
 from llmexp.settings.values import is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.text import gib
@@ -17,7 +20,15 @@ from llmexp.update.precision import parameter_dtype
 MORE = "llmexp plan plan.device=cpu says what would fit"
 
 
-def memory_checked(parts: Parts) -> Parts:
+def known(config: Config, run: Run) -> dict[str, str]:
+    """Return in words what a run of this kind took, where one was measured."""
+    found = remembered(MEMORY, deciding_work(config, run.device_name))
+    if found is None or not isinstance(peak := found.get("peak_bytes"), (int, float)):
+        return {}
+    return {"memory": f"{gib(peak)} GiB a rank at its peak, measured before this run"}
+
+
+def admit(parts: Parts) -> Parts:
     """Return the parts, with a warning where their ranks may not fit into this host's memory.
 
     Raises ConfigError where they cannot: on a CPU each holds its parameters and gradients, and a
@@ -25,7 +36,7 @@ def memory_checked(parts: Parts) -> Parts:
     """
     config, run, layout = parts.config, parts.run, parts.run.layout
     there = hardware.memory_bytes(torch.device("cpu"))
-    if there is None or not config.train.check_memory:
+    if there is None or not knobs_of(config, Knobs).check_memory:
         return parts
     weights = run.parameters * parameter_dtype(parts.precision).itemsize
     share = weights / (layout.shard_size * layout.tensor_parallel_size)
