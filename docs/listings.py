@@ -222,7 +222,7 @@ LISTINGS = (
 BY_HAND = {
     "docs/verify.md": ("verify transfer",),  # two minutes; tests/verify/test_transfer.py
     "docs/clipping.md": ("experiment=clip_rules",),  # 16 runs; tests/compare/test_output.py
-    "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/train/test_averages.py
+    "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/features/ema/test_averages.py
     # needs Ray; a sweep as that of the README, with a tokenizer of its own
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py

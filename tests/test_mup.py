@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.features.layers.figures import attention_figures
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
@@ -145,15 +144,6 @@ def test_logits_have_the_multipliers_of_the_package(kind):
     want = F.linear(standard.features(tokens) / (WIDTH / BASE), standard.head_weight)
     torch.testing.assert_close(model(tokens), want, rtol=1e-12, atol=1e-13)
     assert divisor_of(model.blocks[0].attention) == head / 8
-
-
-def test_figures_of_attention_are_of_the_logits_as_they_are():
-    attention = mup(gpt2).blocks[0].attention
-    q, k = torch.randn(2, 1, 2, 5, 32, dtype=torch.float64)
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()
-    logits = (q @ k.transpose(-1, -2) * 8 / 32).masked_fill(~causal, -math.inf)
-    largest, _ = attention_figures(q, k, None, divisor_of(attention))
-    assert float(largest) == pytest.approx(float(logits.max()), rel=1e-12)
 
 
 def test_the_package_has_the_formulas_of_this_file():

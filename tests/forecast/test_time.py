@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.features.tasks.train import Tasks
 from llmexp.forecast.duration import Times, cost_of, estimated, over_slots, part_counts
 from llmexp.forecast.duration import cost_sections as sections
 from llmexp.models.gpt2 import GPT2
@@ -19,7 +18,6 @@ from llmexp.models.recompute import recomputed_share
 from llmexp.modes import calibration
 from llmexp.run import Run
 from llmexp.system.devices import device_named
-from llmexp.train.feature import Features
 from llmexp.train.loop import due_after
 from tests.conftest import TINY
 from tests.tools import printed
@@ -37,33 +35,23 @@ def config_of(tokens=None, row=10, last=True, initial=False, **every: int | None
 
 
 @given(
-    steps=st.integers(1, 40), every=st.tuples(*[EVERY] * 5, st.integers(1, 9)), tokens=EVERY,
+    steps=st.integers(1, 40), every=st.tuples(*[EVERY] * 3, st.integers(1, 9)), tokens=EVERY,
     last=st.booleans(), first=st.integers(0, 40),
 )  # fmt: skip
 def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, tokens, last, first):
     first %= steps  # of a fork
-    evaluation, tasks, sample, save, keep, row = every
-    given = {"eval_every": evaluation, "tasks_every": tasks, "sample_every": sample}
-    config = config_of(tokens, row, last, True, **given, every=save, keep_every=keep)
-    config.train.tasks = ["t"]
+    evaluation, save, keep, row = every
+    config = config_of(tokens, row, last, True, eval_every=evaluation, every=save, keep_every=keep)
     sizes = {"tokens_at": lambda step: 3 * step, "stages": ()}
     planned = Namespace(max_steps=steps, first_step=first, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
-    scores = Features()
-    scores.append(Tasks(Namespace(), Namespace(), tasks))  # type: ignore[arg-type]
-    due = [
-        due_after(step, step == steps, config, planned, features=scores)
-        for step in range(first + 1, steps + 1)
-    ]
+    due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
     found = part_counts(planned, config)
     assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)
     if tokens:  # the steps after which another multiple is reached
         reached = {step for step in range(first + 1, steps) if 3 * step % tokens < 3}
         assert found["evaluation"] == len(reached) + 1
-    assert found["tasks"] == sum(len(d.measures) for d in due)
-    texts = [s for s in range(first + 1, steps) if sample and s % sample == 0]
-    assert found["sample"] == len(texts)  # that at the end is no part of it
     assert found["save"] == (first == 0) + sum(d.checkpoint for d in due)
     assert found["row"] == sum(step % row == 0 for step in range(first + 1, steps + 1))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import yaml
 
 from llmexp import mesh
 from llmexp.__main__ import run as command
-from llmexp.compare.figures import columns_of
 from llmexp.evaluate import harness, sets
 from llmexp.settings.values import ConfigError
 from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, Item, read_items, read_task
 from llmexp.train.assembly.opening import Opened, open_run
 from tests.conftest import llmexp, train
-from tests.tools import exact
 
 WORDS = tuple(
     "the cat dog sat on a mat and saw big red house it ran to tree over hill".split()  # noqa: SIM905
@@ -69,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         items.append({"context": context, "choices": choices, "answer": answer})
     (path / "sets").mkdir()
     write(path / "sets/mixed.jsonl", [{"id": f"q{n}", **item} for n, item in enumerate(items)])
-    train(path, "run", *settings(), *TASKS, "train.log_every=4")
+    train(path, "run", *settings(), "train.log_every=4")
     return path
 
 
@@ -82,9 +79,6 @@ def scored(opened: Opened, path: Path, tokens: int) -> tuple[dict[str, float], l
     task = scoring.prepare_task(path.stem, read_items(path), opened.tokenizer, LENGTH)
     alone = mesh.join("cpu", "single", 1, 1, 1)
     return scoring.score_task(task, sets.placed_model(opened).loss, alone, "fp64", tokens)
-
-
-TASKS = ["train.tasks=[mixed,tiny_facts]", "train.tasks_every=2", "train.tasks_folder=sets"]
 
 
 def by_hand(opened: Opened, path: Path) -> list[list[float]]:
@@ -139,12 +133,6 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
     assert found["bits_per_byte"] == pytest.approx(nll / size / math.log(2), rel=1e-11)
     assert 0 < found["acc"] < 1
     assert right != normed
-    # rows of the run say the same
-    row = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
-    for key in {*found} - {"task", "items", "scores"}:
-        assert row[f"task/mixed/{key}"] == pytest.approx(found[key], rel=1e-12)
-    assert sum(key.startswith("task/mixed/") for key in row) == 6
-    assert "task/tiny_facts/acc" in row
     assert command(["evaluate", "run@2", "--tasks", "tiny_facts,mixed"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown[-2:]] == [["tiny_facts", "16"], ["mixed", "20"]]
@@ -203,27 +191,6 @@ def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch
             widths = [len(task.requests[number].ids) - 1 for number in chosen]
             assert widths == sorted(widths, reverse=True)
             assert len(chosen) == 1 or len(chosen) * widths[0] <= tokens
-
-
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path, kind):
-    """Rows are bit-equal with and without tasks, but for those of the tasks; two ranks score what
-    one does."""
-    two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
-    tasks = ["train.tasks=[mixed]", "train.tasks_every=1", f"train.tasks_folder={folder}/sets"]
-    common = [*settings(folder), "train.log_every=1", "model.dropout=0.1"]
-    result = train(tmp_path, "asked", *common, *two, *tasks)
-    asked = result.rows()
-    score = asked[-1]["task/mixed/acc"]
-    assert result.out.count(" | mixed acc ") == len(asked)
-    assert result.json("status.json")["summary"]["final task/mixed/acc"] == score
-    quiet = train(tmp_path, "quiet", *common, *two)
-    for row, other in zip(exact(result), exact(quiet), strict=True):
-        assert {key: value for key, value in row.items() if not key.startswith("task/")} == other
-        assert len(row) == len(other) + 6
-    figures, _ = scored(open_run(tmp_path / "asked", 4), folder / "sets/mixed.jsonl", 10**6)
-    for key, value in figures.items():
-        assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
 
 
 def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, capsys):
@@ -289,27 +256,6 @@ def test_a_choice_that_the_tokenizer_joins_to_its_context_is_refused():
         scoring.prepare_task("mine", [item], Joining(), LENGTH)  # type: ignore[arg-type]
 
 
-def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
-    """Rows of one run are about the same items; a broken link is no shipped set."""
-    asked = tmp_path / "disk/mine.jsonl"
-    asked.parent.mkdir()
-    (tmp_path / "sets").mkdir()
-    (tmp_path / "sets/mine.jsonl").symlink_to(asked)
-    asked.write_text(text := json.dumps(GOOD) + "\n")
-    own = [*settings(folder), "train.tasks=[mine]", "train.tasks_folder=sets"]
-    stopped = llmexp("train", *own, "train.stop_step=2", "hydra.run.dir=run", cwd=tmp_path)
-    assert stopped.code == 75, stopped.err
-    asked.write_text(text.replace('"answer": 1', '"answer": 0'))
-    refused = llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path)
-    assert refused.code == 2
-    assert "the request file of the task mine changed" in refused.err
-    asked.write_text(text + "\n")  # the same items
-    assert llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path).code == 0
-    (tmp_path / "sets/tiny_facts.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"tiny_facts\.jsonl: cannot be read"):
-        read_task("tiny_facts", str(tmp_path / "sets"))
-
-
 def test_what_is_shipped_is_whole():
     for path in SHIPPED.glob("*.jsonl"):
         items = read_items(path)
@@ -337,31 +283,3 @@ def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path, monkeypa
     given = wanted["context"]
     assert [*item.contexts] == (given if isinstance(given, list) else [given] * len(item.choices))
     assert item.answer == wanted["answer"]
-
-
-def test_compare_ranks_by_a_score_and_asks_the_items(folder, tmp_path, monkeypatch, capsys):
-    """The interval of a score is 1.96 standard errors of its row; that of a difference, both."""
-    (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
-    assert column.sign == -1  # higher is better
-    monkeypatch.chdir(folder)
-    key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
-    for name, change, words in (
-        ("far", lead, "the items do tell apart"),
-        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell apart"),
-    ):
-        other = tmp_path / name
-        shutil.copytree("run", other)
-        *rows, last = (other / "metrics.jsonl").read_text().splitlines()
-        own = json.loads(last)
-        (other / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(own | change)]) + "\n")
-        text = (other / "config.yaml").read_text()
-        (other / "config.yaml").write_text(text.replace("lr: 0.03", "lr: 0.05"))
-        assert command(["compare", "run", str(other), "--sort", key, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert words in found["headline"], found["headline"]
-        assert [run[key] for run in found["runs"]] == [0.9, own[key]]
-        errors = change[f"{key}_stderr"], own[f"{key}_stderr"]
-        for run, error in zip(found["runs"], errors, strict=True):
-            low, high = run["intervals"][key]
-            assert (low + high) / 2 == pytest.approx(run[key])
-            assert (high - low) / 2 == pytest.approx(1.96 * error)

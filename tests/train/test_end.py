@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import threading
 import time
 from pathlib import Path
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 from llmexp.data.stream import DataChanged
-from llmexp.features.noise.train import Noise
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.rules import Measures
-from llmexp.run import Run
-from llmexp.run.stages import BatchStage, Begin
+from llmexp.run.stages import Begin
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.system.fileio import Unwritable
@@ -30,7 +27,7 @@ from llmexp.train.feature import Feature, Features
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Outputs, Progress, Saving
 from llmexp.train.step import TrainingFailed
-from llmexp.train.summary import details, say_the_end, summarise, told
+from llmexp.train.summary import say_the_end, summarise, told
 from tests.conftest import HANG_S, TINY, llmexp
 
 
@@ -111,23 +108,6 @@ def test_final_is_of_the_last_step_and_no_other():
     found = summarise(made(*rows, step=7, best_val_loss=2.5, skipped_steps=3))
     assert (found["latest train/loss"], found["latest val/loss"]) == (2.9, 2.5)
     assert found["skipped_steps"] == 3
-
-
-def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale():
-    loop = made(step=4)
-    noise = Noise(SimpleNamespace(parameters=[], mesh=None), 1, 12)  # type: ignore[arg-type]
-    noise.begin(loop)
-    noise.scale.add(2.0, 12, 1.0, 48)
-    loop.features.append(noise)
-    run = SimpleNamespace(
-        ramp="0: 4, 400: 8", first_step=4, sequence_length=12, total_sequences=100,
-        begin=Begin(step=4, sequences=16, tokens=192, tokens_seen=180),
-        stages=(BatchStage(0, 4, 16, 4, 1), BatchStage(400, 9, 36, 8, 2)),
-    )  # fmt: skip
-    for name in ("stage_at", "sequences_at", "tokens_at"):
-        setattr(run, name, functools.partial(getattr(Run, name), run))
-    loop.parts.run = run
-    assert details(loop)["noise"]["verdict"].startswith("whether real_batch_size 4 is large")
 
 
 @pytest.mark.parametrize(("stop_step", "cause"), [(3, "train.stop_step"), (6, "another rank")])

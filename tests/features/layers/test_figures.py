@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 
+import pytest
+import torch
+
+from llmexp.features.layers.figures import attention_figures
+from llmexp.models.logits import divisor_of
 from llmexp.runs.layers import read_layers
 from llmexp.runs.rows import read_rows
 from tests.conftest import llmexp
+from tests.test_mup import gpt2, mup
 
 
 def test_a_figure_is_of_the_blocks_that_have_it(tmp_path):
@@ -35,3 +42,12 @@ def test_shares_are_absent_where_a_norm_is_not_finite(tmp_path):
     rows += [{"step": 2, "weight_norm": weights, "grad_norm": one}]
     (tmp_path / "layers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [r.get("grad_share") for r in read_layers(tmp_path)] == [0.36, 0.64, None, None]
+
+
+def test_figures_of_attention_are_of_the_logits_as_they_are_under_mup():
+    attention = mup(gpt2).blocks[0].attention
+    q, k = torch.randn(2, 1, 2, 5, 32, dtype=torch.float64)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    logits = (q @ k.transpose(-1, -2) * 8 / 32).masked_fill(~causal, -math.inf)
+    largest, _ = attention_figures(q, k, None, divisor_of(attention))
+    assert float(largest) == pytest.approx(float(logits.max()), rel=1e-12)

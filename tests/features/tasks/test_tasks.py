@@ -1,0 +1,110 @@
+"""Scores of tasks in the rows of a run; tests/tasks has how a task is scored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from llmexp.__main__ import run as command
+from llmexp.compare.figures import columns_of
+from llmexp.settings.values import ConfigError
+from llmexp.tasks.items import read_task
+from llmexp.train.assembly.opening import open_run
+from tests.conftest import llmexp, train
+from tests.tasks.test_tasks import GOOD, folder, scored, settings
+from tests.tools import exact
+
+__all__ = ["folder"]  # a fixture
+
+TASKS = ["train.tasks=[mixed,tiny_facts]", "train.tasks_every=2", "train.tasks_folder=sets"]
+
+
+@pytest.fixture(scope="module")
+def asked(folder):
+    """The folder with a run that scores."""
+    train(folder, "asked", *settings(), *TASKS, "train.log_every=4")
+    return folder
+
+
+def test_rows_have_the_figures_of_llmexp_evaluate(asked, monkeypatch, capsys):
+    monkeypatch.chdir(asked)
+    arguments = ["--tasks", "mixed", "--tasks-folder", "sets", "--json"]
+    assert command(["evaluate", "asked", *arguments]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["tasks"]
+    row = json.loads((asked / "asked/metrics.jsonl").read_text().splitlines()[-1])
+    for key in {*found} - {"task", "items", "scores"}:
+        assert row[f"task/mixed/{key}"] == pytest.approx(found[key], rel=1e-12)
+    assert sum(key.startswith("task/mixed/") for key in row) == 6
+    assert "task/tiny_facts/acc" in row
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path, kind):
+    """Rows are bit-equal with and without tasks, but for those of the tasks; two ranks score what
+    one does."""
+    two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    tasks = ["train.tasks=[mixed]", "train.tasks_every=1", f"train.tasks_folder={folder}/sets"]
+    common = [*settings(folder), "train.log_every=1", "model.dropout=0.1"]
+    result = train(tmp_path, "asked", *common, *two, *tasks)
+    asked = result.rows()
+    score = asked[-1]["task/mixed/acc"]
+    assert result.out.count(" | mixed acc ") == len(asked)
+    assert result.json("status.json")["summary"]["final task/mixed/acc"] == score
+    quiet = train(tmp_path, "quiet", *common, *two)
+    for row, other in zip(exact(result), exact(quiet), strict=True):
+        assert {key: value for key, value in row.items() if not key.startswith("task/")} == other
+        assert len(row) == len(other) + 6
+    figures, _ = scored(open_run(tmp_path / "asked", 4), folder / "sets/mixed.jsonl", 10**6)
+    for key, value in figures.items():
+        assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
+
+
+def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
+    """Rows of one run are about the same items; a broken link is no shipped set."""
+    asked = tmp_path / "disk/mine.jsonl"
+    asked.parent.mkdir()
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets/mine.jsonl").symlink_to(asked)
+    asked.write_text(text := json.dumps(GOOD) + "\n")
+    own = [*settings(folder), "train.tasks=[mine]", "train.tasks_folder=sets"]
+    stopped = llmexp("train", *own, "train.stop_step=2", "hydra.run.dir=run", cwd=tmp_path)
+    assert stopped.code == 75, stopped.err
+    asked.write_text(text.replace('"answer": 1', '"answer": 0'))
+    refused = llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path)
+    assert refused.code == 2
+    assert "the request file of the task mine changed" in refused.err
+    asked.write_text(text + "\n")  # the same items
+    assert llmexp("resume", "run", "train.stop_step=null", cwd=tmp_path).code == 0
+    (tmp_path / "sets/tiny_facts.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"tiny_facts\.jsonl: cannot be read"):
+        read_task("tiny_facts", str(tmp_path / "sets"))
+
+
+def test_compare_ranks_by_a_score_and_asks_the_items(asked, tmp_path, monkeypatch, capsys):
+    """The interval of a score is 1.96 standard errors of its row; that of a difference, both."""
+    (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
+    assert column.sign == -1  # higher is better
+    monkeypatch.chdir(asked)
+    key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
+    for name, change, words in (
+        ("far", lead, "the items do tell apart"),
+        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell apart"),
+    ):
+        other = tmp_path / name
+        shutil.copytree("asked", other)
+        *rows, last = (other / "metrics.jsonl").read_text().splitlines()
+        own = json.loads(last)
+        (other / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(own | change)]) + "\n")
+        text = (other / "config.yaml").read_text()
+        (other / "config.yaml").write_text(text.replace("lr: 0.03", "lr: 0.05"))
+        assert command(["compare", "asked", str(other), "--sort", key, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert words in found["headline"], found["headline"]
+        assert [run[key] for run in found["runs"]] == [0.9, own[key]]
+        errors = change[f"{key}_stderr"], own[f"{key}_stderr"]
+        for run, error in zip(found["runs"], errors, strict=True):
+            low, high = run["intervals"][key]
+            assert (low + high) / 2 == pytest.approx(run[key])
+            assert (high - low) / 2 == pytest.approx(1.96 * error)
