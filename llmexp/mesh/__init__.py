@@ -18,6 +18,7 @@ from llmexp.mesh.groups import (
     from_first,
     gather_last,
     join,
+    largest,
     largest_by_head,
     leave,
     maximum,

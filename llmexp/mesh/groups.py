@@ -167,6 +167,13 @@ def maximum(mesh: Mesh, value: Tensor) -> Tensor:
     return value
 
 
+def largest(mesh: Mesh, value: float) -> float:
+    """Return the largest of a number that each rank has."""
+    if not mesh.distributed:
+        return value
+    return float(maximum(mesh, torch.tensor(value, dtype=torch.float64)))
+
+
 def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; the same answer on every rank.
 

@@ -186,16 +186,16 @@ def bind(
 
     def call(*args: Any) -> Any:
         try:
-            signature.bind(*args, **knobs, **extra)
-        except TypeError as error:
-            raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
-        try:
             return finish(target(*args, **knobs, **extra))
         except (ConfigError, MemoryError):
             raise
         except Exception as error:
             if type(error).__name__ == "OutOfMemoryError":  # torch's
                 raise
+            try:
+                signature.bind(*args, **knobs, **extra)
+            except TypeError as misfit:
+                raise ConfigError(f"{section}: {values['_target_']}: {misfit}") from None
             text, is_value = str(error), isinstance(error, ValueError)
             named = is_value and (f"{section}." in text or f"{section}=" in text)
             if not named and (inside_allowed(_defined_in(target)) or _own_frames(error)):

@@ -17,6 +17,8 @@ import torch
 
 from llmexp.system.devices import Device, device_called
 
+_PEAK_AT_START = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of one device in this arithmetic, or None where it is not known for sure."""
@@ -49,13 +51,13 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process so far in GiB: allocated on the GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    with contextlib.suppress(OSError):
-        text = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-        # getrusage would also count what the process held that started this one
-        if found := re.search(r"VmHWM:\s*(\d+) kB", text):
-            return int(found[1]) / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if peak == _PEAK_AT_START:  # as yet it may be that of the process that started this one
+        with contextlib.suppress(OSError):
+            text = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+            if found := re.search(r"VmHWM:\s*(\d+) kB", text):
+                peak = int(found[1])
+    return peak * (1 if sys.platform == "darwin" else 1024) / 2**30
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
@@ -229,8 +227,8 @@ def build_row(loop: Loop, outcome: Outcome, window: Window, evaluation: bool) ->
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
         if loop.peak_flops is not None:
             row["mfu"] = flops_per_sec / loop.peak_flops
-    memory = torch.tensor(hardware.peak_memory_gib(loop.mesh.device), dtype=torch.float64)
-    row["peak_memory_gib"] = float(mesh.maximum(loop.mesh, memory))
+    memory = hardware.peak_memory_gib(loop.mesh.device)
+    row["peak_memory_gib"] = mesh.largest(loop.mesh, memory)
     row["amp"] = int(run.precision in ("bf16", "fp16"))
     left: float = run.max_steps - progress.step
     if run.ramp:  # later steps may take longer

@@ -165,7 +165,9 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(targets)
 
     gradients = setup.gradients
-    held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
+    held = gradients  # this rank's parts: the same storage
+    if setup.mesh.sharded:
+        held = [mesh.local_part(g) for g in gradients]
     setup.scaler.unscale(held)
     for act in setup.features.on("backward_end"):
         act(window)
