@@ -63,8 +63,8 @@ def parts(room: str) -> tuple[Any, ...]:
 def asked_for(config: Any, room: str) -> Iterator[Any]:
     """Yield the modules in a room of those that a config asks for; no other is imported."""
     for name in FEATURES:
-        known = part(name, "settings")
-        if known and known.asked(config) and (there := part(name, room)):
+        asked = getattr(part(name, "settings"), "asked", None)
+        if asked and asked(config) and (there := part(name, room)):
             yield there
 
 
