@@ -70,17 +70,17 @@ def run(
     path: Path | None,
     find: Callable[[Config], Config] | None = found_alone,
 ) -> Parts:
-    """Return the parts of a run, with the size that the run in `path` has, or one that is found.
+    """Return the parts of a run; a size that is open is that of the run in `path`, or is found.
 
     A rank finds it with all others, another process by `find`; where that is None the run is only
     queued, and its config stays open. Raises ConfigError where there is no size, and TrainingFailed
     where a rank is lost.
     """
-    if path is not None:
+    if is_open(config) and path is not None:
         with contextlib.suppress(ConfigError):
             size = rundir.built_config(path).batch.micro_batch_size
             config = cut(config, size) if isinstance(size, int) else config
-    if path is not None and is_open(config) and "RANK" in os.environ:
+    if is_open(config) and path is not None and "RANK" in os.environ:
         config = found_together(path, config, assembled(config))
     elif is_open(config) and find is not None:
         config = find(config)

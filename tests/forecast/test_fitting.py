@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from llmexp.compose.forking import recut
-from llmexp.features.memory.assembly import known
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import with_size
 from llmexp.forecast.measuring import Died
 from llmexp.modes import micro_batch
+from llmexp.modes.micro_batch import cut
 from llmexp.runs import remembered
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
@@ -132,22 +130,8 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
     parts = micro_batch.run(build(config), assemble, tmp_path / "1", None)
     assert parts.config.batch.micro_batch_size == 2
-
-
-def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):
-    def refused(path, **_):
-        raise PermissionError(path)
-
-    config, run = composed(*SMALL), Namespace(device_name="cpu")
-    kind = deciding_work(config, "cpu")
-    monkeypatch.setenv("LLMEXP_CACHE_DIR", "~nobody-of-this-name/cache")  # RuntimeError
-    remembered.remember(remembered.MEMORY, {"peak_bytes": 1}, kind)
-    assert known(config, run) == {}
-    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
-    remembered.remember(remembered.MEMORY, {"peak_bytes": GIB}, kind)
-    assert known(config, run)["memory"].startswith("1 GiB a rank")
-    monkeypatch.setattr(Path, "read_text", refused)
-    assert known(config, run) == {}
+    parts = micro_batch.run(cut(build(config), 4), assemble, tmp_path / "1")
+    assert parts.config.batch.micro_batch_size == 4  # which was asked for
 
 
 def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
