@@ -17,13 +17,11 @@ from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.data.window import Window
-from llmexp.features.memory import assembly as of_memory
 from llmexp.forecast import memory
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError
 from llmexp.system.devices import device_named
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
@@ -291,8 +289,6 @@ def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, mo
     tiny = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.n_layers=1"]
     unplanned = planned(capsys, *tiny)
     assert unplanned.count("memory not planned; add plan.device=h200 (or another device)") == 1
-    monkeypatch.setattr(of_memory, "remembered", lambda *_: {"peak_bytes": 1})
-    assert "measured before this run" in planned(capsys, *tiny)
     out = planned(capsys, *tiny, "plan.device=l4")
     assert "device l4, planned for" in out
     assert "libraries" in out
@@ -334,26 +330,6 @@ def test_what_ranks_take_of_their_host_is_planned(scratch, capsys):
     out = " ".join(planned(capsys, *sharded, "plan.device=l4").split())
     assert "; give plan.host_gib=2000 to see whether that fits" in out
     assert "this host" not in out
-
-
-def test_ranks_that_cannot_fit_into_this_host_are_refused(monkeypatch):
-    """At least parameters and gradients; with AdamW's moments and a checkpoint's copy a warning."""
-    more = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "checkpoint.async=true"]
-    parts = parts_of(*GPT, *more)
-    size = 4 * parts.run.parameters
-
-    def checked(there: float, of: Parts = parts) -> tuple[str, ...]:
-        monkeypatch.setattr(of_memory.hardware, "memory_bytes", lambda _: there)
-        return of_memory.admit(of).run.warnings
-
-    assert checked(7.01 * size) == parts.run.warnings  # 4, and 3 of the copy
-    assert "2 ranks may not fit" in checked(6.99 * size)[-1]
-    assert len(checked(2.01 * size)) == 1
-    with pytest.raises(ConfigError, match="parameters and gradients of 2 ranks take") as refused:
-        checked(1.99 * size)
-    assert refused.value.key == "train.check_memory"
-    assert str(refused.value).endswith("; train.check_memory=false starts it all the same")
-    assert checked(1, parts_of(*GPT, *more, "train.check_memory=false")) == ()
 
 
 def test_what_would_fit_names_checkpoints_that_steps_wait_for():
