@@ -54,9 +54,8 @@ def run(loop: Loop, asked: dict[str, Any]) -> dict[str, Any]:
     if not asked["only_look"]:
         windows = loop.windows(loop.progress.step)
         while loop.progress.step < asked["step"] - 1 and found["differs"] is None:
-            outcome, ended = _take(loop, windows)
-            if ended:
-                raise TrainingFailed(ended)
+            _, outcome = take_step(loop, windows, Due())
+            finish_step(loop)
             if not outcome.skipped:
                 found["norms"][loop.progress.step] = outcome.grad_norm
                 found["losses"][loop.progress.step] = outcome.loss
@@ -99,6 +98,7 @@ def look_into(
     with measuring(loop):
         norm, sequences = by_sequence(loop, window)
     here: dict[str, Any] = {"sequences": sequences}
+    later, ended = list[Any](), ""
     if asked["skip"]:
         loop.progress.step += 1
     else:
@@ -120,17 +120,14 @@ def look_into(
         here |= {"lr": outcome.lr} | figures_of(loop, outcome, norm)
         for figures_at in loop.features.on("last_step"):
             here |= figures_at()
-        if ended:
-            return {"here": here, "later": [], "ended": ended}
-        with measuring(loop):
-            here["loss_after"] = _known(loss_and_norm(loop, window)[0])  # None: a rate too high
-    later, ended = [], ""
-    for _ in range(min(asked["after"], loop.run.max_steps - loop.progress.step)):
+        if not ended:
+            with measuring(loop):
+                here["loss_after"] = _known(loss_and_norm(loop, window)[0])  # None: a rate too high
+    last = min(loop.progress.step + asked["after"], loop.run.max_steps)
+    while not ended and loop.progress.step < last:
         outcome, ended = _take(loop, windows)
         if not outcome.skipped:
             later.append([loop.progress.step, outcome.loss, outcome.grad_norm])
-        if ended:
-            break
     return {"here": here, "later": later} | ({"ended": ended} if ended else {})
 
 

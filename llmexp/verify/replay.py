@@ -222,10 +222,6 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
     )
     rows = read_rows(wanted.run / rundir.METRICS)
     where = (wanted.run / rundir.CHECKPOINTS).absolute()
-    asked: dict[str, Any] = {
-        "mode": "replay", "begin": (str(where), begin), "only_look": only_look, "step": wanted.step,
-        "lr": wanted.lr, "max_norm": wanted.max_norm, "skip": wanted.skip, "after": wanted.after,
-    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="llmexp-replay-") as folder:
         path = Path(folder, "run")
         path.mkdir()
@@ -234,7 +230,9 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
                 shutil.copy(wanted.run / name, path / name)
         rundir.write_status(path, "preempted")
         repeated = {row["step"]: row for row in rows if begin < row["step"] <= wanted.step}
-        write_json(path / rundir.ASKED, asked | {"rows": repeated})
+        asked = vars(wanted) | {"run": str(wanted.run), "mode": "replay", "rows": repeated}
+        asked |= {"begin": (str(where), begin), "only_look": only_look}
+        write_json(path / rundir.ASKED, asked)
         try:
             runs.train_folder(path, config)
         except ConfigError:
