@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llmexp.settings.values import knob
 
@@ -16,3 +17,7 @@ class Knobs:
         affects="nothing",
         default=True,
     )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.train.check_memory)
