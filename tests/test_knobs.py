@@ -265,7 +265,6 @@ def _trained(config: Config) -> tuple[str, list[float]]:
         loop.progress.step = number + 1
         for feature in s.features:
             feature.finished(seen)
-        s.clipping.limit.add(seen.grad_norm, seen.grad_norm_post_clip)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
         figures += [seen.loss, seen.grad_norm, seen.grad_norm_post_clip, step.lr, seen.code]

@@ -69,7 +69,11 @@ def steps(parts, s, first: int, last: int) -> list[float]:
 def saved(s, folder, step: int) -> loading.Loaded:
     with faces.evaluating(s.optimizers, s.module) as trained:
         pieces = saving.snapshot(s.model, s.optimizers, 0, 1, True, None, trained)
-    state = {"progress": {"step": step, "updates": step}, "meter": {"tokens_seen": 0}}
+    state = {
+        "progress": {"step": step, "updates": step},
+        "meter": {"tokens_seen": 0},
+        "scaler": s.scaler.state_dict(),
+    }
     saving.write_pieces(folder, step, pieces)
     path = saving.commit_checkpoint(folder, step, pieces, state, {"config": {}}, None)
     return loading.read_checkpoint(path)
@@ -100,7 +104,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit(name, tmp_path, joined):
     loaded = saved(cut, tmp_path, 4)
     assert steps(parts, cut, 4, 6) == losses[4:6]
     other = set_up(parts, joined, fresh=False)
-    restore(parts, other, loaded, False, {})
+    restore(parts, other, loaded, False)
     assert steps(parts, other, 4, 10) == losses[4:]
     assert equal(snapshot_of(other), snapshot_of(whole))
 
@@ -187,7 +191,7 @@ def test_a_fork_with_the_settings_of_its_parent_goes_on_as_it(name, tmp_path, jo
     parts = parts_of("optimizer=library", f"++optimizer.name={name}", "optimizer.lr=1")
     s, other = set_up(parts, joined), set_up(parts, joined, fresh=False)
     steps(parts, s, 0, 8)
-    restore(parts, other, saved(s, tmp_path, 8), True, {})
+    restore(parts, other, saved(s, tmp_path, 8), True)
     assert steps(parts, s, 8, 10) == steps(parts, other, 8, 10)
     assert all(torch.equal(p, q) for p, q in zip(s.parameters, other.parameters, strict=True))
 
@@ -200,7 +204,7 @@ def test_a_fork_keeps_the_counters_and_takes_its_own_settings(tmp_path, joined):
     loaded = saved(s, tmp_path, 3)
     fork = parts_of("optimizer=schedule_free", "optimizer.beta2=0.8", "optimizer.lr=1e-3")
     other = set_up(fork, joined, fresh=False)
-    restore(fork, other, loaded, True, {})
+    restore(fork, other, loaded, True)
     [there], [here] = s.optimizers, other.optimizers
     for old, new in zip(there.param_groups, here.param_groups, strict=True):
         assert (new["k"], new["weight_sum"], new["train_mode"]) == (3, old["weight_sum"], True)

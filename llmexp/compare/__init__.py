@@ -19,7 +19,6 @@ notes          what must be known beside it, and what both rest on (provenance: 
 screening      which of many knobs matter, by a fraction of all combinations
 searching      which knobs of a search mattered
 comparing      all of the above in order: runs -> `Result`
-clipping       what the rules of clipping did
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing
 page           the HTML page of a comparison, and the answer as a tracker gets it

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
-from llmexp.compare.clipping import clipped
 from llmexp.compare.columns import column_of, of_features
 from llmexp.compare.position import Position, evaluations, positions, time_before, until
 from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
@@ -45,8 +44,6 @@ _COLUMNS = (
     Column("line_time", "time with parent (s)", "lower"),
     column_of("tokens_per_sec"),
     column_of("peak_memory_gib"),
-    Column("clipped_share", "share clipped", "", 3),
-    Column("clipped_heads", "heads clipped", "", 3),
     column_of("skipped_steps"),
     *itertools.chain(*features.offered("compare", "COLUMNS")),
     Column("target/tokens", "tokens to target", "lower"),
@@ -201,9 +198,9 @@ def figures(
     own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
-        if found[key] is None and key != "clipped_share":  # which is a step's own in its row
+        if found[key] is None:
             found[key] = own.get(key, _last(finite(columns, key)))
-    found |= clipped(record) | of_features(record)
+    found |= of_features(record)
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run

@@ -10,7 +10,6 @@ from plotly.offline import get_plotlyjs
 
 from llmexp import features
 from llmexp.compare import curves, plots
-from llmexp.compare.clipping import looked_at
 from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document
 from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
@@ -72,7 +71,6 @@ def sections(c: Result) -> list[Section]:
         _settings(c),
         Section("other-curves", "Other curves", curves.quantities(c), folded=True),
         Section("layers", "Layers", plots.layer_plot(c), folded=True),
-        _clipping(c),
         *(section(c) for section in features.offered("page", "section")),
     ]
     return [part for part in found if part.plots or part.rows]
@@ -119,24 +117,3 @@ def _looks(c: Result) -> Section:
     return Section(
         "looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True
     )
-
-
-def _clipping(c: Result) -> Section:
-    """Return how often each run was clipped, and how often other limits would have clipped it."""
-    found = [(*run, seen) for run in runs(c) for seen in looked_at(run[2])]
-    most = max((len(seen.get("table", ())) for *_, (_, _, seen) in found), default=0)
-    heads = ["Run", "Looks at", "Limit", "Share clipped", "Median", "90 %", "99 %"]
-    rows = []
-    for colour, name, _, (what, limit, seen) in found:
-        at = [seen.get("quantiles", {}).get(q) for q in ("50", "90", "99")]
-        cells = [Cell(what), *number_cells(limit, seen.get("share"), *at)]
-        for other in seen.get("table", ()):
-            cells.append(Cell(": ".join(shown(other[key], 3) for key in ("limit", "share"))))
-        rows.append(Row(colour, name, cells))
-    text = (
-        "Of steps by the norm, the largest entry, the norm of a group or the largest attention "
-        "logit; of units, tensors and heads by themselves. Shares at other limits are by what each "
-        "run has seen: under another limit it would have taken another path."
-    )
-    heads += ["At another limit"] * most
-    return Section("clip", "Gradient clipping", (), heads, rows, text, folded=True)

@@ -10,13 +10,16 @@ settings   its `Knobs`, which join the section `SECTION`; whether a config has `
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;
-           `known`: fields of the solved run; `admit`: refuses a run that is to begin, or warns
+           `known`: fields of the solved run; `admit`: refuses a run that is to begin, or warns;
+           `check_model`: refuses a model
+rule       `RULES` of clipping, of which a run takes one
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 runs       `start`, beside that of a process that makes runs; `record`, into the folder of each;
            `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 cli        `check_resume`: what a resumed run cannot ask of it
+verify     what its proof needs: formulas of rules of clipping; `prepared`: a config for it
 
 Other files are a feature's own.
 """
@@ -32,6 +35,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FEATURES = (
     "memory",
+    "clip_value",
+    "clip_moving",
+    "clip_adaptive",
+    "clip_per_group",
+    "clip_update",
+    "qk_limit",
+    "clip_table",  # of the rules and qk_limit
+    "weight_norm",
     "digest",
     "ema",
     "noise",
@@ -74,5 +85,6 @@ def offered(room: str, name: str) -> list[Any]:
 
 
 def merged(room: str, name: str, *given: Any) -> dict[str, Any]:
-    """Return what the functions of a name in a room answer, in one mapping."""
-    return {key: found for of in offered(room, name) for key, found in of(*given).items()}
+    """Return mappings of a name in a room, or those that functions answer with, as one."""
+    found = (of(*given) if callable(of) else of for of in offered(room, name))
+    return {key: value for one in found for key, value in one.items()}

@@ -5,8 +5,6 @@ In reading order:
 keys      the keys of a row: names, units, digits, which way is better
 meter     counts and clocks since the last row
 ratio     the standard error of a ratio of sums
-norms     gradient norms: the clip table
-rules     the same for what other rules of clipping look at
 robust    the middle of values, which values far off do not move
 lines     a row as a line of the console
 plot      loss.png; running means of curves

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.models.initial import SEEDS, Blocks
-from llmexp.models.logits import keep_largest
 from llmexp.models.operands import Spread, autocast_dtype, products
 from llmexp.models.planned import kind_of
 from llmexp.settings.rules import MUP_HEAD
@@ -172,7 +171,7 @@ class Attention(nn.Module):
 
     split_over_ranks = False  # by tensor parallelism
     spread: Spread | None = None
-    largest_h: Tensor | None = None  # logits, where `watch_heads` asked for them
+    look: Callable[..., None] | None = None  # sees queries and keys that are trained on
     logit_scale: float | None = None  # factor on q k; None: 1 / sqrt(head width)
 
     def __init__(
@@ -209,8 +208,8 @@ class Attention(nn.Module):
         """Return (b, t, d). `given`: what `heads` takes beside x, then documents, cache or None."""
         *tables, documents = given
         q_bhtk, k_bgtk, v_bgtk = self.heads(x_btd, *tables)
-        if self.largest_h is not None and self.training:
-            keep_largest(self, q_bhtk, k_bgtk, documents)
+        if self.look is not None and self.training:
+            self.look(self, q_bhtk, k_bgtk, documents)
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped, self.logit_scale)
         y_btd: Tensor = self.out_proj(y_bhtk.transpose(1, 2).flatten(2))

@@ -22,6 +22,7 @@ from llmexp.models.loss import looking
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.modes import diagnosis
 from llmexp.system.redact import clean
+from llmexp.train.clipping import ByNorm
 from llmexp.train.finishing import FINDINGS, NotFinite, finish_step
 from llmexp.train.loop import Due, take_step
 from llmexp.train.state import Loop
@@ -104,7 +105,8 @@ def look_into(
     else:
         setup = loop.setup
         if asked["max_norm"] is not None:
-            rule = setup.clipping.by_norm(asked["max_norm"])
+            clip = dataclasses.replace(loop.config.clip, max_norm=asked["max_norm"])
+            rule = ByNorm(clip, setup.mesh, setup.model, setup.optimizers)
             loop.setup = dataclasses.replace(setup, clipping=rule)
         if asked["lr"] is not None:
             base = setup.optimizers[0].param_groups[0]["initial_lr"]
@@ -114,8 +116,6 @@ def look_into(
             )
         outcome, ended = _take(loop, itertools.chain([window], windows))
         loop.setup = setup
-        if asked["max_norm"] is not None and not outcome.skipped:  # else the run's own rule has it
-            setup.clipping.limit.add(outcome.grad_norm, outcome.grad_norm_post_clip)
         _compare(found, asked["rows"], loop.progress.step, outcome)
         here |= {"lr": outcome.lr} | figures_of(loop, outcome, norm)
         for figures_at in loop.features.on("last_step"):

@@ -5,7 +5,7 @@ In reading order:
 values     how a knob is declared, and how a value is refused; the spelling of "Did you mean"
 variables  variables of the environment in values, and which hold secrets
 config     the closed sections: meaning, unit, range and effect of each knob
-clipping   those of the section clip
+clipping   how a rule of clipping is declared
 execution  the closed sections that change no result
 parts      the arguments that models, data sources, optimizers and schedules share
 rules      what of these follows from few numbers: shapes, and hyperparameters by optimizer.rule

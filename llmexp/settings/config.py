@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmexp import features
-from llmexp.settings.clipping import Clip
+from llmexp.settings.clipping import ClipRule
 from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
 from llmexp.settings.values import Where, choice, count, knob, optional, where
 
@@ -130,6 +130,27 @@ class CoreTrain:
     )
 
 
+CLIP_RULES: dict[str, ClipRule] = {
+    "norm": ClipRule(limit="max_norm", max_norm=True),
+    **features.merged("settings", "CLIP_RULES"),
+    "none": ClipRule(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreClip:
+    kind: str = choice(
+        "how gradients are clipped, once per optimizer step, after unscaling",
+        " | ".join(CLIP_RULES),
+    )
+    max_norm: float | None = optional(
+        "limit of the global gradient norm; beside zscore and quantile an upper bound; null: none",
+        1.0,
+        above=0,
+        acts=where("clip.kind", *(name for name, rule in CLIP_RULES.items() if rule.max_norm)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoreMetrics:
     """Have no knobs but those of features."""
@@ -137,16 +158,18 @@ class CoreMetrics:
 
 def _with_features(section: str, core: type) -> type:
     """Return a section with the knobs of the features that join it."""
-    joining = [part.Knobs for part in features.parts("settings") if section == part.SECTION]
-    bases = (*reversed(joining), core)
+    joining = [part for part in features.parts("settings") if section == part.SECTION]
+    bases = (*(part.Knobs for part in reversed(joining) if hasattr(part, "Knobs")), core)
     return dataclasses.make_dataclass(section, [], bases=bases, frozen=True, kw_only=True)
 
 
 if TYPE_CHECKING:
     Train = CoreTrain
+    Clip = CoreClip
     Metrics = CoreMetrics
 else:
     Train, Metrics = _with_features("train", CoreTrain), _with_features("metrics", CoreMetrics)
+    Clip = _with_features("clip", CoreClip)
 
 
 @dataclass(frozen=True, kw_only=True)

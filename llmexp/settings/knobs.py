@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp import features
 from llmexp.settings import parts
-from llmexp.settings.config import Config, plain
+from llmexp.settings.config import CLIP_RULES, Config, plain
 from llmexp.settings.rules import ONE_NUMBER, RULE_KEYS, SET, SHAPE_KEYS, rule_sets_batch
 from llmexp.settings.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
 
@@ -149,7 +149,8 @@ def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
     default.
     """
     flat = {**defaults(), **flat}
-    if flat.get(f"clip.max_{flat.get('clip.kind')}", 0) is None:  # a rule without its limit
+    rule = CLIP_RULES.get(str(flat.get("clip.kind")))
+    if rule is not None and flat.get(f"clip.{rule.limit}", 0) is None:
         flat["clip.kind"] = "none"
     without = set(dead(flat)) | _settled(flat)
     for key, knob in fields().items():
@@ -208,6 +209,6 @@ def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
     return {key: tree[key] for key in whole} | {
         "device": device_name,
         "parallelism": {k: v for k, v in tree["parallelism"].items() if "timeout" not in k},
-        "clip": [tree["clip"]["kind"], tree["clip"]["qk_limit"] is not None],
+        "clip": [tree["clip"]["kind"], *(k for k, v in tree["clip"].items() if v is not None)],
         "async": tree["checkpoint"]["async"],
     }

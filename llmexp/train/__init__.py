@@ -5,7 +5,8 @@ No Hydra in here. In reading order:
 assembly       from a config to everything that a run needs, each part checked
 feature        the events at which optional parts of a run (`features`) and hooks act
 step           one optimizer step: the factor of the loss, whether it is skipped
-clipping       the rule of clipping of a step
+clipping       the rule of clipping of a step: by the norm, or none
+limiting       what other rules limit, measured for rows and tables
 set_up         builds that from the parts of a run
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on

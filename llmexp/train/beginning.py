@@ -16,7 +16,6 @@ from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.norms import Norms
 from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
@@ -30,14 +29,12 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature, look_back, starting
 from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
-from llmexp.train.state import Loop, Outputs, Progress, stateful_parts
+from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import Setup
 from llmexp.update.twin import perturb
 
-# Counts of what a rule of clipping did, by their names in a checkpoint: shares at two limits cannot
-# be added.
-OF_CLIPPING = ("norms", "limit", "measures")
-OF_ALL_RUNS = ("progress", "meter", "optimizers", "buffers")  # in the state of a checkpoint
+# in the state of a checkpoint
+OF_ALL_RUNS = ("progress", "meter", "scaler", "optimizers", "buffers")
 
 
 def log_line(text: str) -> None:
@@ -99,12 +96,12 @@ def newest_checkpoint(
 
 
 def restore(
-    parts: Parts, setup: Setup, loaded: loading.Loaded, forked: bool, saved: dict[str, Any]
+    parts: Parts, setup: Setup, loaded: loading.Loaded, forked: bool
 ) -> tuple[Progress, Meter]:
     """Restore a checkpoint, whatever the layout that saved it.
 
-    That is parameters, optimizer state, counters, what is `saved` by name and what features keep;
-    the RNG and the data position follow from the step number. A run that is `forked` keeps its own
+    That is parameters, optimizer state, counters, and what features keep; the RNG and the data
+    position follow from the step number. A run that is `forked` keeps its own
     settings of the optimizer, and what its model computes from settings of its own; it may drop the
     optimizer state, counts its best loss anew, and takes its perturbation as a twin. Raises
     CheckpointError."""
@@ -117,10 +114,7 @@ def restore(
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked:  # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)
-        anew = OF_CLIPPING if starting(changed, "clip.") else ()
-        for name, part in saved.items():
-            if name in loaded.state and name not in anew:
-                part.load_state_dict(loaded.state[name])
+        setup.scaler.load_state_dict(loaded.state["scaler"])
         progress = Progress(**loaded.state["progress"])
         for feature in setup.features:
             _restore_feature(feature, loaded, forked and feature.begins_anew(changed))
@@ -169,14 +163,11 @@ def start_loop(
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, warn)
     setup = set_up(parts, joined, fresh=loaded is None)
-    clip = parts.config.clip
-    norms = Norms(clip.kind, clip.max_norm)
     progress, meter, carried = Progress(), Meter(joined.device, 0), dict[str, Any]()
     if loaded:
-        saved = stateful_parts(setup, norms)
-        progress, meter = restore(parts, setup, loaded, forked, saved)
+        progress, meter = restore(parts, setup, loaded, forked)
         if not forked:
-            taken = {*OF_ALL_RUNS, *saved, *(feature.name for feature in setup.features)}
+            taken = {*OF_ALL_RUNS, *(feature.name for feature in setup.features)}
             carried = {name: loaded.state[name] for name in loaded.state.keys() - taken}
         source = loaded.path if forked else loaded.path.name
         console.line(
@@ -197,7 +188,6 @@ def start_loop(
         out=Outputs(path, main, console, rows),
         progress=progress,
         meter=meter,
-        norms=norms,
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=loaded.kept if loaded and not forked else [],

@@ -22,7 +22,7 @@ from llmexp.data.stream import DataChanged
 from llmexp.runs import rundir
 from llmexp.runs.ending import COMES_AGAIN
 from llmexp.system.text import first_of
-from llmexp.train.state import Loop, Saving, stateful_parts
+from llmexp.train.state import Loop, Saving
 from llmexp.train.step import TrainingFailed
 from llmexp.update import faces, optim
 
@@ -54,7 +54,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     state = loop.carried | {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
-        **{name: p.state_dict() for name, p in stateful_parts(setup, loop.norms).items()},
+        "scaler": setup.scaler.state_dict(),
         **{f.name: found for f in loop.features.acting("state_dict") if (found := f.state_dict())},
     }
     keeping = loop.features.acting("tensors")

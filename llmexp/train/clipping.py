@@ -1,143 +1,118 @@
-"""Clip by the run's rule: the gradient, or what the optimizer makes of it; count what it saw."""
+"""Clip a gradient by its norm, or not at all: the rules `norm` and `none`; others are features."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp import mesh
-from llmexp.checkpoint.pieces import piece_of
-from llmexp.metrics.rules import Measures
-from llmexp.settings.clipping import MOVING
-from llmexp.settings.config import Clip
-from llmexp.settings.values import refuse
-from llmexp.update import clip as rules
-from llmexp.update import held, optim
-from llmexp.update.heads import HeadLimit, check_heads
-from llmexp.update.limits import Limit
-from llmexp.update.patterns import first_matches
+from llmexp import features, mesh
+from llmexp.data.window import Window
+from llmexp.train.feature import Feature
+from llmexp.update import optim
+
+EPSILON = 1e-6  # what torch adds to a norm that it clips by
+# norm after clipping, whether anything was clipped, a factor that is left to the update or None:
+# numbers on a CPU, else 0-dim tensors
+Clipped = tuple[Any, Any, Tensor | None]
 
 
-def _groups_of(clip: Clip, model: nn.Module) -> list[int | None]:
-    """Return to which of the limits by name each trained parameter belongs. Raises ConfigError."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return first_matches(names, [limit.match for limit in clip.limits], "clip.limits")
+class Rule(Feature):
+    """Clip nothing, and measure the norm all the same: the rule `none`, which others derive from.
 
+    A rule acts once per window, on gradients that are unscaled and reduced. It is made before a run
+    begins, too, of a model without memory and no mesh, and raises ConfigError for what it does not
+    go with.
+    """
 
-def check_clip(clip: Clip, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for a rule that the model or its optimizers do not allow."""
-    if clip.kind == "per_group":
-        if not clip.limits:
-            example = [{"match": "*.attention.*", "max_norm": 0.5}, {"match": "*", "max_norm": 1.0}]
-            raise refuse("clip.limits", "[]", "clip=per_group needs them", example)
-        _groups_of(clip, model)
-    if clip.kind == "update":
-        held.check_limited(optimizers)
-    if clip.qk_limit is not None:
-        check_heads(model, clip.qk_limit)
-
-
-def measures_of(clip: Clip) -> Measures:
-    """Return what counts the figures that a rule measures, in their order."""
-    values, units = dict[str, float | None](), dict[str, float]()
-    if clip.kind in MOVING:
-        values["clip_limit"] = None
-    elif clip.kind == "value" and clip.max_value is not None:
-        values["grad_entry_max"] = clip.max_value
-    elif clip.kind == "per_group":
-        values |= {f"grad_norm/{limit.match}": limit.max_norm for limit in clip.limits}
-    elif clip.kind == "adaptive":
-        units["units"] = clip.ratio
-    elif clip.kind == "update":
-        units["tensors"] = clip.threshold
-    if clip.qk_limit is not None:
-        values["attention_logit_max"] = units["heads"] = clip.qk_limit
-    return Measures(values, units, rules.RUNGS)
-
-
-class Rule:
-    """Clip once per window, in two parts: before the update, and after it."""
+    name = "limit"  # of its state in checkpoints
+    max_norm: float | None = None  # the limit of the norm, where it is the same at each step
+    moving = False  # it is another one at each step
+    seen: Any = None  # the `Outcome` of the last step
 
     def __init__(
-        self,
-        joined: mesh.Mesh,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        optimizers: list[Optimizer],
-        clip: Clip,
-        rows: int,
+        self, clip: Any, joined: mesh.Mesh | None, model: nn.Module, optimizers: list[Optimizer]
     ) -> None:
-        self._mesh, self._clip, self._optimizers = joined, clip, optimizers
-        self.limit, self.measures = Limit(clip), measures_of(clip)
-        self._parameters, self._groups = list(parameters), list[int | None]()
-        self._update: rules.UpdateLimit | None = None
-        self._heads: HeadLimit | None = None
-        if clip.kind == "per_group":
-            self._groups = _groups_of(clip, model)
-        elif clip.kind == "adaptive":  # all but the output head, as its authors do
-            head = getattr(model, "head_weight", None)
-            self._parameters = [p for p in parameters if p is not head]
-        elif clip.kind == "update":
-            self._update = rules.UpdateLimit(joined, optimizers, clip.threshold)
-        if clip.qk_limit is not None:
-            self._heads = HeadLimit(joined, model, clip.qk_limit, rows, piece_of)
-        self._values, self._units = list[Any](), list[Any]()  # of a step, as `measures` takes them
+        self.knobs, self.mesh = clip, cast(mesh.Mesh, joined)
+        self.model, self.optimizers = model, optimizers
 
-    def by_norm(self, max_norm: float) -> Rule:
-        """Return the same with a limit of the norm as its rule."""
-        found = copy.copy(self)
-        found._clip = dataclasses.replace(self._clip, kind="norm", max_norm=max_norm)
-        found.limit, found.measures = Limit(found._clip), measures_of(found._clip)
-        found._update = None
-        return found
+    @classmethod
+    def too_late(cls, clip: Any, max_steps: int) -> str:
+        """Return a warning, where the rule does nothing in a run that short, else an empty text."""
+        return ""
 
-    def begin(self) -> None:
-        if self._heads is not None:
-            self._heads.begin()
+    def clip(self, gradients: list[Tensor], norm: Tensor) -> Clipped:
+        """Clip gradients of this norm in place."""
+        return clip_norm(gradients, norm, None)
 
-    def before_forward(self, targets_bt: Tensor) -> None:
-        if self._heads is not None:
-            self._heads.count(targets_bt)
+    def after_update(self, skip: Any, clipped: Any) -> Any:
+        """Limit what the update has made, unless it was skipped; return whether it clipped."""
+        return clipped
 
-    def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-        joined, clip = self._mesh, self._clip
-        self._values, self._units = [], []
-        if clip.kind == "per_group":
-            pairs = zip(self._parameters, self._groups, strict=True)
-            groups = [group for p, group in pairs if p.grad is not None]
-            limits = [limit.max_norm for limit in clip.limits]
-            after, clipped, self._values = rules.clip_groups(joined, gradients, groups, limits)
-            return after, clipped, None
-        if clip.kind == "adaptive":
-            weights = [p for p in self._parameters if p.grad is not None]
-            clipped, counted = rules.clip_units(joined, weights, clip.ratio)
-            self._units = list(counted)
-            return mesh.global_norm(joined, gradients), clipped, None
-        if clip.kind == "value" and clip.max_value is not None:
-            after, clipped, largest = rules.clip_values(joined, gradients, clip.max_value)
-            self._values = [largest]
-            return after, clipped, None
-        if self._update is not None:
-            self._update.before()
-        limit = self.limit.of(norm)
-        if self.limit.moving:
-            found = math.inf if limit is None else limit
-            self._values.append(found if isinstance(found, Tensor) else norm.new_full((), found))
-        by_update = optim.clips_in_update(self._optimizers, norm)
-        return rules.clip_norm(gradients, norm, limit, by_update)
+    def factor(self, seen: Any) -> float | None:
+        """Return the factor on the gradient of an applied update; None: there is no one factor."""
+        return 1.0
 
-    def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
-        if self._update is not None:
-            clipped, counted = self._update.after(skip)
-            self._units = list(counted)
-        if self._heads is not None:
-            largest, counted = self._heads.after(skip)
-            self._values.append(largest)
-            self._units += counted
-        return clipped, [*self._values, *self._units]
+    def finished(self, seen: Any) -> None:
+        self.seen = seen
+
+    def row(self, window: Window) -> dict[str, Any]:
+        if self.seen is None or self.seen.skipped:
+            return {}
+        factor = self.factor(self.seen)
+        found = {} if factor is None else {"clip_coefficient": factor}
+        return {"clipped_share": float(self.seen.clipped)} | found
+
+
+class ByNorm(Rule):
+    """Clip the gradient to a limit of its norm."""
+
+    def __init__(self, clip: Any, *more: Any) -> None:
+        super().__init__(clip, *more)
+        self.max_norm = clip.max_norm
+
+    def clip(self, gradients: list[Tensor], norm: Tensor) -> Clipped:
+        by_update = optim.clips_in_update(self.optimizers, norm)
+        return clip_norm(gradients, norm, self.max_norm, by_update)
+
+    def factor(self, seen: Any) -> float | None:
+        limit = self.max_norm
+        return 1.0 if limit is None else min(1.0, limit / (seen.grad_norm + EPSILON))
+
+
+def rule_of(config: Any) -> type[Rule]:
+    """Return the rule that a config names; another one than these two is imported."""
+    known: dict[str, type[Rule]] = {"none": Rule, "norm": ByNorm}
+    for part in features.asked_for(config, "rule"):
+        known |= part.RULES
+    return known[config.clip.kind]
+
+
+def clip_norm(
+    gradients: Sequence[Tensor],
+    norm: Tensor,
+    max_norm: float | Tensor | None,
+    by_update: bool = False,
+) -> Clipped:
+    """Clip in place by `norm`; with `by_update` that is left to the update.
+
+    `gradients` may be split over the ranks; `norm` is that of them all. The factor is
+    min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is
+    no limit.
+    """
+    if max_norm is None:
+        return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    if by_update:
+        return norm * factor, factor < 1, factor
+    held = [mesh.local_part(g) for g in gradients]
+    if norm.device.type != "cpu":
+        torch._foreach_mul_(held, factor)
+        return norm * factor, factor < 1, None
+    clipped = bool(norm.isfinite() and factor < 1)  # else its update is skipped, or the factor is 1
+    if clipped:
+        torch._foreach_mul_(held, float(factor))
+    return float(norm * factor if clipped else norm), clipped, None

@@ -38,6 +38,9 @@ class Feature:
     def backward_start(self, window: Window) -> None:
         """Come before the first forward and backward pass, and before the step's random numbers."""
 
+    def forward_start(self, targets_bt: Tensor) -> None:
+        """Come before the forward pass of each micro-batch, with its targets on the device."""
+
     def around_backward(self, window: Window, number: int) -> AbstractContextManager[None]:
         """Return what stands around the backward pass of a micro-batch, counted from 1."""
         return nullcontext()
@@ -53,12 +56,12 @@ class Feature:
         """
         return skip
 
+    def updated(self, window: Window, skip: Any) -> None:
+        """Come after the update, which was not made where `skip` is true: that of `judge`."""
+
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
         """Return 0-dim figures of the step, which are `Outcome.more` when it is read."""
         return {}
-
-    def updated(self, window: Window) -> None:
-        """Come after the update."""
 
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
         """Come after the step; `row`: what is known of its row, where one is due."""

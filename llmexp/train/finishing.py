@@ -36,10 +36,9 @@ def finish_step(loop: Loop) -> int:
     loop.outcome = None
     code = outcome.read().code
     loss = math.nan if code in (EMPTY, BAD_LOSS) else outcome.loss
-    norm, after = outcome.grad_norm, outcome.grad_norm_post_clip
     if loop.out.rows is not None:
-        shown = math.nan if outcome.skipped else norm
-        loop.out.rows.add_step(loss, outcome.target_tokens, shown, outcome.lr)
+        norm = math.nan if outcome.skipped else outcome.grad_norm
+        loop.out.rows.add_step(loss, outcome.target_tokens, norm, outcome.lr)
     for act in loop.features.on("finished"):
         act(outcome)
     if outcome.skipped:
@@ -47,9 +46,6 @@ def finish_step(loop: Loop) -> int:
     else:
         progress.updates += 1
         progress.consecutive_skips = 0
-        loop.norms.add(norm, outcome.clipped, after)
-        loop.setup.clipping.limit.add(norm, after)
-        loop.setup.clipping.measures.add(outcome.measured)
     if math.isfinite(loss):
         progress.loss, progress.least_loss = (progress.step, loss), min(progress.least_loss, loss)
     return progress.updates

@@ -20,17 +20,13 @@ from llmexp.system.child import STOP
 from llmexp.train.checkpointing import (
     advance_save,
     finish_save,
-    not_finite,
     save,
-    save_what_can_be,
 )
 from llmexp.train.evaluation import validate
 from llmexp.train.feature import Features
 from llmexp.train.finishing import finish_step, none_applied
 from llmexp.train.state import Loop
 from llmexp.train.step import BAD_LOSS, EMPTY, Outcome, TrainingFailed, train_step
-
-WEIGHT_NORM_EVERY = 10  # rows
 
 
 @dataclass(frozen=True)
@@ -165,11 +161,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
 def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
-    row = build_row(loop, outcome, window, due.evaluation)
-    if not math.isfinite(row.get("weight_norm", 0.0)):
-        publish(loop, row)
-        save_what_can_be(loop)
-        raise not_finite(loop, "the weights, as their norm shows")
+    row = build_row(loop, outcome, window)
     loop.row_is_due = True
     for act in loop.features.on("step_end"):
         act(window, row)
@@ -190,7 +182,7 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     publish(loop, row)
 
 
-def build_row(loop: Loop, outcome: Outcome, window: Window, evaluation: bool) -> dict[str, Any]:
+def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     """Return the row of the last step, without what evaluation and hooks add.
 
     A figure that is not known is absent. All ranks call together and wait for the device; the
@@ -208,11 +200,6 @@ def build_row(loop: Loop, outcome: Outcome, window: Window, evaluation: bool) ->
     if not outcome.skipped:
         row["grad_norm"] = outcome.grad_norm
         row["grad_norm_post_clip"] = outcome.grad_norm_post_clip
-        row |= loop.norms.row(outcome.grad_norm, outcome.clipped, outcome.grad_norm_post_clip)
-        row |= setup.clipping.measures.row(outcome.measured)
-    if evaluation or progress.step % (WEIGHT_NORM_EVERY * loop.config.train.log_every) == 0:
-        weights = [parameter.detach() for parameter in setup.parameters]
-        row["weight_norm"] = float(mesh.global_norm(loop.mesh, weights))
     if setup.scaler.enabled:
         row["loss_scale"] = outcome.loss_scale
     row["skipped"] = outcome.skipped

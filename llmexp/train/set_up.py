@@ -9,7 +9,7 @@ from llmexp.mesh.sequence import share_tokens
 from llmexp.models.loss import SummedLoss
 from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.clipping import Rule
+from llmexp.train.clipping import rule_of
 from llmexp.train.hooks import of_hooks
 from llmexp.train.step import Setup
 from llmexp.update import precision
@@ -46,7 +46,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
-    optimizers, micro_batch_size = parts.build_optimizers(model), parts.run.micro_batch_size
+    optimizers = parts.build_optimizers(model)
     setup = Setup(
         mesh=joined,
         model=model,
@@ -60,12 +60,12 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
             config.precision.init_scale,
             config.precision.growth_interval,
         ),
-        clipping=Rule(joined, model, parameters, optimizers, config.clip, micro_batch_size),
+        clipping=rule_of(config)(config.clip, joined, model, optimizers),
         arithmetic=parts.precision,
         rate_factor=parts.rate_factor,
         stage_rate=lambda step: parts.run.stage_at(step).rate,
     )
-    setup.features.extend(of_hooks(parts.hooks, setup))
+    setup.features.extend([setup.clipping, *of_hooks(parts.hooks, setup)])
     made = (part.make(parts, setup) for part in features.asked_for(config, "train"))
     setup.features.extend(made)  # one by one: one may need those before it
     return setup

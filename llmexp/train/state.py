@@ -14,7 +14,6 @@ from typing import Any
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.norms import Norms
 from llmexp.run import Run
 from llmexp.runs.rows import Rows
 from llmexp.settings.config import Config
@@ -27,7 +26,7 @@ from llmexp.train.windows import read_ahead
 
 @dataclass
 class Progress:
-    """Hold how far the run is; what else a checkpoint keeps beside tensors: `stateful_parts`."""
+    """Hold how far the run is."""
 
     step: int = 0  # windows consumed
     updates: int = 0  # applied updates: the schedule's position
@@ -58,14 +57,6 @@ class Saving:
     committing: bool = False
 
 
-def stateful_parts(setup: Setup, norms: Norms) -> dict[str, Any]:
-    """Return the objects besides features whose `state_dict` a checkpoint keeps, by name."""
-    rule = setup.clipping
-    found: dict[str, Any] = {"norms": norms, "scaler": setup.scaler}
-    found |= {"limit": rule.limit} if rule.limit.moving else {}
-    return found | ({"measures": rule.measures} if rule.measures else {})
-
-
 @dataclass
 class Loop:
     """The state of the loop on this rank."""
@@ -75,7 +66,6 @@ class Loop:
     out: Outputs
     progress: Progress
     meter: Meter
-    norms: Norms
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
     outcome: Outcome | None = None  # of the last step, until `finish_step`

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
+from llmexp.train.clipping import Rule
 from llmexp.train.feature import Features
 from llmexp.update import optim, precision
-from llmexp.update.limits import Limit
 
 # Codes of an `Outcome`; the update is applied for the first.
 OK, SKIPPED, EMPTY, BAD_LOSS, BAD_NORM = range(5)
@@ -29,34 +29,6 @@ _FIGURES = (
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
-
-
-class _Clipping(Protocol):
-    """The calls of `llmexp.train.clipping.Rule` in a step, which needs no config to be read."""
-
-    limit: Limit  # of the norm
-    measures: Any  # `metrics.rules.Measures`: counts what it looks at besides the norm
-
-    def begin(self) -> None:
-        """Begin a window."""
-
-    def before_forward(self, targets_bt: Tensor) -> None:
-        """Take note of the targets of the next micro-batch."""
-
-    def before_update(self, gradients: list[Tensor], norm: Tensor) -> tuple[Any, Any, Any]:
-        """Clip gradients of this norm in place.
-
-        Return (norm after it, whether anything was clipped, a factor left to the update or None).
-        """
-
-    def after_update(self, skip: Any, clipped: Any) -> tuple[Any, list[Any]]:
-        """Limit what the update has made, unless it was skipped.
-
-        Return (whether the rule clipped anything, what else it has measured).
-        """
-
-    def by_norm(self, max_norm: float) -> _Clipping:
-        """Return the same with a limit of the norm as its rule."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +42,7 @@ class Setup:
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
     scaler: precision.Scaler
-    clipping: _Clipping
+    clipping: Rule
     arithmetic: str  # fp32, bf16, ...: the kind of precision
     rate_factor: Callable[[int], float]  # of the learning rate, after so many updates
     stage_rate: Callable[[int], float]  # a second one, after so many steps: by the batch
@@ -100,14 +72,13 @@ class Outcome:
     grad_norm_post_clip: Any
     clipped: Any
     loss_scale: Any
-    measured: Sequence[Any] = ()  # what the rule of clipping looks at
     more: dict[str, Any] = field(default_factory=dict)  # of features
     lr: float = 0.0
     own_nll: Any = 0.0  # this rank's part of the loss, summed; it stays on the device
 
     def __post_init__(self) -> None:
         self._copied: torch.cuda.Event | None = None
-        values = [*(getattr(self, name) for name in _FIGURES), *self.more.values(), *self.measured]
+        values = [*(getattr(self, name) for name in _FIGURES), *self.more.values()]
         if isinstance(self.skipped, bool):  # they are on the host
             self._take(values)
             return
@@ -130,7 +101,6 @@ class Outcome:
             setattr(self, name, next(numbers))
         self.skipped, self.clipped = bool(self.skipped), bool(self.clipped)
         self.more = {name: next(numbers) for name in self.more}
-        self.measured = list(numbers)
 
     @property
     def is_finite(self) -> bool:
@@ -159,7 +129,6 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     """
     mesh.share_buffers(setup.mesh, setup.model)
     targets, loss_weight = loss_factor(setup, window)
-    setup.clipping.begin()
     nll = accumulate(setup, window, loss_weight)
     own_nll = on_host(nll.clone())
     loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(targets)
@@ -174,25 +143,23 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
     updates = finish_last()
-    norm_after, clipped, clip_factor = setup.clipping.before_update(gradients, norm)
+    norm_after, clipped, clip_factor = setup.clipping.clip(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
     lr = optim.set_rate(setup.optimizers, factor_of_rate)
     scale, more = setup.scaler.value, dict[str, Any]()
     for judge in setup.features.on("judge"):
         skip = judge(skip, loss, norm)
+    optim.update(setup.optimizers, skip, clip_factor)
+    clipped = setup.clipping.after_update(skip, clipped)
+    for act in setup.features.on("updated"):
+        act(window, skip)
     for figures_of in setup.features.on("figures"):
         more |= figures_of(targets, scale)
-    optim.update(setup.optimizers, skip, clip_factor)
-    clipped, measured = setup.clipping.after_update(skip, clipped)
-    for act in setup.features.on("updated"):
-        act(window)
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
-    return Outcome(
-        targets, skip, loss, norm, norm_after, clipped, scale, measured, more, lr, own_nll
-    )
+    return Outcome(targets, skip, loss, norm, norm_after, clipped, scale, more, lr, own_nll)
 
 
 def on_host(value: Tensor) -> Any:
@@ -235,7 +202,8 @@ def accumulate(
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
-        setup.clipping.before_forward(targets_bt)
+        for act in setup.features.on("forward_start"):
+            act(targets_bt)
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from llmexp.metrics.keys import figures_in
-from llmexp.metrics.norms import clip_line
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
 from llmexp.system.child import STOP
@@ -45,9 +44,6 @@ def summarise(loop: Loop) -> dict[str, Any]:
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
     if loop.progress.step:
         found["skipped_steps"] = loop.progress.skipped_steps
-    norms = loop.norms
-    if norms.steps:
-        found["clipped_share"] = norms.clipped / norms.steps
     for summary_of in loop.features.on("summary"):
         found |= summary_of()
     return found
@@ -68,26 +64,9 @@ def training_time(loop: Loop) -> float | None:
 
 
 def details(loop: Loop) -> dict[str, Any]:
-    """Return what status.json holds besides the summary: clipping, and of features."""
-    found: dict[str, Any] = {}
-    if clip := loop.norms.summary():
-        measures = loop.setup.clipping.measures.summary()
-        found["clip"] = clip | ({"measures": measures} if measures else {})
+    """Return what status.json holds besides the summary: of features."""
     reporting = loop.features.acting("status")
-    return found | {f.name: status for f in reporting if (status := f.status())}
-
-
-def measured_sections(loop: Loop) -> list[tuple[str, str]]:
-    """Return what a run has measured of itself, for the screen."""
-    measured = details(loop)
-    sections = told(loop, "words")
-    if "clip" in measured:
-        measures = measured["clip"].get("measures", {})
-        sections.append(("clipping", clip_line(measured["clip"], loop.norms.limit)))
-        for key, found in measures.items():
-            what = "steps" if "steps" in found else key
-            sections.append((key, clip_line(found, found["limit"], what)))
-    return sections
+    return {f.name: status for f in reporting if (status := f.status())}
 
 
 def told(loop: Loop, event: str) -> list[tuple[str, str]]:
@@ -117,11 +96,9 @@ def say_the_end(
     sections = [
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
+        *told(loop, "words"),
+        *last_words,
     ]
-    try:  # the run is over and recorded: an error here is only printed
-        sections += [*measured_sections(loop), *last_words]
-    except Exception as error:
-        sections.append(("missing", f"the end of this report: {error!r}"))
     to_copy = [*told(loop, "files"), ("folder", str(path)), *told(loop, "commands")]
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))

@@ -2,9 +2,6 @@
 
 In reading order:
 precision  which one `auto` is, autocast, loss scale, dtype of parameters
-clip       limit a gradient by norms, values or units, or the update of a tensor
-limits     the limit of the norm: fixed, or from the norms before
-heads      limit the logits of attention (clip.qk_limit)
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 muon       its polynomials, and its work shared among ranks

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.settings.values import ConfigError
 from llmexp.system.text import first_of
-from llmexp.update.muon import Muon
-from llmexp.update.optim import SGD, Lion, wrong_rate
+from llmexp.update.optim import wrong_rate
 from llmexp.update.patterns import plain_names
 from llmexp.update.states import Traits, apart, together
 
@@ -77,20 +76,6 @@ def not_updated(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     given = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in held}
     return plain_names(given)
-
-
-def check_limited(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for optimizers whose update has no RMS that `clip=update` could limit."""
-    reasons: dict[type, str] = {
-        SGD: "sgd's update is as large as its gradients",
-        Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
-    }
-    for optimizer in optimizers:
-        if not isinstance(optimizer, (Muon, torch.optim.AdamW)):  # AdamW is beside Muon
-            kind = type(optimizer)
-            why = reasons.get(kind, f"{kind.__name__} is not torch's AdamW")
-            text = f"is the limit of StableAdamW, for AdamW's update; {why}"
-            raise refuse("clip", "update", text, "norm")
 
 
 class Unfit(Exception):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp import features
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.run.batch import shared_sequences
 from llmexp.runs import rundir
-from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, refuse
@@ -78,12 +78,8 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or _STEPS
     if (labels := config.data.get("train_labels")) is not None:
         raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
-    if (limit := config.clip.qk_limit) is not None:
-        text = "the reference of verify computes no attention logits, which it follows"
-        raise refuse("clip.qk_limit", limit, text, "null")
-    if config.clip.kind in MOVING:  # a moving limit begins within the few steps
-        begin = min(config.clip.warmup_steps, steps // 2)
-        config = with_knobs(config, clip={"warmup_steps": begin})
+    for prepared in features.offered("verify", "prepared"):
+        config = prepared(config, steps)
     own = assemble(config)
     shared = shared_sequences(own.config.batch)
     real = real_batch(shared)  # of all stages, where there is a ramp

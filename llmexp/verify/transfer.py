@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmexp.models.common import LanguageModel
-from llmexp.settings.config import Config
+from llmexp.settings.config import Clip, Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import refuse
 from llmexp.system.fileio import write_json
@@ -97,9 +97,9 @@ def prepared(config: Config) -> Config:
     batch["sequence_length"] = min(_TOKENS, solved.batch.sequence_length)
     kind = "fp64" if parts.precision == "fp64" else "fp32"
     small = with_knobs(config, model=sizes, batch=batch, precision={"kind": kind})
-    small = with_knobs(small, train={"compile": False}, clip={"kind": "none", "qk_limit": None})
+    small = with_knobs(small, train={"compile": False})
     constant = {"_target_": "llmexp.update.schedule.constant", "warmup_steps": 0}
-    return dataclasses.replace(small, schedule=constant)
+    return dataclasses.replace(small, schedule=constant, clip=Clip(kind="none"))
 
 
 def _figures(config: Config, widths: Sequence[int], steps: int) -> _Figures:

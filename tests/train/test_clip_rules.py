@@ -141,7 +141,7 @@ def counted(run: Result, step: int) -> Any:
         return {k: plain(v) for k, v in inner if k != "taken"} or state
 
     state = torch.load(run.checkpoint(step) / "state.pt", weights_only=True)
-    return {key: plain(state[key]) for key in ("limit", "measures", "norms") if key in state}
+    return {key: plain(state[key]) for key in ("limit", "clip") if key in state}
 
 
 def applied(run: Result) -> tuple[list[dict[str, Any]], dict[str, Any]]:

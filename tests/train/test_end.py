@@ -15,8 +15,6 @@ import torch
 
 from llmexp.data.stream import DataChanged
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.norms import Norms
-from llmexp.metrics.rules import Measures
 from llmexp.run.stages import Begin
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
@@ -66,7 +64,6 @@ def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: A
     progress = Progress(**counts)
     setup: Any = SimpleNamespace(
         mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
-        clipping=SimpleNamespace(measures=Measures({}, {}, range(1))),
         features=Features(),
     )
     run: Any = SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0, max_steps=10)
@@ -76,7 +73,7 @@ def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: A
     console: Any = Place()
     out = Outputs(path, True, console, Place(*rows))  # type: ignore[arg-type]
     meter = Meter(torch.device("cpu"), 96 * progress.step)
-    return Loop(parts, setup, out, progress, meter, Norms("none", None), {}, None)
+    return Loop(parts, setup, out, progress, meter, {}, None)
 
 
 def test_times_are_of_the_whole_run(monkeypatch):
@@ -112,19 +109,18 @@ def test_final_is_of_the_last_step_and_no_other():
 
 @pytest.mark.parametrize(("stop_step", "cause"), [(3, "train.stop_step"), (6, "another rank")])
 def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
-    tmp_path, monkeypatch, stop_step, cause
+    tmp_path, stop_step, cause
 ):
     """What a run has measured is shown after its end is recorded: that it cannot be is a line."""
     loop = made(row(5), step=5, path=tmp_path)
     loop.config.train.stop_step = stop_step
-    monkeypatch.setattr("llmexp.train.summary.measured_sections", lambda loop: 1 / 0)
-    loop.features.append(Noting())
+    loop.features.extend([Broken(), Noting()])
     say_the_end(loop, "preempted", {"steps": 5}, [])
     text = loop.out.console.lines[0]
     assert f"preempted by {cause} at step 5 of 10" in text
-    assert "the end of this report: ZeroDivisionError" in text
+    assert "a part of this report: ZeroDivisionError" in text
     last = [line.split()[0] for line in loop.out.console.lines[1:]]
-    assert last == ["picture", "folder", "upload", "next"]
+    assert last == ["picture", "folder", "missing", "upload", "next"]
 
 
 class Broken(Feature):
@@ -139,7 +135,7 @@ class Broken(Feature):
     def commands(self) -> list[tuple[str, str]]:
         raise ZeroDivisionError
 
-    last_words = commands
+    words = last_words = commands
 
 
 class Noting(Feature):

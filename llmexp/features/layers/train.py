@@ -51,7 +51,7 @@ class LayerByLayer(Feature):
         if self._due(window):
             self._layers.before_update()
 
-    def updated(self, window: Window) -> None:
+    def updated(self, window: Window, skip: Any) -> None:
         if self._due(window):
             self.last.append((window.step + 1, self._layers.after_update()))
 

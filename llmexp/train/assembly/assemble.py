@@ -56,7 +56,7 @@ from llmexp.train.assembly.parts import (
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
 from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
-from llmexp.train.clipping import check_clip
+from llmexp.train.clipping import rule_of
 from llmexp.train.feature import Feature, own_name
 from llmexp.update.held import not_updated
 from llmexp.update.states import Traits
@@ -262,7 +262,9 @@ def _loss_and_optimizers(
         # an optimizer of the user's may change the model that it is given
         bare = build_on_meta(*section) if own else model
         optimizers = building(bare)
-        check_clip(solved.clip, bare, optimizers)
+        rule_of(solved)(solved.clip, None, bare, optimizers)
+        for check in features.offered("assembly", "check_model"):
+            check(solved, bare)
         check_ranks(optimizers, place.layout)
         known: dict[str, Any] = {"groups": group_shares(optimizer, bare, optimizers)}
         known |= {"parametrization": width_words(bare, optimizers)}

@@ -21,7 +21,6 @@ from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
 from llmexp.runs.versions import source_commit, versions
-from llmexp.settings.clipping import MOVING
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob, ramp_sizes
 from llmexp.settings.targets import bind
@@ -33,6 +32,7 @@ from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import dropout_words, label_of, sizes_in
 from llmexp.train.assembly.placement import Placement
+from llmexp.train.clipping import rule_of
 from llmexp.update import schedule
 
 TRIED_UPDATES = 256  # updates of a schedule, evenly spread, before a run begins
@@ -193,12 +193,8 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             if tokens < run.max_tokens:
                 why = "as the next one begins with the same step"
             yield f"batch.ramp: the stage from {tokens:,} tokens on never begins, {why}"
-    clip = config.clip
-    if clip.kind in MOVING and clip.warmup_steps >= run.max_steps:
-        yield (
-            f"clip.warmup_steps={clip.warmup_steps}: the run ends after {run.max_steps} updates, "
-            f"so clip={clip.kind} never gives a limit"
-        )
+    if text := rule_of(config).too_late(config.clip, run.max_steps):
+        yield text
     stages = fill(config.data.get("stages"), "data.stages")
     for stage in stages if isinstance(stages, list) else ():
         first = stage.get("from_tokens") if isinstance(stage, dict) else None

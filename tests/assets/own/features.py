@@ -19,7 +19,7 @@ class Cosine(Feature):
     def backward_start(self, window):
         self._before = torch.cat([p.detach().flatten() for p in self._weights])
 
-    def updated(self, window):
+    def updated(self, window, skip):
         update = torch.cat([p.detach().flatten() for p in self._weights]) - self._before
         if self._last is not None:
             self._found = torch.nn.functional.cosine_similarity(update, self._last, dim=0)
@@ -53,7 +53,7 @@ class Progress(Feature):
     def __init__(self, setup):
         self._steps, self._tensors = 0, {n: t * 0 for n, t in setup.model.named_parameters()}
 
-    def updated(self, window):
+    def updated(self, window, skip):
         self._steps += 1
 
     def row(self, window):
@@ -87,7 +87,7 @@ class Looking(Feature):
     def __init__(self, setup):
         self._weight = setup.parameters[0]
 
-    def updated(self, window):
+    def updated(self, window, skip):
         assert self.loop.progress.step == window.step
         float(self._weight.sum())
 

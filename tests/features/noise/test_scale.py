@@ -18,7 +18,6 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.features.noise.scale import DECAY, NORMAL, NoiseScale, _student
 from llmexp.features.noise.train import Noise
-from llmexp.settings.config import Clip
 from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step
 from llmexp.update import precision
@@ -63,7 +62,7 @@ def measure(
         mesh=joined, model=model, loss=model, module=model, parameters=[model.w],
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
-        clipping=Rule(joined, model, [model.w], [optimizer], Clip(kind="none"), 2),
+        clipping=Rule(None, joined, model, [optimizer]),
         arithmetic="fp32" if kind == "fp16" else kind, rate_factor=lambda u: 0.0,
         stage_rate=lambda step: 1.0,
     )  # fmt: skip

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmexp.settings.clipping import BY_NORM, MOVING
+from llmexp.train.clipping import EPSILON
 
 PER_OCTAVE = 64  # bins: 1.1 % wide; every power of two is an edge
-# of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
-EPSILON = 1e-6
+# EPSILON is added to norms: the lowest bin is that of 2**-20
 LOWEST, HIGHEST = -20 * PER_OCTAVE, 20 * PER_OCTAVE - 1
 QUANTILES = (50, 90, 99)  # per cent
 
@@ -21,20 +20,19 @@ QUANTILES = (50, 90, 99)  # per cent
 class Norms:
     """Count the norms of a run's applied updates, before clipping.
 
-    `kind` and `limit` are those of its own clipping.
+    `limit` is that of its own clipping, None where the norm has none that stays; `moving`: it has
+    another one at each step.
     """
 
-    def __init__(self, kind: str, limit: float | None) -> None:
-        self.limit = limit if kind == "norm" else None
-        self.moving = kind in MOVING
-        self.by_norm = kind in ("none", *BY_NORM)
+    def __init__(self, limit: float | None = None, moving: bool = False) -> None:
+        self.limit, self.moving = limit, moving
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         # by number: how many, and the sum of 1 / (norm + EPSILON)
         self._bins: dict[int, list[float]] = {}
 
-    def add(self, norm: float, clipped: bool, after: float | None = None) -> None:
-        """Take an applied update; `norm` is finite and at least 0, `after` that after clipping."""
+    def add(self, norm: float, clipped: bool, factor: float = 1.0) -> None:
+        """Take an applied update: its finite norm, at least 0, and the factor on its gradient."""
         padded = norm + EPSILON
         number = min(max(math.floor(math.log2(padded) * PER_OCTAVE), LOWEST), HIGHEST)
         found = self._bins.setdefault(number, [0, 0.0])
@@ -42,18 +40,7 @@ class Norms:
         found[1] += 1 / padded
         self.steps += 1
         self.clipped += clipped
-        self._coefficients += self._factor(norm, after)
-
-    def _factor(self, norm: float, after: float | None) -> float:
-        """Return the factor on the gradient of an update."""
-        if self.moving and after is not None and norm > 0:
-            return after / norm
-        return 1.0 if self.limit is None else min(1.0, self.limit / (norm + EPSILON))
-
-    def row(self, norm: float, clipped: bool, after: float) -> dict[str, float]:
-        """Return what the row of an applied update says of its clipping."""
-        found = {"clipped_share": float(clipped)}
-        return found | ({"clip_coefficient": self._factor(norm, after)} if self.by_norm else {})
+        self._coefficients += factor
 
     def quantile(self, percent: float) -> float:
         """Return the upper edge of the bin that this quantile of the norm lies in.

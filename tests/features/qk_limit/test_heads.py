@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import piece_of
-from llmexp.models import logits
+from llmexp.data.window import Window
+from llmexp.features.qk_limit import heads as logits
+from llmexp.features.qk_limit.assembly import check_heads
+from llmexp.features.qk_limit.train import QkLimit
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.settings.values import ConfigError
-from llmexp.update.heads import HeadLimit, check_heads
 
+WINDOW = Window(0, [], 0, 0)
 ALONE = mesh.join("cpu", "single", 1, 1, 1)
 SIZES = {"vocab_size": 24, "max_position_embeddings": 12, "n_layers": 2, "n_heads": 4}
 SIZES |= {"d_model": 32, "d_ff": 16}
@@ -72,7 +74,7 @@ def test_the_largest_logit_is_over_what_is_seen_in_rows_with_targets(case, group
     if case == "chunks":
         monkeypatch.setattr(logits, "_MOST", 1)
     attentions = logits.attentions_of(model)
-    limit = HeadLimit(ALONE, model, 1.0, 3, piece_of)
+    limit = QkLimit(ALONE, model, 1.0, 3)
     found: dict[int, list[Tensor]] = {}
     for i, attention in enumerate(attentions):
 
@@ -86,9 +88,9 @@ def test_the_largest_logit_is_over_what_is_seen_in_rows_with_targets(case, group
     targets = tokens.roll(-1, 1)
     targets[1] = IGNORE_INDEX  # a row that is missing
     targets[2, :-1] = IGNORE_INDEX
-    limit.begin()
+    limit.backward_start(WINDOW)
     for rows in (slice(0, 3), slice(3, 6)):
-        limit.count(targets[rows])
+        limit.forward_start(targets[rows])
         model(tokens[rows])
     with torch.no_grad():
         model.eval()
@@ -117,21 +119,21 @@ def test_heads_above_the_limit_come_down_to_it_and_others_stay(made):
     model = made()
     attentions = logits.attentions_of(model)
     tokens = torch.randint(24, (3, 12), generator=torch.Generator().manual_seed(5))
-    watch = HeadLimit(ALONE, model, 1e9, 3, piece_of)
+    watch = QkLimit(ALONE, model, 1e9, 3)
 
     def largest() -> Tensor:
-        watch.begin()
+        watch.backward_start(WINDOW)
         model(tokens)
         return torch.stack([a.largest_h.clone() for a in attentions])
 
     before = largest()
     tau = float(before.median())
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
-    watch = found = HeadLimit(ALONE, model, tau, 3, piece_of)
+    watch = found = QkLimit(ALONE, model, tau, 3)
     largest()
-    biggest, counted = found.after(False)
-    assert float(biggest) == float(before.max())
-    assert float(counted[5]) == float((before > tau).sum()) > 0
+    found.updated(WINDOW, False)
+    assert float(found.found["attention_logit_max"]) == float(before.max())
+    assert float(found.found["heads/5"]) == float((before > tau).sum()) > 0
     shared = attentions[0].q_proj.out_features != attentions[0].k_proj.out_features
     for i in range(len(attentions)):
         for head in range(4):
@@ -151,7 +153,7 @@ def test_heads_above_the_limit_come_down_to_it_and_others_stay(made):
     after = largest()[0]
     torch.testing.assert_close(after, before[0].clamp(max=tau), rtol=1e-12, atol=0)
     weights = [p.detach().clone() for p in model.parameters()]
-    found.after(True)  # the update of this window was skipped
+    found.updated(WINDOW, True)  # the update of this window was skipped
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 

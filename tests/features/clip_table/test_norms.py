@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_line
+from llmexp.features.clip_table.norms import PER_OCTAVE, Norms, clip_line
+from llmexp.train.clipping import EPSILON
 
 NORMS = st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60)
 EDGES = st.integers(-19 * PER_OCTAVE, 19 * PER_OCTAVE).map(lambda k: 2.0 ** (k / PER_OCTAVE))
 
 
-def counted(norms: list[float], kind: str = "norm", limit: float | None = None) -> Norms:
-    found = Norms(kind, limit)
+def counted(norms: list[float], limit: float | None = None) -> Norms:
+    found, most = Norms(limit), math.inf if limit is None else limit
     for norm in norms:
-        found.add(norm, limit is not None and norm + EPSILON > limit)
+        found.add(norm, norm + EPSILON > most, min(1.0, most / (norm + EPSILON)))
     return found
 
 
@@ -75,28 +77,15 @@ def test_the_runs_own_limit_is_its_own_count():
     assert line.endswith(f"99 % {summary['quantiles']['99']:.4g}")
 
 
-def test_a_row_has_what_was_done_to_its_own_step():
-    """However many steps lie between rows; the mean over all of them is that of the summary."""
-    assert Norms("norm", 1.0).summary() == {}  # nothing counted is nothing printed
-    found, norms = Norms("norm", 1.0), [0.5, 4.0, 2.0]
-    rows = []
-    for norm in norms:
-        found.add(norm, norm > 1)
-        rows.append(found.row(norm, norm > 1, min(norm, 1.0)))
-    assert [row["clipped_share"] for row in rows] == [0.0, 1.0, 1.0]
-    factors = [row["clip_coefficient"] for row in rows]
-    assert factors == [1.0, 1 / (4 + EPSILON), 1 / (2 + EPSILON)]
-    assert found.at(1.0) == (2 / 3, pytest.approx(sum(factors) / 3, rel=1e-14))
-    for kind, limit in (("none", None), ("norm", None), ("none", 1.0)):
-        unlimited = counted([3.0], kind, limit)
-        assert unlimited.row(3.0, False, 3.0)["clip_coefficient"] == 1.0
-        assert unlimited.at(1.0)[0] == 1.0  # measured all the same
-    assert Norms("value", 1.0).row(3.0, True, 1.0) == {"clipped_share": 1.0}
+def test_nothing_counted_is_nothing_printed():
+    assert Norms(1.0).summary() == {}
+    unlimited = counted([3.0])
+    assert unlimited.at(1.0)[0] == 1.0  # measured all the same
 
 
 @given(NORMS, NORMS)
 def test_a_state_in_the_middle_changes_nothing(before, after):
-    whole, first, second = (Norms("norm", 1.0) for _ in range(3))
+    whole, first, second = (Norms(1.0) for _ in range(3))
     for norm in before:
         whole.add(norm, norm > 1)
         first.add(norm, norm > 1)

@@ -1,0 +1,1 @@
+"""Clip each unit's gradient by the norm of its weights."""

@@ -1,0 +1,1 @@
+"""Clip groups of parameters, each by the norm of its own gradient."""

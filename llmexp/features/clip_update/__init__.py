@@ -1,0 +1,1 @@
+"""Limit the update of each tensor in the place of its gradient."""

@@ -1,0 +1,1 @@
+"""Clip each entry of the gradient."""
