@@ -109,8 +109,9 @@ def found_together(path: Path, config: Config, parts: Parts) -> Config:
                     break
                 ended = try_steps(store, path / "logs" / asked["trial"], number)
                 store.set(f"ended/{number}/{rank}", json.dumps(ended))
-        # the others read the answer before its store goes
-        end, read = time.monotonic() + timeout_s, store.add("read", 1)
+        # the others read the answer before its store goes; a lost rank will not
+        end = time.monotonic() + (GRACE_S if "lost" in asked else timeout_s)
+        read = store.add("read", 1)
         while rank == 0 and read < parts.run.world_size and time.monotonic() < end:
             time.sleep(POLL_S)
             read = store.add("read", 0)
