@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test quick test-all test-processors words same mutants mutants-drawn check docs size core locked clean
+.PHONY: train test quick test-all test-processors words same mutants mutants-mended check docs size core locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -47,15 +47,16 @@ same: .venv/.ready
 	.venv/bin/python -m tests.golden.same $(BASE) $(ARGS)
 
 # Small faults, planted one at a time: which test finds each, and which live. Hours; ARGS='--group run --sample 5' tries some.
-.venv/bin/cosmic-ray: .venv/.ready
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
-	touch $@
-
 mutants: .venv/.ready
 	.venv/bin/python -m tools.mutants run $(ARGS)
 
-mutants-drawn: .venv/bin/cosmic-ray
-	.venv/bin/python -m tools.mutants draw
+# After code has moved: find the mutants again, and draw others for those that are gone.
+mutants-mended: .venv/bin/cosmic-ray
+	.venv/bin/python -m tools.mutants mend
+
+.venv/bin/cosmic-ray: .venv/.ready
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	touch $@
 
 check: .venv/.ready
 	.venv/bin/ruff check .

@@ -1,217 +1,134 @@
 """Plant small faults in copies of the tree, one at a time, and see which test finds each.
 
-`draw` writes mutants.json anew: the operators of cosmic-ray, by plan.toml. `run` tries its mutants
-and writes back what became of each. It ends with 1 where a mutant that was killed lives.
+`mend` finds the mutants of mutants.json where their lines are now, names those that are gone, and
+draws as many as a group of plan.toml lacks. `measure` writes the CPU time of each file of tests
+into seconds.json. `run` tries mutants, by the quickest tests first, and writes back what became
+of each. It ends with 1 where a mutant that was killed lives.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
+import importlib.util
+import itertools
 import json
-import os
 import queue
 import random
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
-RECORD = HERE / "mutants.json"
-SEED = 0
-# Changes that show nothing: `int | None` of an annotation, the type of an exception, ...
-NOT = ("BitOr", "RemoveDecorator", "ExceptionReplacer", "VariableReplacer", "VariableInserter")
-LONGEST_S = 240  # of one file of tests; a mutant that hangs is killed by it
-Place = tuple[str, Path, int, str, int]  # kind of change, file, line, operator, its number
+from tools.mutants import drawing, places, trying
+
+ROOT, HERE = places.ROOT, Path(__file__).resolve().parent
+RECORD, SECONDS = HERE / "mutants.json", HERE / "seconds.json"
+FATE = ("fate", "by", "cpu_s")
 
 
 def groups() -> list[dict[str, Any]]:
+    """Return the groups of plan.toml, with files of tests in place of folders."""
     found: list[dict[str, Any]] = tomllib.loads((HERE / "plan.toml").read_text())["group"]
+    for group in found:
+        names = [
+            sorted((ROOT / test).rglob("test_*.py")) or [ROOT / test] for test in group["tests"]
+        ]
+        group["tests"] = [str(path.relative_to(ROOT)) for name in names for path in name]
     return found
 
 
-def recorded() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return found
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def record(mutants: list[dict[str, Any]]) -> None:
-    text = json.dumps(mutants, indent=1, ensure_ascii=False)
-    RECORD.write_text(f"{text}\n", encoding="utf-8")
+def write(path: Path, tree: Any) -> None:
+    path.write_text(f"{json.dumps(tree, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
 
 
-def places_in(path: Path) -> list[Place]:
-    """Return the places of a file that the operators of cosmic-ray can change."""
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator, operator_names
-
-    nodes = list(ast_nodes(get_ast(path.read_text(encoding="utf-8"))))
-    places = list[Place]()
-    for name in operator_names():
-        if any(part in name for part in NOT):
+def mend() -> None:
+    """Find each mutant where its lines are now, and draw those that groups lack."""
+    texts = {str(p.relative_to(ROOT)): p.read_text("utf-8") for p in ROOT.glob("llmexp/**/*.py")}
+    kept = list[dict[str, Any]]()
+    for mutant in read(RECORD) if RECORD.exists() else ():
+        where = f"{mutant['file']}:{mutant['line']} {mutant['function']}"
+        found = places.moved(mutant, texts)
+        if found is None:
+            print(f"lost   {where}: {mutant['old'].strip()}")
             continue
-        operator = get_operator(name)()
-        found = (place for node in nodes for place in operator.mutation_positions(node))
-        kind = name.rpartition("/")[2].split("_")[0]
-        places += [(kind, path, start[0], name, n) for n, (start, _) in enumerate(found)]
-    return places
-
-
-def mutant_at(place: Place) -> dict[str, Any] | None:
-    """Return the mutant of a place: the lines of the file that it changes, before and after.
-
-    None for the decorator of a class, such as frozen=False.
-    """
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    _, path, _, name, number = place
-    code = path.read_text(encoding="utf-8")
-    before = code.splitlines()
-    after = (mutate_code(code, get_operator(name)(), number) or code).splitlines()
-    codes = difflib.SequenceMatcher(None, before, after, False).get_opcodes()
-    changed = [code[1:] for code in codes if code[0] != "equal"]
-    if not changed:
-        return None
-    (begin, _, new_begin, _), (_, end, _, new_end) = changed[0], changed[-1]
-    old = before[begin:end]
-    if old[0].lstrip().startswith("@"):
-        return None
-    return {
-        "file": str(path.relative_to(ROOT)),
-        "line": begin + 1,
-        "nth": sum(before[i : i + len(old)] == old for i in range(begin)),  # such lines before it
-        "operator": name.rpartition("/")[2],
-        "old": "\n".join(old),
-        "new": "\n".join(after[new_begin:new_end]),
-    }
-
-
-def draw() -> None:
-    """Write the mutants of each group: kinds of changes in turn, at most one a line."""
-    drawn = list[dict[str, Any]]()
+        if found["file"] != mutant["file"]:
+            print(f"moved  {where} -> {found['file']}:{found['line']}")
+        kept.append(found)
+    known = {(mutant["file"], mutant["line"]) for mutant in kept}
+    there = Counter(mutant["group"] for mutant in kept)
+    if not (draws := importlib.util.find_spec("cosmic_ray") is not None):
+        print("no others are drawn: make mutants-mended installs what draws them")
     for group in groups():
-        rng, lines, tally = random.Random(f"{SEED} {group['name']}"), set[Any](), Counter[str]()
-        paths = sorted({path for pattern in group["files"] for path in ROOT.glob(pattern)})
-        places = [place for path in paths for place in places_in(path)]
-        rng.shuffle(places)
-        turns = {place: tally[place[0]] for place in places if not tally.update([place[0]])}
-        found = list[dict[str, Any]]()
-        for place in sorted(places, key=turns.__getitem__):
-            if len(found) == group["mutants"]:
-                break
-            if place[1:3] not in lines and (mutant := mutant_at(place)):
-                lines.add(place[1:3])
-                found.append({"group": group["name"], **mutant})
-        drawn += found
-        print(f"{group['name']}: {len(found)} of {len(places):,} places")
-    record(drawn)
+        for test in group["tests"]:
+            if not (ROOT / test).exists():
+                print(f"plan.toml: {group['name']}: {test} is not there")
+        lacking = group["mutants"] - there[group["name"]] if draws else 0
+        if lacking <= 0:  # reading the places of a group takes a while
+            continue
+        for mutant in itertools.islice(drawing.drawn(group, known), lacking):
+            print(f"drawn  {mutant['file']}:{mutant['line']}: {mutant['old'].strip()}")
+            kept.append(mutant)
+    order = [group["name"] for group in groups()]
+    write(RECORD, sorted(kept, key=lambda mutant: order.index(mutant["group"])))
+    print(f"{len(kept)} mutants")
 
 
-def planted(code: str, mutant: dict[str, Any]) -> str | None:
-    """Return the code with the mutant in it; None where its lines are no longer there."""
-    before, old = code.splitlines(), mutant["old"].splitlines()
-    places = [i for i in range(len(before)) if before[i : i + len(old)] == old]
-    if len(places) <= mutant["nth"]:
-        return None
-    at = places[mutant["nth"]]
-    return "\n".join([*before[:at], *mutant["new"].splitlines(), *before[at + len(old) :], ""])
+@contextlib.contextmanager
+def copies(number: int) -> Iterator[list[Path]]:
+    with contextlib.ExitStack() as stack:
+        names = [tempfile.TemporaryDirectory(prefix="mutants-") for _ in range(number)]
+        yield [trying.copied(Path(stack.enter_context(name))) for name in names]
 
 
-def fate(copy: Path, mutant: dict[str, Any], tests: list[str]) -> dict[str, Any]:
-    """Return what becomes of a mutant: killed (by which test, in how long), survived or gone."""
-    path = copy / mutant["file"]
-    code = path.read_text(encoding="utf-8") if path.exists() else ""
-    mutated = planted(code, mutant)
-    if mutated is None:
-        return {"fate": "gone"}
-    if killer := mutant.get("by", "").partition("::")[0].split(" ")[0]:  # that of the last time
-        tests = [killer, *(test for test in tests if test != killer)]
-    path.write_text(mutated, encoding="utf-8")
-    began = time.monotonic()
-    try:
-        found = next(filter(None, (first_failure(copy, test) for test in tests)), "")
-    finally:
-        path.write_text(code, encoding="utf-8")
-    result = {"fate": "killed", "by": found} if found else {"fate": "survived"}
-    return result | {"seconds": round(time.monotonic() - began)}
-
-
-def first_failure(copy: Path, test: str) -> str:
-    """Return the first test of a file that fails; "" where all pass."""
-    if not (copy / test).exists():
-        return ""
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    cache = {"PYTHONDONTWRITEBYTECODE": "1", "LLMEXP_TEST_CACHE": f"{copy}-cache"}
-    process = subprocess.Popen(
-        [*pytest, "-rfE", test], cwd=copy, env=os.environ | cache, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, _ = process.communicate(timeout=LONGEST_S)
-    except subprocess.TimeoutExpired:
-        return f"{test} (does not end)"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode in (0, 5):  # 5: all of its tests are slow
-        return ""
-    lines = [line for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    where = lines[0].split(" - ")[0].partition(" ")[2] if lines else ""
-    return where or f"{test} (exit code {process.returncode})"
-
-
-def copied(folder: Path) -> Path:
-    """Return a copy of the working tree, less what git ignores, beside a link to ../shared."""
-    copy = folder / "llmexp"
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    (folder / "shared").symlink_to(ROOT.parent / "shared")
-    return copy
+def measure() -> None:
+    """Write the CPU time of each file of tests that the plan names."""
+    tests = sorted({test for group in groups() for test in group["tests"]})
+    known = read(SECONDS) if SECONDS.exists() else {}
+    with copies(1) as (copy,):
+        for test in tests:
+            tried = trying.Try(copy, [test], exit_first=False)
+            known[test] = round(tried.seconds.total())
+            print(f"{known[test]:4} s  {test}  {tried.failed}", flush=True)
+            write(SECONDS, {name: known[name] for name in tests if name in known})
 
 
 def run(mutants: list[dict[str, Any]], processes: int) -> bool:
     """Try mutants in copies of the tree; write each result at once. Return whether none escaped."""
-    every, tests = recorded(), {group["name"]: group["tests"] for group in groups()}
+    every, tests = read(RECORD), {group["name"]: group["tests"] for group in groups()}
+    seconds = read(SECONDS) if SECONDS.exists() else {}
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(next(entry for entry in every if entry == mutant))
     lock, escaped = threading.Lock(), list[str]()
 
-    def work(folder: Path) -> None:
-        copy = copied(folder)
+    def work(copy: Path) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 mutant = waiting.get_nowait()
-                result = fate(copy, mutant, tests[mutant["group"]])
+                with lock:
+                    files = trying.chosen(mutant, tests[mutant["group"]], seconds)
+                result = trying.fate(copy, mutant, files)
                 where = f"{mutant['file']}:{mutant['line']}"
                 with lock:
                     if mutant.get("fate") == "killed" and result["fate"] == "survived":
                         escaped.append(where)
-                    for key in ("fate", "by", "seconds"):
+                    for key in FATE:
                         mutant.pop(key, None)
                     mutant |= result
-                    record(every)
-                    print(f"{result['fate']:9}{where}  {result.get('by', '')}", flush=True)
+                    write(RECORD, every)
+                    took = f"{result.get('cpu_s', 0):4} s"
+                    print(f"{result['fate']:9}{took}  {where}  {result.get('by', '')}", flush=True)
 
-    with contextlib.ExitStack() as stack:
-        names = [tempfile.TemporaryDirectory(prefix="mutants-") for _ in range(processes)]
-        folders = [Path(stack.enter_context(name)) for name in names]
+    with copies(processes) as folders:
         threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
         for thread in threads:
             thread.start()
@@ -225,21 +142,19 @@ def run(mutants: list[dict[str, Any]], processes: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
-    parser.add_argument("what", choices=["draw", "run"])
+    parser.add_argument("what", choices=["mend", "measure", "run"])
     parser.add_argument("--group", help="only mutants of this group of plan.toml")
     parser.add_argument("--fate", help="only those that were killed, survived, gone or none (yet)")
     parser.add_argument("--sample", type=int, help="only so many, at random")
     parser.add_argument("--processes", type=int, default=2)
-    chosen = parser.parse_args()
-    if chosen.what == "draw":
-        draw()
+    asked = parser.parse_args()
+    if asked.what != "run":
+        {"mend": mend, "measure": measure}[asked.what]()
         return 0
-    if not RECORD.exists():
-        parser.error(f"{RECORD.name} is not there yet; draw the mutants first: make mutants-drawn")
-    mutants = [m for m in recorded() if chosen.group in (None, m["group"])]
-    mutants = [m for m in mutants if chosen.fate in (None, m.get("fate", "none"))]
+    mutants = [m for m in read(RECORD) if asked.group in (None, m["group"])]
+    mutants = [m for m in mutants if asked.fate in (None, m.get("fate", "none"))]
     random.shuffle(mutants)
-    return 0 if run(mutants[: chosen.sample], chosen.processes) else 1
+    return 0 if run(mutants[: asked.sample], asked.processes) else 1
 
 
 if __name__ == "__main__":
