@@ -59,8 +59,8 @@ RUNS = "LLMEXP_TEST_RUNS"
 # What takes longest comes first, or one process would end alone.
 LONGEST = """
 parallel slurm sweep hosts deciding shipped knobs in_and_out replay resume branches answer cli kills
-search page golden own_parts clip_reference clip_rules sync train geometry security fitting planning
-types refusals memory agent window_loss tracker
+corpus search page golden own_parts own_state ladder twins clip_reference clip_rules sync train end
+geometry security fitting planning types refusals library memory agent window_loss tracker
 """
 
 

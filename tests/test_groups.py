@@ -14,7 +14,7 @@ from llmexp.settings.rules import Group
 from llmexp.settings.values import ConfigError
 from llmexp.update import groups, held, optim
 from tests.conftest import TINY, llmexp, train
-from tests.tools import exact, same_state, weights
+from tests.tools import exact, run_here, same_state, weights
 
 BUILDERS = {
     "adamw": lambda m, lr, decay: optim.adamw(m, lr=lr, weight_decay=decay),
@@ -78,17 +78,17 @@ def test_a_fork_keeps_its_groups_and_ends_as_the_unbroken_run(tmp_path):
     )
 
 
-def test_a_plan_lists_what_each_group_takes(tmp_path):
-    found = llmexp("plan", *TINY, *RUN, GIVEN, "--json", cwd=tmp_path)
-    run = json.loads(found.out)
+def test_a_plan_lists_what_each_group_takes(capfd):
+    run = json.loads(run_here(capfd, "plan", *TINY, *RUN, GIVEN, "--json").out)
     taken = [list(group.values()) for group in run["groups"]]
     mlp, embedding = 2 * (2 * 16 * 24 + 24 + 16), run["vocab_size"] * 16
-    assert taken[:2] == [
-        ["*.mlp.*", 0.3, 2.0, 8, mlp], ["*.token_embedding.*", 3.0, 0.0, 1, embedding]
-    ]  # fmt: skip
     rest = run["parameters"] - mlp - embedding
-    assert taken[2:] == [["", 1.0, 1.0, 27, rest]]
-    text = " ".join(llmexp("plan", *TINY, *RUN, GIVEN, cwd=tmp_path).out.split())
+    assert taken == [
+        ["*.mlp.*", 0.3, 2.0, 8, mlp],
+        ["*.token_embedding.*", 3.0, 0.0, 1, embedding],
+        ["", 1.0, 1.0, 27, rest],
+    ]
+    text = " ".join(run_here(capfd, "plan", *TINY, *RUN, GIVEN).out.split())
     assert f"group *.mlp.*: 8 tensors, {mlp:,} parameters, rate x 0.3, weight decay x 2 " in text
     assert f"group all others: 27 tensors, {rest:,} parameters, rate and weight decay as" in text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import warnings
 
@@ -14,7 +13,6 @@ import torch
 from llmexp.system.child import STOP
 from llmexp.update import precision
 from tests import leftovers
-from tests.conftest import ROOT
 
 
 def at_work() -> None:
@@ -72,13 +70,3 @@ def test_settings_of_torch_are_put_back(newer):
             precision.apply("fp32")
             assert leftovers.state() != before
         assert leftovers.state() == before
-
-
-@pytest.mark.slow
-def test_a_test_that_ends_its_process_fails_once_and_the_others_run(tmp_path):
-    file = tmp_path / "test_ending.py"
-    file.write_text("import os\ndef test_a(): os._exit(3)\ndef test_b(): pass\n")
-    several = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "2", file]
-    out = subprocess.run(several, cwd=ROOT, capture_output=True, text=True).stdout
-    assert "crashed while running" in out, out
-    assert "1 failed, 1 passed" in out, out

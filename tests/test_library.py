@@ -26,7 +26,7 @@ from llmexp.update import faces, library, states
 from llmexp.update.held import TriedTensors, Unfit
 from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp, train
-from tests.tools import amend, composed, equal
+from tests.tools import amend, composed, equal, run_here
 
 for package in ("schedulefree", "torchao", "pytorch_optimizer"):
     if find_spec(package) is None:  # importing takes seconds
@@ -293,15 +293,15 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch):
     assert library.dotted_name("AdamW") == "torch.optim.AdamW"
 
 
-def test_a_name_gets_its_package_and_explain_shows_the_defaults(tmp_path):
+def test_a_name_gets_its_package_and_explain_shows_the_defaults(capfd):
     parts = parts_of(*OPTIONS["Lion"])
     assert parts.config.optimizer["name"] == "pytorch_optimizer.Lion"
     asked = ["optimizer=library", "optimizer.name=Lion"]
-    shown = llmexp("explain", "optimizer", *asked, "--json", cwd=tmp_path)
+    shown = run_here(capfd, "explain", "optimizer", *asked, "--json")
     known = {knob["key"]: knob for knob in json.loads(shown.out)["knobs"]}
     assert known["optimizer.betas"]["value"] == [0.9, 0.99]
     assert known["optimizer.weight_decay"]["from"] == "the default of pytorch_optimizer.Lion"
-    one = llmexp("explain", "optimizer.betas", *asked, "optimizer.betas=[0.8,0.9]", cwd=tmp_path)
+    one = run_here(capfd, "explain", "optimizer.betas", *asked, "optimizer.betas=[0.8,0.9]")
     assert one.out.splitlines()[0] == "optimizer.betas = [0.8, 0.9]"
     assert "Decay rates" in one.out
 
@@ -323,12 +323,8 @@ def test_a_checkpoint_of_schedule_free_is_what_the_rows_have_evaluated(tmp_path)
     whole = train(tmp_path, "whole", *given)
     found = llmexp("evaluate", "whole@6", "--json", cwd=tmp_path)
     assert found.code == 0, found.err
-    assert whole.rows()[-1]["val/loss"] == pytest.approx(evaluated(found.out), rel=1e-6)
-
-
-def evaluated(text: str) -> float:
-    [one] = json.loads(text)["sets"]
-    return one["loss"]
+    [one] = json.loads(found.out)["sets"]
+    assert whole.rows()[-1]["val/loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
 def test_soap_amplifies_noise_by_its_own_arithmetic():

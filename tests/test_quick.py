@@ -23,10 +23,7 @@ def test_the_nearest_tests_are_among_the_first(file, first):
     assert any(test.startswith(first) for test in near([file])[:9])
 
 
-def test_all_of_a_room_is_near_to_each_of_its_files():
+def test_a_room_is_near_to_each_of_its_files_and_what_is_named_is_there():
     found = near(["llmexp/compare/inference.py", "docs/laws.md"])
     assert {f"tests/compare/{p.name}" for p in ROOT.glob("tests/compare/test_*.py")} <= {*found}
-
-
-def test_what_is_not_imported_names_tests_that_are_there():
     assert all((ROOT / test).exists() for tests in NAMED.values() for test in tests)

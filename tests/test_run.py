@@ -91,11 +91,20 @@ def test_tokens_that_do_not_divide_are_refused_with_the_nearest_that_do(tokens, 
         assert solved.real_batch_size * 8 == tokens
 
 
-def test_contradictions_of_a_batch_in_tokens():
-    with pytest.raises(ConfigError, match=r"tokens_per_step=64: batch.real_batch_size=10 .*80"):
-        solve_batch(batch(real=10, tokens=64), 1)
-    with pytest.raises(ConfigError, match=r"tokens_per_step=64.* micro_batch_size 4 .*= 128 tok"):
-        solve_batch(batch(4, 2, tokens=64), 2)
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"micro": 4, "accum": 2, "real": 10}, "batch.real_batch_size=10.*= 16"),
+        ({"real": 10, "tokens": 64}, "tokens_per_step=64: batch.real_batch_size=10 .*80"),
+        (
+            {"micro": 4, "accum": 2, "tokens": 64},
+            "tokens_per_step=64.*_size 4 x.*= 128 tok",
+        ),
+    ],
+)
+def test_a_contradiction_shows_the_product(known, words):
+    with pytest.raises(ConfigError, match=words):
+        solve_batch(batch(**known), 2)
 
 
 @given(
@@ -139,18 +148,10 @@ def most_sequences(solved):
     return max(solved.ramp.values()) if solved.ramp else solved.real_batch_size
 
 
-def test_a_contradiction_shows_the_product():
-    with pytest.raises(ConfigError, match=r"batch.real_batch_size=10.*= 16"):
-        solve_batch(batch(4, 2, 10), 2)
-
-
-BASE = dict(
-    max_steps=None, max_epochs=None, max_tokens=None, tail="keep", seed=0, twin=0, device="cpu",
-    log_every=1,
-    eval_every=1, eval_tokens=1, sample_every=None, sample_tokens=0, compile=False,
-    data_digest=False,
-    max_consecutive_skips=1, stop_step=None, profile_start=None, profile_steps=1,
-)  # fmt: skip
+BASE = dict.fromkeys(("max_steps", "max_epochs", "max_tokens", "sample_every", "stop_step"))
+BASE |= dict.fromkeys(("log_every", "eval_every", "eval_tokens", "max_consecutive_skips"), 1)
+BASE |= {"tail": "keep", "seed": 0, "twin": 0, "device": "cpu", "sample_tokens": 0}
+BASE |= {"compile": False, "data_digest": False, "profile_start": None, "profile_steps": 1}
 
 
 NO_COST, NO_BEGIN = TokenCost(), Begin()
@@ -161,18 +162,19 @@ def budget(real=4, length=10, sequences=30, token_cost=NO_COST, begin=NO_BEGIN, 
     return solve_budget(Train(**{**BASE, **more}), stages, length, sequences, begin, token_cost)
 
 
-def test_budgets():
-    assert dataclasses.astuple(budget(max_steps=7)) == (28, 7, 0, 0)
-    assert dataclasses.astuple(budget(max_epochs=1)) == (30, 8, 2, 0)  # a tail window of 2
-    assert dataclasses.astuple(budget(max_epochs=1, tail="drop")) == (28, 7, 0, 2)
-    assert dataclasses.astuple(budget(max_epochs=2.5)) == (75, 19, 3, 0)
-    assert dataclasses.astuple(budget(max_epochs=0.1, real=1)) == (
-        3,
-        3,
-        0,
-        0,
-    )  # 0.1 x 30 is 3, not 2.999
-    assert dataclasses.astuple(budget(max_tokens=125)) == (12, 3, 0, 0)
+@pytest.mark.parametrize(
+    ("given_values", "solved"),
+    [
+        ({"max_steps": 7}, (28, 7, 0, 0)),
+        ({"max_epochs": 1}, (30, 8, 2, 0)),  # a tail window of 2
+        ({"max_epochs": 1, "tail": "drop"}, (28, 7, 0, 2)),
+        ({"max_epochs": 2.5}, (75, 19, 3, 0)),
+        ({"max_epochs": 0.1, "real": 1}, (3, 3, 0, 0)),  # 0.1 x 30 is 3, not 2.999
+        ({"max_tokens": 125}, (12, 3, 0, 0)),
+    ],
+)
+def test_budgets(given_values, solved):
+    assert dataclasses.astuple(budget(**given_values)) == solved
     assert budget().max_steps == 300
 
 
@@ -246,17 +248,10 @@ def test_a_spent_budget_is_refused_with_one_that_leaves_a_fork_a_window(
         ({"max_flops": 59.0}, "train.max_flops=59.0: is less than one sequence of 10 tokens; for"),
         ({"max_steps": 3, "max_tokens": 5}, "train.max_steps=3, train.max_tokens=5: one budget"),
         ({"max_tokens": 9}, "train.max_tokens=9: is less than one sequence"),
-        (
-            {"max_epochs": 0.1, "tail": "drop"},
-            "train.max_epochs=0.1: with train.tail=drop no window",
-        ),
+        ({"max_epochs": 0.1, "tail": "drop"}, "max_epochs=0.1: with train.tail=drop no window"),
+        ({"max_flops": 5.0, "token_cost": NO_COST}, "max_flops=5.0: the model does not count"),
     ],
 )
 def test_bad_budgets_are_refused(more, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        budget(**more, token_cost=TokenCost(6, 1))
-
-
-def test_flops_of_a_model_that_does_not_count_them_are_no_budget():
-    with pytest.raises(ConfigError, match=r"train.max_flops=5.0: the model does not count"):
-        budget(max_flops=5.0)
+        budget(**{"token_cost": TokenCost(6, 1), **more})

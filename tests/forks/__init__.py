@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -21,29 +22,28 @@ import tempfile
 import time
 from pathlib import Path
 
+import llmexp
 from tests.forks.sitecustomize import settings
 
 HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
 BEFORE = dict(os.environ)  # a test may have another home when the server starts
 SHARED = "LLMEXP_TEST_FORKS_SHARED"
-# By the server; torch._dynamo is DDP's, plotly's page is made at the end of each sweep.
+# By the server, beside all of llmexp; torch._dynamo is DDP's, plotly's page is made at the end of
+# each sweep.
 PRELOADED = """
-llmexp.train.worker llmexp.sweep.check llmexp.forecast.fitting llmexp.data.sources.stdlib
-llmexp.data.sources.tokens llmexp.data.sources.corpus llmexp.data.sources.synthetic
-llmexp.models.gpt2 llmexp.models.llama llmexp.cli.train llmexp.cli.plan llmexp.cli.explain
-llmexp.cli.compare llmexp.cli.runs llmexp.cli.resume llmexp.compose.app llmexp.compare.page
-llmexp.sweep.main llmexp.sweep.planning torch._dynamo torch.distributed.fsdp
-torch.distributed.tensor.parallel torch.distributed.launcher.api torch.utils.serialization.config
-numpy.ma scipy.stats wandb wandb.apis.public matplotlib.figure matplotlib.backends.backend_agg
-optuna.samplers cmaes requests encodings.idna
+torch._dynamo torch.distributed.fsdp torch.distributed.tensor.parallel torch.profiler
+torch.distributed.launcher.api torch.utils.serialization.config numpy.ma scipy.stats wandb
+wandb.apis.public matplotlib.figure matplotlib.backends.backend_agg plotly.io._json optuna.samplers
+cmaes requests encodings.idna
 """
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
 
 
 def preload() -> None:
     """Import what commands, workers and tests import, as far as it is installed."""
-    for name in PRELOADED.split():
+    ours = (found.name for found in pkgutil.walk_packages(llmexp.__path__, "llmexp."))
+    for name in (*(n for n in ours if not n.endswith("__main__")), *PRELOADED.split()):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     import torch
