@@ -57,23 +57,24 @@ class Meter:
         """
         return self._step_time / self.timed_steps if self.timed_steps else None
 
-    def take(self, tokens: int, ranks: int) -> dict[str, float]:
-        """Return the rates since the last row, whose steps have these tokens, and start over.
+    def rates(self, tokens: int, ranks: int) -> dict[str, float]:
+        """Return the rates since the last row, whose steps have these tokens.
 
         Rates of work count all tokens of the sequences, as banner and run.json do: those whose
         target is masked are computed too.
         """
         rate = tokens / self._step_time
-        now = time.perf_counter()
-        wall = now - (now if self._since is None else self._since)
-        found = {
+        wall = 0.0 if self._since is None else time.perf_counter() - self._since
+        return {
             "step_time": self._step_time / self.timed_steps,
             "data_time": self._data_time / self.timed_steps,
             "outside_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
             "tokens_per_sec": rate,
             "tokens_per_sec_per_rank": rate / ranks,
         }
+
+    def restart(self) -> None:
+        """Begin the counts of the next row."""
         self.timed_steps = 0
         self._step_time = self._data_time = 0.0
-        self._since = now
-        return found
+        self._since = time.perf_counter()

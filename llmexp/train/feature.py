@@ -184,14 +184,18 @@ class Features(list[Feature]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._acting: dict[str, list[Feature]] = {}
         self._on: dict[str, list[Callable[..., Any]]] = {}
 
     def acting(self, event: str) -> list[Feature]:
-        """Return those that do something at an event."""
-        return [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
+        """Return those that do something at an event, worked out once."""
+        if event not in self._acting:
+            nothing = getattr(Feature, event)
+            self._acting[event] = [f for f in self if getattr(type(f), event) is not nothing]
+        return self._acting[event]
 
     def on(self, event: str) -> list[Callable[..., Any]]:
-        """Return the methods of those that do something at an event, worked out once."""
+        """Return their methods for it."""
         if event not in self._on:
             self._on[event] = [getattr(feature, event) for feature in self.acting(event)]
         return self._on[event]

@@ -185,8 +185,7 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
 def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     """Return the row of the last step, without what evaluation and hooks add.
 
-    A figure that is not known is absent. All ranks call together and wait for the device; the
-    counts of the next row start here.
+    A figure that is not known is absent. All ranks call together and wait for the device.
     """
     run, setup, progress, outcome = loop.run, loop.setup, loop.progress, outcome.read()
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
@@ -207,7 +206,8 @@ def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     row["target_tokens"] = int(outcome.target_tokens)
     timed_from = progress.step - loop.meter.timed_steps
     tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
-    row |= loop.meter.take(tokens, loop.mesh.world_size)
+    row |= loop.meter.rates(tokens, loop.mesh.world_size)
+    loop.meter.restart()
     add_figures(loop, row, window)
     if run.flops_per_token is not None:
         flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]

@@ -47,15 +47,13 @@ from llmexp.train.assembly.parts import (
     build_on_meta,
     build_optimizers,
     built_whole,
-    group_shares,
     initial_warnings,
     left_in_evaluation,
     named_optimizer,
     shaped,
-    width_words,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
-from llmexp.train.assembly.solving import price_of, rate_factor, run_facts, solve_run
+from llmexp.train.assembly.solving import Bare, price_of, rate_factor, run_facts, solve_run
 from llmexp.train.clipping import rule_of
 from llmexp.train.feature import Feature, own_name
 from llmexp.update.held import not_updated
@@ -157,10 +155,11 @@ def assemble(
     model = cached(build_on_meta, *section)
     config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
     solved = _solved(config, place, sized)
-    loss, building, known, warnings = _loss_and_optimizers(model, section, solved, place, cached)
+    bare = _bare(model, section, solved, place, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
+    warnings = [*bare.warnings, *check_parallel(solved, place, bare.loss)]
     warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
     warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
@@ -172,9 +171,8 @@ def assemble(
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = parent or parent_of(solved, parent_run, corpus)
-    known |= {"parent": parent, "rule": rule, "shape": shape, "warnings": tuple(warnings)}
-    facts = run_facts(solved, place, loss, tokenizer, corpus, known)
-    run = solve_run(config, solved, facts, corpus, cached)
+    facts = run_facts(solved, place, bare, tokenizer, corpus, parent=parent, rule=rule, shape=shape)
+    run = solve_run(config, solved, facts, corpus, cached, warnings)
     return Parts(
         config=solved,
         run=run,
@@ -184,7 +182,7 @@ def assemble(
         corpus=corpus,
         build_model=functools.partial(build_model, *section, train.seed),
         begin_model=functools.partial(begin_model, sized, train.seed, train.twin),
-        build_optimizers=building,
+        build_optimizers=bare.build_optimizers,
         rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
         prepared=prepared,
@@ -242,13 +240,12 @@ def _trial(
     return cached(own_model.run, section, model, *batch, *at)
 
 
-def _loss_and_optimizers(
+def _bare(
     model: nn.Module, section: tuple[Any, ...], solved: Config, place: Placement, cached: Cache
-) -> tuple[SummedLoss, Callable[[nn.Module], list[Optimizer]], dict[str, Any], list[str]]:
-    """Return the model with its loss, what builds its optimizers, facts about them, and warnings.
+) -> Bare:
+    """Return what the run trains, without memory; optimizers of the user's are tried.
 
-    Those of the user's are tried. Raises ConfigError, also for a rule of clipping or ranks that do
-    not go with them.
+    Raises ConfigError, also for a rule of clipping or ranks that do not go with them.
     """
     optimizer = solved.optimizer
     own = not is_ours(optimizer.get("_target_"))
@@ -260,20 +257,18 @@ def _loss_and_optimizers(
     building = functools.partial(build_optimizers, optimizer, traits=traits)
     with torch.device("meta"):
         # an optimizer of the user's may change the model that it is given
-        bare = build_on_meta(*section) if own else model
-        optimizers = building(bare)
-        rule_of(solved)(solved.clip, None, bare, optimizers)
+        given = build_on_meta(*section) if own else model
+        optimizers = building(given)
+        rule_of(solved)(solved.clip, None, given, optimizers)
         for check in features.offered("assembly", "check_model"):
-            check(solved, bare)
+            check(solved, given)
         check_ranks(optimizers, place.layout)
-        known: dict[str, Any] = {"groups": group_shares(optimizer, bare, optimizers)}
-        known |= {"parametrization": width_words(bare, optimizers)}
         loss = SummedLoss(model)
-    if names := not_updated(bare, optimizers):
+    if names := not_updated(given, optimizers):
         text = f"leaves out {len(names)} of the parameters that the model trains, which stay"
         text = f"optimizer: {optimizer['_target_']} {text} as they are: {first_of(names)}"
         warnings = [*warnings, text]
-    return loss, building, known, [*warnings, *check_parallel(solved, place, loss)]
+    return Bare(loss, given, optimizers, building, warnings)
 
 
 def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:

@@ -6,17 +6,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from llmexp import features
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.common import parameter_counts
 from llmexp.models.loss import SummedLoss
-from llmexp.run import Facts, Run, solve
+from llmexp.run import Facts, Parent, Run, solve
 from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
@@ -30,7 +32,13 @@ from llmexp.system import hardware
 from llmexp.system.devices import threads_per_rank
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.inputs import place_of
-from llmexp.train.assembly.parts import dropout_words, label_of, sizes_in
+from llmexp.train.assembly.parts import (
+    dropout_words,
+    group_shares,
+    label_of,
+    sizes_in,
+    width_words,
+)
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.clipping import rule_of
 from llmexp.update import schedule
@@ -38,16 +46,32 @@ from llmexp.update import schedule
 TRIED_UPDATES = 256  # updates of a schedule, evenly spread, before a run begins
 
 
+@dataclass(frozen=True)
+class Bare:
+    """Hold what a run trains, without memory: the model in its loss, and optimizers.
+
+    They hold the parameters of `given`, a model of its own where they are the user's."""
+
+    loss: SummedLoss
+    given: nn.Module
+    optimizers: list[Optimizer]
+    build_optimizers: Callable[[nn.Module], list[Optimizer]]
+    warnings: list[str]
+
+
 def run_facts(
     config: Config,
     place: Placement,
-    loss: SummedLoss,
+    bare: Bare,
     tokenizer: Tokenizer,
     corpus: Corpus,
-    known: dict[str, Any],
+    *,
+    parent: Parent | None,
+    rule: str | None,
+    shape: str | None,
 ) -> Facts:
-    """Return what a run is solved from. `config` is solved; `known`: facts that others found."""
-    model, section = loss.model, fill(config.model, "model")
+    """Return what a run is solved from. `config` is solved."""
+    model, section = bare.loss.model, fill(config.model, "model")
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
     with_head, in_blocks = parameter_counts(model)
@@ -66,7 +90,7 @@ def run_facts(
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
         flops_per_token=price_of(model, config.batch.sequence_length).flops_per_token,
         flops_formula=getattr(model, "flops_formula", None),
-        loss_kernel=kernel_of(config, loss, place.layout, place.device, place.compiled),
+        loss_kernel=kernel_of(config, bare.loss, place.layout, place.device, place.compiled),
         tokenizer=redacted(tokenizer.name),
         tokenizer_vocab_size=tokenizer.n_vocab,
         vocab_size=getattr(model, "vocab_size", None),
@@ -76,7 +100,11 @@ def run_facts(
         precision_reason=place.reason,
         compiled=place.compiled_because,
         initial=f"{given} ({sizes_in(section)})" if begins_with else None,
-        **known,
+        groups=group_shares(config.optimizer, bare.given, bare.optimizers),
+        parametrization=width_words(bare.given, bare.optimizers),
+        rule=rule,
+        shape=shape,
+        parent=parent,
     )
 
 
@@ -106,8 +134,9 @@ def solve_run(
     facts: Facts,
     corpus: Corpus,
     cached: Callable[..., Any],
+    warnings: list[str],
 ) -> Run:
-    """Return the run, with its sources, its warnings and what features know of it.
+    """Return the run, with its sources, all `warnings` and what features know of it.
 
     `solved` is `config` with every derived value; `cached`: an `assemble.Cache`. Raises
     ConfigError."""
@@ -123,7 +152,7 @@ def solve_run(
             sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
     return dataclasses.replace(
         run,
-        warnings=(*run.warnings, *corpus.warnings, *_too_late(config, run)),
+        warnings=(*warnings, *corpus.warnings, *_too_late(config, run)),
         sources=tuple(sources),
         **features.merged("assembly", "known", solved, run),
     )
