@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmexp.compare import table
 from llmexp.compare.comparing import NEGLIGIBLE, compare, no_runs_found
+from llmexp.compare.figures import UNITS
 from llmexp.compare.records import Result
-from llmexp.compare.target import UNITS
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE

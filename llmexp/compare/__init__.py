@@ -2,22 +2,18 @@
 
 Along the data flow. In reading order:
 records        what a comparison is made of
-reading, rows  run folders, metrics.jsonl and steps.bin, none of it trusted
-columns        columns of the table, and a figure as its cell has it
-figures        which runs take part, and their figures
+reading        run folders, metrics.jsonl and steps.bin, none of it trusted
+figures        which runs take part, their figures, and where they first reach a target
 position       the tokens, steps or seconds at which losses are compared
-target         where runs first reach a figure
 folding        which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep: whether a difference is real
 statistics     means and their intervals, quantiles, seeds that would be needed
 spending       5 % of error, shared out over the looks of a sweep that decides by itself
 looks          how settings stand at one look, or at several
-evidence       what runs show: differences over seeds, rounding, effects of single keys
-judging        verdicts: budgets, who leads, how the others stand
+judging        verdicts: budgets, who leads, how the others stand, rounding, effects of keys
 headline       the result in one line of one shape
 notes          what must be known beside it, and what both rest on (provenance: other code)
-screening      which of many knobs matter, by a fraction of all combinations
-searching      which knobs of a search mattered
+screening      which of many knobs matter: of a fraction of all combinations, or of a search
 comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
 document       a page from a template, that asks the network for nothing

@@ -13,21 +13,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmexp.compare import folding
-from llmexp.compare.figures import columns_of, figures, left_out, own_keys
+from llmexp.compare.figures import (
+    UNITS,
+    columns_of,
+    figures,
+    left_out,
+    own_keys,
+    target_figures,
+    target_of,
+)
 from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import with_words
 from llmexp.compare.position import begins_after, common_position, common_rows
 from llmexp.compare.reading import read
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
 from llmexp.compare.screening import screen
-from llmexp.compare.target import UNITS, target_figures, target_of
-from llmexp.metrics.keys import is_of_named_set
 from llmexp.runs.find import find
 from llmexp.settings.commands import command
 from llmexp.settings.knobs import SEED
 from llmexp.settings.values import ConfigError, nearest
-
-_UNFINISHED = ("preempted", "cut", "running")
 
 
 def compare(
@@ -177,41 +181,22 @@ def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setti
 
 
 def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
-    """Return the columns of which a setting has a figure, the one that orders first.
-
-    The loss at the common position is there only where it is not the final one.
-    """
-    known, first = {key for e in f.settings for key in e.figures}, f.key
-    alive = [e.figures for e in f.settings if not e.out]
-    titles = {}
-    # what was stopped, or runs, has a loss of its own
-    unfinished = any(e.out in _UNFINISHED and "final val/loss" in e.figures for e in f.settings)
-    if all(of.get("val/loss") == of.get("final val/loss") for of in alive):
-        final = first == "final val/loss"
-        if final or not unfinished:
-            known.discard("val/loss" if final else "final val/loss")
-            titles["final val/loss"] = "val loss"
-    elif f.align_at is not None:
+    """Return the columns of which a setting has a figure, the one that orders first."""
+    known, titles = {key for s in f.settings for key in s.figures}, dict[str, str]()
+    alive = [s.figures for s in f.settings if not s.out]
+    if f.align_at is not None and any(a.get("val/loss") != a.get("final val/loss") for a in alive):
         titles["val/loss"] = f"val loss at {f.position} {UNITS[f.align]}"
     if "own_tokens" in known:
         titles |= {"tokens_seen": "tokens with parent", "train_time": "own time (s)"}
-    for key in [key for key in known if is_of_named_set(key) and key != first]:
-        # A named set shows what orders: its loss, or bits per byte where tokenizers differ; the
-        # main one's stands there already.
-        what = key.rpartition("/")[2]
-        again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
-        if again or what != ("bits_per_byte" if f.mixed else "loss"):
-            known.remove(key)
     if f.target:
         own = [f"target/{axis}" for axis in UNITS]
         titles |= {c.key: c.title.replace("target", str(f.target)) for c in columns if c.key in own}
-    shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != first)
 
     def counts(key: str) -> bool:
-        found = (of[key] for e in f.settings for of in (e.figures, *(r.figures for r in e.runs))
-                 if key in of)  # fmt: skip
-        return all(float(value).is_integer() for value in found)
+        of = [*(s.figures for s in f.settings), *(r.figures for r in f.runs)]
+        return all(float(known[key]).is_integer() for known in of if key in known)
 
+    shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != f.key)
     return tuple(replace(c, title=titles.get(c.key, c.title), counts=counts(c.key)) for c in shown)
 
 
@@ -239,7 +224,5 @@ def tokenizer_sha(record: Record) -> str:
 
 
 def _tokenizer_note(record: Record) -> str:
-    if not (print_ := tokenizer_sha(record)):
-        return ""
     name = record.facts.get("tokenizer") or "unknown"
-    return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})"
+    return f"tokenizer {name} ({tokenizer_sha(record)[:8] or 'unknown'})"

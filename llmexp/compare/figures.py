@@ -13,12 +13,29 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
-from llmexp.compare.columns import column_of, of_features
-from llmexp.compare.position import Position, evaluations, positions, time_before, until
-from llmexp.compare.records import APART, LOSS_FIGURES, Column, Record
-from llmexp.compare.rows import elapsed, finite
+from llmexp.compare.position import (
+    ROWS,
+    Position,
+    evaluations,
+    of_rows,
+    positions,
+    time_before,
+    until,
+)
+from llmexp.compare.reading import elapsed, finite
+from llmexp.compare.records import (
+    APART,
+    LOSS_FIGURES,
+    REACHED,
+    Column,
+    Record,
+    Result,
+    Target,
+    column_of,
+)
 from llmexp.metrics.keys import ROW_KEYS, SCORES, is_of_named_set, is_score, title_of
 from llmexp.settings.knobs import is_record
+from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
 
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
@@ -31,6 +48,7 @@ MOVE_VALIDATION = (
 )  # fmt: skip
 
 
+UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}  # of the axes
 _COLUMNS = (
     column_of("val/loss"),
     column_of("val/loss", "final "),
@@ -194,13 +212,14 @@ def figures(
         found["final val/loss"] = _last(finite(columns, "val/loss"))
         losses = (finite(of, "val/loss", rows) for of in (common, columns))
         found["best val/loss"] = min(map(float, next(filter(len, losses), ())), default=None)
-        found["train/loss"] = _train_loss(record, step)
+        if step > record.parent.get("step", 0):
+            found["train/loss"] = number(float(train_losses(record)[step - 1]))
     own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None:
             found[key] = own.get(key, _last(finite(columns, key)))
-    found |= of_features(record)
+    found |= features.merged("compare", "figures", record)
     for key in filter(is_other, more):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
@@ -215,22 +234,12 @@ def figures(
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _train_loss(record: Record, step: int) -> float | None:
-    """Return the loss of all targets of the last steps up to one, whichever of them have rows.
-
-    It goes back into those of a fork's parents. None for a run without a step of its own.
-    """
-    tail = slice(max(0, step - max(10, math.ceil(TAIL * step))), step)
-    if step <= record.parent.get("step", 0):
-        return None
-    losses, targets = (record.steps[key][tail] for key in ("train/loss", "target_tokens"))
-    known = np.isfinite(losses)
-    total = math.fsum(targets[known].tolist())
-    return math.fsum((losses * targets)[known].tolist()) / total if total else None
-
-
 def train_losses(record: Record) -> np.ndarray:
-    """Return the train loss after each step, as `_train_loss` has it; NaN where it is not known."""
+    """Return the train loss after each step; NaN where it is not known.
+
+    It is the loss of all targets of the last steps, whichever of them have rows, and goes back into
+    those of a fork's parents.
+    """
     if not record.step:
         return np.zeros(0)
     losses, targets = (record.steps[key] for key in ("train/loss", "target_tokens"))
@@ -261,3 +270,82 @@ def columns_of(
         *(column_of(key) for key in others if key in ROW_KEYS),
         *(Column(key, key, way.get(key, "")) for key in others if key not in ROW_KEYS),
     )
+
+
+def target_of(given: object, better: Mapping[str, str]) -> Target:
+    """Return the target of `KEY=NUMBER`. `better`: lower or higher, for keys of hooks.
+
+    Raises ConfigError.
+    """
+    key, _, text = str(given).partition("=")
+    known = ROW_KEYS.get(f"val/{key.rpartition('/')[2]}" if is_of_named_set(key) else key)
+    way = "higher" if is_score(key) else better.get(key) or (known.better if known else "")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not way:
+        text = "a figure of the rows that is better when lower or higher is needed, and a number"
+        raise ConfigError(f"--target {given}: {text}; for example --target val/loss=3.28")
+    return Target(key, value, -1.0 if way == "higher" else 1.0)
+
+
+def target_figures(record: Record, target: Target, align: str) -> dict[str, float]:
+    """Return where a run first reaches the target, between two evaluations by a straight line.
+
+    `target/reached` is 1 or 0, absent for a run that was never evaluated. `target/after` and
+    `target/by` are the positions of the two evaluations: start and first one, where that is there.
+    """
+    own, before = record.columns, record.before
+    steps, values = course(record, target.key)
+    if not len(values):
+        return {}
+    there = np.flatnonzero(target.sign * values <= target.sign * target.value)
+    if not len(there):
+        return {REACHED: 0.0}
+    by, after = there[0], there[0] - 1  # -1: there at the first evaluation already
+    share = 1.0
+    if after >= 0:
+        share = float((values[after] - target.value) / (values[after] - values[by]))
+    found = {REACHED: 1.0}
+    rows = np.concatenate([_column(c, "step") for c in (before, own)])
+    for axis in UNITS:
+        parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
+        known = np.concatenate([parents, of_rows(record, axis)])
+        if len(known) != len(rows):
+            continue
+        if target.key == "train/loss" and axis != "time":
+            where = positions(record, axis)[steps.astype(int) - 1]
+        else:
+            where = np.interp(steps, np.append(0.0, rows), np.append(0.0, known))
+        low, high = float(where[after]) if after >= 0 else 0.0, float(where[by])
+        found[f"target/{axis}"] = low + share * (high - low) if after >= 0 else high
+        if axis == align:
+            found |= {"target/after": low, "target/by": high}
+    return found
+
+
+def course(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps at which a run has a figure, and its values; those of parents come first.
+
+    The train loss is that of the table: there is one after each step, whatever the rows.
+    """
+    if key == "train/loss":
+        values = train_losses(record)
+        steps = np.arange(1.0, len(values) + 1)
+    else:
+        parts = (record.before, record.columns)
+        values = np.concatenate([_column(c, key) for c in parts])
+        steps = np.concatenate([_column(c, "step") for c in parts])
+    there = np.isfinite(values)
+    return steps[there], values[there]
+
+
+def _column(columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    return columns.get(key, np.full(len(columns.get("step", ())), np.nan))
+
+
+def cap_of(f: Result) -> float:
+    """Return the end of the first of the runs to end that never reached the target."""
+    never = [positions(r, f.align) for r in f.taking_part if r.figures.get(REACHED) == 0.0]
+    return min((float(where[-1]) for where in never if len(where)), default=math.inf)

@@ -12,8 +12,8 @@ from llmexp.compare.statistics import mean_interval
 from llmexp.metrics.keys import is_score
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS
 from llmexp.runs.folder import STATES
-from llmexp.settings import labels
 from llmexp.settings.knobs import SEED, affects
+from llmexp.settings.labels import short_label
 from llmexp.settings.rules import rule_sets_batch
 from llmexp.system.text import one_line
 
@@ -107,8 +107,13 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
             intervals[key] = interval
     if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target
         figures = {k: v for k, v in figures.items() if k == REACHED or not k.startswith("target/")}
-    notes = [*_seeds(group, len(usable)), tokenizer, *(note for r in group for note in _notes(r))]
-    notes += [] if first.config else ["without a config"]
+    tally = Counter(r.state for r in group)
+    states = ", ".join(f"{count} {state}" for state, count in tally.items())
+    notes = [f"{len(usable)} of {len(group)} seeds ({states})" * (len(tally) > 1), tokenizer]
+    for r in group:
+        left = f"left out after {r.rung:.0%} of its steps" if r.rung is not None else ""
+        error = str(r.status.get("error") or "") if r.state in ("failed", "preempted") else ""
+        notes += [r.lost, left, one_line(error, 200)]
     return Setting(
         name=name,
         runs=tuple(group),
@@ -119,26 +124,6 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         note="; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )
-
-
-def _seeds(group: Sequence[Record], used: int) -> list[str]:
-    if len(group) < 2:
-        return []
-    tally = Counter(r.state for r in group)
-    others = ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished")
-    finished = f"{tally['finished']} of {len(group)} seeds finished, {others}"
-    first = f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed"
-    return [first, finished] if others else [first]
-
-
-def _notes(r: Record) -> list[str]:
-    notes = [r.lost]
-    if r.rung is not None:
-        notes.append(f"left out after {r.rung:.0%} of its steps")
-    if r.state in ("failed", "preempted") and (error := r.status.get("error")):
-        # The newlines of a repr are two characters.
-        notes.append(one_line(str(error), 200))
-    return notes
 
 
 def factors(settings: Sequence[Setting], differing: Sequence[str]) -> tuple[str, ...]:
@@ -225,37 +210,23 @@ def _decides(other: str, key: str, settings: Sequence[Setting]) -> bool:
 
 
 def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
-    """Give each setting its short name.
+    """Give each setting its short name: accum=1 clip=0.5, else its seeds, or the name of its run.
 
     Repeats would share one: a single run has the name of its folder, and several sets of seeds a
     number behind the name.
     """
-    names = [_label(s, keys) for s in settings]
-    sets = [name for s, name in zip(settings, names, strict=True) if len(s.runs) > 1]
-    before = list[str]()
-    for s, name in zip(settings, names, strict=True):
-        s.label = name
-        if len(s.runs) > 1:
-            before.append(name)
-            if sets.count(name) > 1:
-                s.label = f"{name} ({before.count(name)})"
-        elif names.count(name) > 1:
+    known, seen = Counter[str](), Counter[str]()
+    for s in settings:
+        shown = {}
+        if s.out not in APART and s.values and len(keys) <= 4:
+            shown = {key: s.values.get(key) for key in keys if key != TWIN or s.values.get(key)}
+        several = len(s.runs) > 1 and len(keys) <= 4
+        s.label = short_label(shown) or (f"{len(s.runs)} seeds" if several else s.name)
+        known[s.label] += 1
+    sets = Counter(s.label for s in settings if len(s.runs) > 1)
+    for s in settings:
+        seen[s.label] += len(s.runs) > 1
+        if len(s.runs) == 1 and known[s.label] > 1:
             s.label = s.name
-
-
-def _label(s: Setting, keys: Sequence[str]) -> str:
-    """Return the short name of an s: accum=1 clip=0.5.
-
-    Where nothing sets it apart, or too much, or where it is none of the family of the others, it is
-    its seeds, or the name of its run.
-    """
-    shown = {}
-    if s.out not in APART and s.values and len(keys) <= 4:
-        shown = {key: s.values.get(key) for key in keys if key != TWIN or s.values.get(key)}
-    if shown or len(s.runs) == 1 or len(keys) > 4:
-        return labels.short_label(shown) or s.name
-    given = {r.config.get(SEED) for r in s.runs}
-    seeds = sorted(seed for seed in given if isinstance(seed, int))
-    if len(seeds) == 2 or not seeds or seeds[-1] - seeds[0] != len(seeds) - 1:
-        return f"seeds {seeds[0]} and {seeds[1]}" if len(seeds) == 2 else f"{len(s.runs)} seeds"
-    return f"seeds {seeds[0]}-{seeds[-1]}"
+        elif sets[s.label] > 1:
+            s.label = f"{s.label} ({seen[s.label]})"

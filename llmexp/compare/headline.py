@@ -12,12 +12,19 @@ from collections import Counter
 import numpy as np
 
 from llmexp.compare.budgets import equal
-from llmexp.compare.columns import alone, figure_text, half_width
-from llmexp.compare.evidence import same_steps
-from llmexp.compare.judging import SMALL, needed
+from llmexp.compare.figures import course
+from llmexp.compare.judging import SMALL, needed, same_steps
 from llmexp.compare.position import common_rows
-from llmexp.compare.records import REACHED, Result, Setting, Verdict, labels
-from llmexp.compare.target import course
+from llmexp.compare.records import (
+    REACHED,
+    Result,
+    Setting,
+    Verdict,
+    alone,
+    figure_text,
+    half_width,
+    labels,
+)
 from llmexp.settings.labels import plural, short_value
 from llmexp.system.text import amount
 

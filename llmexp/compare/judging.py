@@ -5,22 +5,37 @@ Seeds are the only witnesses for settings.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from llmexp.compare.evidence import alike, effects, floor_of, read_place, same_steps
-from llmexp.compare.figures import task
-from llmexp.compare.folding import varying
-from llmexp.compare.inference import FEW, Difference, far_off
-from llmexp.compare.looks import Level, Stood, stood
-from llmexp.compare.records import TWIN, Result, Setting, Verdict
+from llmexp.compare.budgets import CLOSE
+from llmexp.compare.figures import cap_of, task
+from llmexp.compare.folding import batch_cut, varying
+from llmexp.compare.inference import FEW, Difference, Model, far_off
+from llmexp.compare.looks import Level, Seen, Stood, stood
+from llmexp.compare.position import of_rows, positions, tokens_of_step, until
+from llmexp.compare.records import (
+    REACHED,
+    TWIN,
+    Effect,
+    Floor,
+    Place,
+    Record,
+    Result,
+    Setting,
+    Verdict,
+)
 from llmexp.compare.spending import ALPHA, level_of
 from llmexp.compare.statistics import seeds_needed
-from llmexp.compare.target import cap_of, capped
+from llmexp.settings.labels import short_label
+from llmexp.settings.labels import short_value as value
+from llmexp.settings.parts import DECAYS
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
@@ -67,18 +82,18 @@ def judge(f: Result) -> None:
 
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
-    """Read the metric of a setting by seed, and where it stands there."""
-    runs, metric = s.taking_part, f.key
-    if f.target:
-        s.seeds = capped(runs, metric, cap)
-        s.capped = any(r.figures.get(metric, math.inf) > cap for r in runs if r.seed in s.seeds)
-        return
-    s.seeds = {r.seed: r.figures[metric] for r in runs if metric in r.figures}
+    """Read the metric of a setting by seed, and where it stands there.
+
+    Runs that have not reached a target where the first that never does ends count as if they had.
+    """
+    runs, key = s.taking_part, f.key
+    having = [r for r in runs if key in r.figures or (f.target and r.figures.get(REACHED) == 0.0)]
+    s.seeds = {r.seed: min(r.figures.get(key, cap), cap) for r in having}
+    s.capped = any(r.figures.get(key, math.inf) > cap for r in having)
     # The best and the last loss are read at the run's own end.
-    at = None if metric in ("final val/loss", "best val/loss") else f.align_at
-    measured = [r for r in runs if metric in r.figures] or runs
-    places = [p for r in measured if (p := read_place(r, f.align, at, metric))]
-    if f.is_loss and len(places) == len(measured):
+    at = None if key in ("final val/loss", "best val/loss") else f.align_at
+    places = [p for r in having or runs if (p := read_place(r, f.align, at, key))]
+    if f.is_loss and len(places) == len(having or runs):
         # of seeds the mean, as all that is printed of them
         tokens = math.fsum(p.tokens for p in places) / len(places)
         s.place = replace(places[0], tokens=tokens)
@@ -206,3 +221,152 @@ def needed(other: Setting, f: Result) -> int | None:
         d = replace(d, alpha=level or d.alpha)
     wanted = d.seeds_needed(size)
     return wanted and max(wanted, d.seeds + 1)
+
+
+def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:
+    """Return where the run stands when the metric is read, None where that is not known.
+
+    It is read at the common position `at` (None: at the run's own end), a validation loss in the
+    last evaluation up to there.
+    """
+    tokens, where = positions(record, "tokens"), positions(record, align)
+    if not len(tokens) or len(where) != len(tokens):
+        return None
+    planned = record.facts.get("max_tokens")
+    decays = planned is not None and decays_at_last(record.config)
+    step = len(tokens) if at is None else until(where, at)
+    if step > record.parent.get("step", 0):
+        seen = float(tokens[step - 1])
+    elif align == "tokens":  # it has no step yet where losses are read
+        seen = float(at or 0)
+    else:
+        return None
+    if metric in record.columns and metric.startswith("val/"):
+        known = np.isfinite(record.columns[metric]) & (record.columns["step"] <= step)
+        seen = float(max(of_rows(record, "tokens")[known], default=seen))
+    return Place(seen, planned or seen or 1.0, tokens_of_step(record), decays)
+
+
+def decays_at_last(config: Mapping[str, Any]) -> bool:
+    """Return whether the rate falls to the end of the budget, and so depends on it."""
+    if str(config.get("schedule._target_", "")).endswith(".constant"):
+        return False
+    if DECAYS.keys[0] not in config:  # linear, cosine, or a schedule of the user's
+        return True
+    return any(config.get(key) is not None and config[key] != 0 for key in DECAYS.keys)
+
+
+def alike(a: Place, b: Place) -> bool:
+    """Tell whether losses at these places may be compared.
+
+    The tokens must be equal to a step, and the schedules equally far.
+    """
+    step = max(a.grain, b.grain)
+    if abs(a.tokens - b.tokens) > step:
+        return False
+    if a.decays and b.decays:
+        steps = max(a.grain / a.planned, b.grain / b.planned)
+        return abs(a.progress - b.progress) <= CLOSE + steps
+    ended = all(p.progress > 1 - CLOSE for p in (a, b) if p.decays)
+    return ended or abs(a.planned - b.planned) <= step
+
+
+def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
+    """Measure what rounding makes, from runs of one computation and one seed.
+
+    None where there are no two.
+    """
+    alike: dict[object, list[Record]] = defaultdict(list)
+    for setting in rivals:
+        for run in setting.taking_part:
+            if metric in run.figures:
+                alike[setting.computation, run.seed].append(run)
+    sets = [runs for runs in alike.values() if len(runs) > 1]
+    if not sets:
+        return None
+    values = [np.array([r.figures[metric] for r in runs]) for runs in sets]
+    variance = sum(len(v) * float(v.var()) for v in values) / sum(len(v) - 1 for v in values)
+    twins = any(r.config.get(TWIN) for runs in sets for r in runs)
+    cuts = any(len(set(map(batch_cut, runs))) > 1 for runs in sets)
+    source = " and ".join(["twins"] * twins + ["cuts of one batch"] * cuts) or "repeats"
+    size = max(float(np.ptp(v)) for v in values)
+    return Floor(size, math.sqrt(2 * variance), sum(map(len, sets)), source)
+
+
+# The number of a setting by the values of the other keys.
+Cells = Mapping[str, int]
+
+
+def effects(rivals: Sequence[Setting], keys: Sequence[str], seen: Seen) -> list[Effect]:
+    """Judge for each of several keys the two of its values that differ most in the loss.
+
+    Differences are averaged over the cells of the other keys.
+    """
+    keys, found = [key for key in keys if key != TWIN], list[Effect]()
+    for key in keys if 2 <= len(keys) <= 4 else ():
+        cells: dict[str, dict[str, int]] = defaultdict(dict)
+        for r in (r for r in rivals if r.identity in seen.number):
+            rest = short_label({k: r.values.get(k) for k in keys if k != key})
+            cells[value(r.values.get(key))].setdefault(rest, seen.number[r.identity])
+        alpha = seen.level / len(keys)
+        pairs = itertools.combinations(cells.items(), 2)
+        known = [_effect(key, *pair, len(cells), seen.model, alpha) for pair in pairs]
+        found += sorted(filter(None, known), key=_size_of)[-1:]
+    return found
+
+
+def _size_of(e: Effect) -> tuple[bool, float]:
+    return e.difference.real, abs(e.difference.mean)
+
+
+def _effect(
+    key: str,
+    first: tuple[str, Cells],
+    second: tuple[str, Cells],
+    rivals: int,
+    model: Model,
+    alpha: float,
+) -> Effect | None:
+    """Judge two values of a key over the cells where both were trained.
+
+    Where the difference varies over the cells by more than noise does, name those where it holds.
+    """
+    (a, ones), (b, others) = first, second
+    both = [c for c in ones if c in others and ones[c] != others[c]]
+    if len(both) < 2:
+        return None
+
+    def over(*chosen: str, sign: float = 1.0) -> np.ndarray:
+        weights = np.zeros(len(model.variances))
+        for cell in chosen:
+            weights[others[cell]] += sign / len(chosen)
+            weights[ones[cell]] -= sign / len(chosen)
+        return weights
+
+    d = model.contrast(over(*both), rivals, alpha)
+    single = {cell: model.contrast(over(cell), 2, alpha / len(both)) for cell in both}
+    low, high = (pick(both, key=lambda c: single[c].mean) for pick in (min, max))
+    apart = model.contrast(over(high) + over(low, sign=-1.0), len(both), alpha)
+    shown = {cell: (one.mean > 0) == (d.mean > 0) for cell, one in single.items() if one.real}
+    holds, against = ([cell for cell in shown if shown[cell] is way] for way in (True, False))
+    better, worse = (a, b) if d.mean > 0 else (b, a)
+    interacts = abs(apart.mean) > apart.half
+    return Effect(key, better, worse, d, tuple(against), tuple(holds) if interacts else None)
+
+
+def same_steps(runs: Sequence[Record]) -> bool:
+    """Tell whether the runs agree to the last bit in the losses of all steps that they share.
+
+    Those are of training at each step, and of validation where several were evaluated.
+    """
+    first, *others = runs
+    for other in others:
+        a, b = (r.steps["train/loss"][: min(first.step, other.step)] for r in (first, other))
+        _, at, there = np.intersect1d(
+            first.columns["step"], other.columns["step"], assume_unique=True, return_indices=True
+        )
+        keys = (key for key in first.columns if key in other.columns and key.startswith("val/"))
+        apart = (first.columns[key][at] - other.columns[key][there] for key in keys)
+        if not np.array_equal(a, b, equal_nan=True) or any(map(np.any, map(np.nan_to_num, apart))):
+            return False
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,9 +118,19 @@ class Known:
         different = {tuple(own.values()) for own in found.values()}
         return found if len(different) == len(found) else {}
 
+    def values(self, settings: Iterable[Setting]) -> dict[str, list[str]]:
+        """Return the values that settings have of the keys that tell them apart."""
+        of = [self.settings[s] for s in settings]
+        return {key: list(dict.fromkeys(own[key] for own in of)) for key in self.keys}
+
     def name(self, key: str) -> str:
         """Return a key as the table shows it."""
         return self.f.names.get(key, key)
+
+    def resumed(self, rule: str, why: str, override: str, runs: int) -> Step:
+        """Return the step that goes on with the sweep."""
+        assert self.sweep is not None
+        return self.costed(rule, why, ("resume", str(self.sweep.path), override), runs)
 
     @cached_property
     def tokens(self) -> int:

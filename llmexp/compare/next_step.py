@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from llmexp.compare.budgets import common
 from llmexp.compare.inference import FEW
@@ -91,7 +90,7 @@ def budget(k: Known) -> Step | None:
     chosen = chosen or any(sized_by(r.config) for r in k.runs)
     if len(f.budgets) < 2 or None in places or chosen or not k.settings:
         return None
-    changes = {key: _values(k.settings.values(), key) for key in k.keys}
+    changes = k.values(k.settings)
     changes[SEED] = list(dict.fromkeys(r.seed for r in f.taking_part))
     changes["train.max_tokens"] = [str(common([p.spent for p in places if p]))]
     why = "the settings trained on unequal numbers of tokens, so their losses do not compare."
@@ -110,10 +109,10 @@ def confirm_search(k: Known) -> Step | None:
             return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
         why = f"{labels(ranked)} are not told apart."
-        return _resumed(k, "seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
+        return k.resumed("seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
-    return _resumed(k, "confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
+    return k.resumed("confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
 
 
 def confirm_screen(k: Known) -> Step | None:
@@ -140,16 +139,6 @@ def confirm_screen(k: Known) -> Step | None:
     return k.costed("screen", why, words, runs)
 
 
-def _resumed(k: Known, rule: str, why: str, override: str, runs: int) -> Step:
-    """Return the step that goes on with the sweep."""
-    assert k.sweep is not None
-    return k.costed(rule, why, ("resume", str(k.sweep.path), override), runs)
-
-
-def _values(settings: Any, key: str) -> list[str]:
-    return list(dict.fromkeys(own[key] for own in settings))
-
-
 def _lines(k: Known) -> list[tuple[str, float, dict[float, Setting | None]]]:
     """Return key, best value, and the settings that differ from the best one in this number alone.
 
@@ -173,7 +162,7 @@ def _with(k: Known, key: str, value: float, why: str, line: Collection[float]) -
     """Return the step that trains the best setting with another value of a key than its `line`."""
     lead = k.f.ranked[0]
     own = k.settings[lead]
-    whole = all(text.isdigit() for text in _values(k.settings.values(), key))
+    whole = all(text.isdigit() for text in k.values(k.settings)[key])
     text = str(round(value)) if whole else f"{value:.2g}"
     steps = lead.taking_part[0].facts.get("max_steps") or math.inf
     if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
@@ -220,7 +209,7 @@ def decide(k: Known) -> Step | None:
         return None
     runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
     why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
-    return _resumed(k, "decide", why, "sweep.decide=true", runs)
+    return k.resumed("decide", why, "sweep.decide=true", runs)
 
 
 def seeds(k: Known) -> Step | None:
@@ -240,12 +229,12 @@ def seeds(k: Known) -> Step | None:
     if f.looks and k.sweep:  # which gives seeds to all that are not worse
         left = [r for r in f.ranked if r.verdict not in (Verdict.WORSE, Verdict.NEGLIGIBLE)]
         runs = sum(max(0, count - len(r.seeds)) for r in left)
-        return _resumed(k, "seeds", why, f"sweep.max_seeds={count}", runs)
+        return k.resumed("seeds", why, f"sweep.max_seeds={count}", runs)
     have = list(dict.fromkeys(s for r in chosen for s in r.seeds))
     every = [*have, *fresh_seeds(have, max(0, count - len(have)))]
     if not k.sweep:  # runs that are there would be trained again
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
-    changes = {key: _values([k.settings[r] for r in chosen], key) for key in k.keys}
+    changes = k.values(chosen)
     return k.step("seeds", why, changes | {SEED: every})
 
 
@@ -259,7 +248,7 @@ def _alone(k: Known) -> Step | None:
     why, lead = "two seeds are too few for an interval.", k.f.ranked[0]
     if k.sweep and not k.sweep.grid:
         fresh = sum(not r.trial for r in lead.taking_part)
-        return _resumed(k, "seeds", why, "sweep.search.seeds=4", 4 - fresh)
+        return k.resumed("seeds", why, "sweep.search.seeds=4", 4 - fresh)
     have = list(lead.seeds)
     more = fresh_seeds(have, 2)
     return k.step("seeds", why, {SEED: [*have, *more] if k.sweep else more})

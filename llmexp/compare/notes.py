@@ -11,15 +11,22 @@ from dataclasses import replace
 
 from llmexp import features
 from llmexp.compare.budgets import common, equal
-from llmexp.compare.columns import figure_text
-from llmexp.compare.figures import broken
+from llmexp.compare.figures import UNITS, broken, cap_of
 from llmexp.compare.folding import varying
 from llmexp.compare.headline import headline
 from llmexp.compare.position import evaluations, positions
-from llmexp.compare.records import REACHED, TWIN, Effect, Place, Record, Result, Setting, Verdict
-from llmexp.compare.screening import spelled
-from llmexp.compare.searching import importances
-from llmexp.compare.target import UNITS, cap_of
+from llmexp.compare.records import (
+    REACHED,
+    TWIN,
+    Effect,
+    Place,
+    Record,
+    Result,
+    Setting,
+    Verdict,
+    figure_text,
+)
+from llmexp.compare.screening import importances, spelled
 from llmexp.run.budget import sized_by
 from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
@@ -205,7 +212,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
         )
     keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
-        found = importances(trials, keys, f.key)
+        found = importances([r.config for r in trials], keys, [r.figures[f.key] for r in trials])
         told = sorted((i for i in found if i.told), key=lambda i: -i.share)
         parts = [f"{names[i.key]} {i.share:.0%} ({i.low:.0%} to {i.high:.0%})" for i in told]
         untold = [names[key] for key in keys if key not in [i.key for i in told]]

@@ -11,10 +11,10 @@ from plotly.offline import get_plotlyjs
 from llmexp import features
 from llmexp.compare import curves, plots
 from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document
+from llmexp.compare.figures import UNITS
 from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, shown_columns
-from llmexp.compare.target import UNITS
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import number, shown

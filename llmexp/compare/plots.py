@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.columns import difference, figure_text, half_width
 from llmexp.compare.plotting import (
     ABOVE,
     GREY,
@@ -30,7 +29,16 @@ from llmexp.compare.plotting import (
     styles,
     text,
 )
-from llmexp.compare.records import APART, LEADING, Result, Setting, Verdict
+from llmexp.compare.records import (
+    APART,
+    LEADING,
+    Result,
+    Setting,
+    Verdict,
+    difference,
+    figure_text,
+    half_width,
+)
 from llmexp.compare.screening import spelled
 from llmexp.runs.layers import by_layer
 from llmexp.runs.rows import walk_rows

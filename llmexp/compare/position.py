@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llmexp.compare.reading import elapsed
 from llmexp.compare.records import Record
-from llmexp.compare.rows import elapsed
 from llmexp.run.stages import recorded_stages, stage_at
 
 ROWS = {"tokens": "tokens_seen", "steps": "step"}  # the key of the rows that an axis goes along

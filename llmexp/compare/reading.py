@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmexp.compare.records import Record
-from llmexp.compare.rows import by_interval, read_columns, read_steps
 from llmexp.runs import rundir
+from llmexp.runs.door import scan_rows
 from llmexp.runs.find import SweepFolder
 from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE
-from llmexp.runs.steps import STEPS_BIN
-from llmexp.settings.knobs import defaults
+from llmexp.runs.steps import FIELDS, STEPS_BIN, steps_in
 from llmexp.settings.labels import plural
 from llmexp.system.redact import clean
+
+_MOST = 2**25  # steps: a file of 1 GiB
+_Columns = dict[str, np.ndarray]  # float64, NaN where a row has no value, in order of the steps
 
 
 def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
     """Return the runs as records, with names that are unique."""
     records = [_record(path, sweep) for path, sweep in found]
-    _fill_in([r.config for r in records if r.config])
     for levels in (1, 2, 20):  # of parent folders in front
         tally = Counter(r.name for r in records)
         for i, r in enumerate(records):
@@ -31,24 +36,6 @@ def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
                 name = clean("/".join(r.path.resolve().parts[-levels - 1 :]))
                 records[i] = dataclasses.replace(r, name=name)
     return records
-
-
-def _fill_in(configs: Sequence[dict[str, Any]]) -> None:
-    """Give each config the defaults of knobs that another one of the same parts lists.
-
-    So a run of an earlier version, whose config lacks newer knobs, is one setting with one of
-    today.
-    """
-
-    def part(config: dict[str, Any], key: str) -> Any:
-        return config.get(f"{key.partition('.')[0]}._target_")
-
-    configs = [config for config in configs if config]  # what cannot be read stays empty
-    known = [(k, part(config, k)) for config in configs for k in config if k in defaults()]
-    for key, target in dict.fromkeys(known):
-        for config in configs:
-            if part(config, key) == target:
-                config.setdefault(key, defaults()[key])
 
 
 def _record(path: Path, sweep: SweepFolder) -> Record:
@@ -86,3 +73,81 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         lost=lost,
         before=read_columns(path / LINEAGE)[0] if facts.get("parent") else {},
     )
+
+
+def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
+    """Return the columns of a metrics file that hold numbers, and what could not be read."""
+    problems, rows, lost = list[str](), list[dict[str, Any]](), list[str]()
+    try:
+        for number, _, row in scan_rows(path):
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                lost.append(f"line {number} {clean(row)[:100]}")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        problems.append(f"cannot be read: {error.strerror}")
+    if lost:
+        text = f"{len(lost):,} of {len(lost) + len(rows):,} lines are no rows of metrics"
+        problems.append(f"{text} and were passed over: {lost[0]}")
+    if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
+        problems.append("steps are repeated or out of order; the last row of each step counts")
+        by_step = {row["step"]: row for row in rows}
+        rows = [by_step[step] for step in sorted(by_step)]
+    columns = {"step": np.zeros(0)}
+    for key in list(dict.fromkeys(itertools.chain.from_iterable(rows)))[:1000]:
+        column = _column([row.get(key) for row in rows])
+        if key == "step" or np.isfinite(column).any():
+            columns[key] = column
+    return columns, tuple(f"{path}: {problem}" for problem in problems)
+
+
+def read_steps(path: Path, most: int) -> tuple[_Columns, int]:
+    """Return the columns of steps.bin, of at most so many steps, and how many of these were lost.
+
+    `tokens` are those up to the end of each step.
+    """
+    table = np.zeros((min(steps_in(path), most, _MOST), len(FIELDS)))
+    with contextlib.suppress(OSError, ValueError):
+        table[:] = np.fromfile(path / STEPS_BIN, "<f8", table.size).reshape(table.shape)
+    table = np.where(np.abs(table) < 1e15, table, np.nan)
+    lost = ~(table[:, 1] >= 0) | ~table.any(axis=1)
+    columns = dict(zip(FIELDS, table.T, strict=True))
+    return columns | {"tokens": np.cumsum(np.nan_to_num(table[:, 1]))}, int(lost.sum())
+
+
+def by_interval(columns: _Columns, end: int) -> _Columns:
+    """Return columns without the evaluations of stops before the step `end`.
+
+    So a run that was stopped on its way is as an unbroken one.
+    """
+    steps = columns["step"]
+    off = (columns.get("off_interval", np.zeros(len(steps))) > 0) & (steps < end)
+    return {k: np.where(off & (k[:4] == "val/"), np.nan, v) for k, v in columns.items()}
+
+
+def finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None = None) -> np.ndarray:
+    """Return the known values of a key, those of the first `rows` rows."""
+    values = columns.get(key, np.zeros(0))[:rows]
+    return values[np.isfinite(values)]
+
+
+def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:
+    """Return the seconds of training from the step `first` until each row; empty if not measured.
+
+    `step_time` is the mean over the steps since the row before, so what a resumed run did twice
+    counts once.
+    """
+    if "step_time" not in columns:
+        return np.zeros(0)
+    steps = np.diff(columns["step"], prepend=first)
+    return np.cumsum(np.nan_to_num(steps * columns["step_time"], nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if any(isinstance(value, str) for value in values):
+        # a digest of tokens, kept as far as float64 is exact
+        values = [v and float(int(v[-13:], 16)) for v in values]
+    column = np.array(values, dtype=float)  # None is NaN
+    return np.where(np.abs(column) < 1e308, column, np.nan)  # sums of what is beyond overflow

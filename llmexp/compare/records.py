@@ -15,11 +15,11 @@ import numpy as np
 from llmexp.compare.budgets import Spent
 from llmexp.compare.inference import Difference
 from llmexp.compare.screening import Screen
-from llmexp.metrics.keys import is_of_named_set
+from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, is_score
 from llmexp.runs.ledger import Look
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import short_keys
-from llmexp.system.text import listed, shown
+from llmexp.system.text import amount, listed, shown, with_interval
 
 TWIN = "train.twin"
 # Why a run is left out that is none of the family of the others.
@@ -365,3 +365,41 @@ def is_loss(key: str) -> bool:
 def labels(settings: Iterable[Setting]) -> str:
     """Return the short names of settings as one listed text."""
     return listed([s.label for s in settings])
+
+
+def column_of(key: str, when: str = "") -> Column:
+    """Return the column of a figure of the rows."""
+    known = ROW_KEYS[key]
+    return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
+
+
+def figure_text(setting: Setting, column: Column) -> str:
+    """Return a figure as text, a loss with the half width of its interval.
+
+    Empty where it is not known.
+    """
+    half = half_width(setting, column)
+    return with_interval(setting.figures.get(column.key), half, column.digits, column.counts)
+
+
+def alone(setting: Setting, column: Column) -> str:
+    """Return a figure as its cell has it, without the interval."""
+    return figure_text(setting, column).partition(" ± ")[0]
+
+
+def difference(setting: Setting) -> str:
+    """Return the difference to the leading setting, with its interval where seeds give one."""
+    if (apart := setting.size) is None:
+        return ""
+    return "-+"[apart >= 0] + amount(apart, setting.half)
+
+
+def half_width(setting: Setting, column: Column) -> float | None:
+    """Return the half width of a loss's interval over seeds, or of a score's over items.
+
+    None where there is none, as of rates and times.
+    """
+    key = column.key
+    known = is_loss(key) or is_score(key) or key.startswith("target/")
+    low, high = setting.intervals.get(key if known else "", (0.0, 0.0))
+    return (high - low) / 2 or None

@@ -8,8 +8,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmexp import features
-from llmexp.compare.columns import difference, figure_text
-from llmexp.compare.records import REACHED, TWIN, Result, Setting
+from llmexp.compare.records import REACHED, TWIN, Result, Setting, difference, figure_text
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
@@ -47,9 +46,12 @@ class Shown:
     values: list[Any] = field(default_factory=list)  # what they are sorted by, where it is not them
 
     @property
+    def head(self) -> list[str]:
+        return textwrap.wrap(self.title, 14, break_long_words=False)
+
+    @property
     def width(self) -> int:
-        texts = [*_words(self.title), *self.cells]
-        return max(map(cell_len, texts), default=0) + 2
+        return max(map(cell_len, [*self.head, *self.cells]), default=0) + 2
 
     @property
     def is_numbers(self) -> bool:
@@ -83,36 +85,29 @@ def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = F
     """
     c, encoding = comparison, getattr(to, "encoding", None) or sys.stdout.encoding or "utf-8"
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
+
+    def say(line: str, style: str = "") -> None:
+        console.print(Text(in_lines(child.printable(line, encoding), console.width), style=style))
+
     if c.headline:
-        line = child.printable(c.headline, encoding)
-        console.print(Text(in_lines(line, console.width), style="bold"))
-    for row in _rows(c, _fitting(c, console.width, encoding)):
-        console.print(row, no_wrap=True, overflow="ellipsis")
-    for line in (*c.notes, *(c.why if why else ())):
-        console.print(Text(in_lines(child.printable(line, encoding), console.width)))
-    for setting in c.settings if why else ():
-        if setting.note:
-            console.print(Text(f"{setting.label or setting.name}: {setting.note}", style="dim"))
-
-
-def _words(title: str) -> list[str]:
-    return textwrap.wrap(title, 14, break_long_words=False)
-
-
-def _rows(c: Result, columns: Sequence[Shown]) -> Iterator[Text]:
-    """Yield the lines of the table: those of the titles, then one a setting."""
-    titles = [_words(k.title) for k in columns]
-    height = max(map(len, titles))
-    heads = zip(*([""] * (height - len(words)) + words for words in titles), strict=True)
-    cells = zip(*(k.cells for k in columns), strict=True)
-    rows = padded_cells([*heads, *cells], [i for i, k in enumerate(columns) if not k.is_numbers])
-    for row in rows[:height]:
-        yield Text("  ".join(row).rstrip(), style="dim")
-    for e, row in zip(c.settings, rows[height:], strict=True):
-        styles = ["" if k.title else _STYLES.get(e.mark, "") for k in columns]
-        line = Text("  ").join(Text(*pair) for pair in zip(row, styles, strict=True))
+        say(c.headline, "bold")
+    columns = _fitting(c, console.width, encoding)
+    heads = [*zip_longest(*(k.head[::-1] for k in columns), fillvalue="")][::-1]
+    cells = [*heads, *zip(*(k.cells for k in columns), strict=True)]
+    rows = padded_cells(cells, [i for i, k in enumerate(columns) if not k.is_numbers])
+    styles = [*["dim"] * len(heads), *(_STYLES.get(s.mark, "") for s in c.settings)]
+    for row, style in zip(rows, styles, strict=True):
+        pairs = zip(row, columns, strict=True)
+        line = Text("  ").join(
+            Text(x, "" if k.title and style != "dim" else style) for x, k in pairs
+        )
         line.rstrip()
-        yield line
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    for note in (*c.notes, *(c.why if why else ())):
+        say(note)
+    for s in c.settings if why else ():
+        if s.note:
+            say(f"{s.label or s.name}: {s.note}", "dim")
 
 
 def lines(comparison: Result, width: int) -> list[str]:
@@ -134,21 +129,17 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
     kept = [*names, mark, *metric]
     keys = [column.key for column in c.columns]
     rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
-    if not c.key.endswith("bits_per_byte"):
-        rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)
-    for column in (found[key] for key in rest if key in found):
-        # The metric's own column says it already.
-        news = len(set(column.cells)) > 1 and all(column.cells != k.cells for k in metric)
+    for key in rest:
+        if key not in found or (key.endswith("bits_per_byte") and not c.mixed):
+            continue  # bits per byte are a multiple of the loss
+        # The metric's own column, or one before, says it already.
+        column = found[key]
+        news = len(set(column.cells)) > 1 and all(column.cells != k.cells for k in kept)
         if news and room >= column.width:
             room -= column.width
             kept.append(column)
-    if room < -2:  # a very narrow terminal (nothing stands behind the last column): titles give way
-        for i, name in enumerate(names):
-            most = max(2, *map(cell_len, name.cells))
-            kept[i] = Shown(_cut(name.title, most), name.cells)
-        room = width - sum(column.width for column in kept)
-    if room < -2:  # and then the names
+    if room < -2:  # a very narrow terminal (nothing stands behind the last column): names give way
         spare = max(6, kept[0].width + room)
         kept[0] = Shown(_cut(kept[0].title, spare), [_cut(x, spare) for x in kept[0].cells])
     return kept
@@ -184,23 +175,38 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def columns_in_full(c: Result, ends: bool = True) -> dict[str, list[Any]]:
+    """Return what is known of the settings in full, a list a column, values in their own types.
+
+    With `ends` those of intervals follow their figure where there are some.
+    """
+    of = c.settings
+    found: dict[str, list[Any]] = {
+        "name": [s.name for s in of],
+        "path": [str(s.runs[0].path) for s in of],
+        "state": [s.state for s in of],
+        "mark": [s.mark or None for s in of],
+        "difference": [s.size for s in of],
+        "half": [s.half for s in of],
+        "basis": [s.basis or None for s in of],
+    }
+    keys = [key for key in c.differing if any(key in s.values for s in of)]
+    found |= {key: [s.values.get(key) for s in of] for key in keys}
+    for key in (column.key for column in c.columns):
+        found[key] = [s.figures.get(key) for s in of]
+        if ends and any(key in s.intervals for s in of):
+            for i, end in enumerate(("low", "high")):
+                found[f"{key} {end}"] = [s.intervals.get(key, (None, None))[i] for s in of]
+    return found | {"note": [s.note or None for s in of]}
+
+
 def _rows_of(c: Result) -> list[dict[str, Any]]:
-    """Return what is known of each setting, under the same keys for all, null where it is not."""
-    named = [column.key for column in c.columns]
-    figures = dict.fromkeys([*named, *(key for e in c.settings for key in e.figures)])
-    settings = [key for key in c.differing if any(key in e.values for e in c.settings)]
-    rows = []
-    for e in c.settings:
-        row = {
-            "name": e.name, "path": str(e.runs[0].path), "state": e.state,
-            **{key: e.values.get(key) for key in settings}, **figures, **e.figures,
-            "paths": [str(r.path) for r in e.runs], "intervals": e.intervals,
-            "note": e.note or None, "label": e.label, "mark": e.mark or None,
-            "difference": e.size, "half": e.half,
-        }  # fmt: skip
-        for values_of in features.offered("compare", "values"):
-            row |= values_of(e, figures)
-        rows.append(row | {"basis": e.basis or None})
+    """Return what is known of each setting, under the same keys for all, None where it is not."""
+    full, rows = columns_in_full(c, ends=False), []
+    for s, *values in zip(c.settings, *full.values(), strict=True):
+        row = dict(zip(full, values, strict=True)) | {"label": s.label, "intervals": s.intervals}
+        row |= features.merged("compare", "values", s, full)
+        rows.append(row | {"paths": [str(r.path) for r in s.runs]})
     return rows
 
 
@@ -234,40 +240,15 @@ def _strict(value: Any) -> Any:
     return [_strict(v) for v in value] if isinstance(value, list) else value
 
 
-def columns_in_full(c: Result) -> dict[str, list[Any]]:
-    """Return the figures of the settings in full, a list a column, values in their own types.
-
-    The ends of intervals follow their figure where there are some.
-    """
-    keys: list[str] = []
-    for key in (column.key for column in c.columns):
-        keys.append(key)
-        if any(key in e.intervals for e in c.settings):
-            keys += [f"{key} low", f"{key} high"]
-    rows = _rows_of(c)
-    for row in rows:
-        for key, (low, high) in row["intervals"].items():
-            row |= {f"{key} low": low, f"{key} high": high}
-        row["note"] = row["note"] or ""
-    standing = ("mark", "difference", "half", "basis")
-    heads = ("name", "path", "state", *standing, *c.differing, *keys, "note")
-    return {head: [row.get(head) for row in rows] for head in heads}
-
-
 def to_csv(c: Result) -> str:
     """Return `columns_in_full` as CSV; settings are spelled as overrides are."""
     found = columns_in_full(c)
-    for key in set(found) & set(c.differing):
-        there = [key in setting.values for setting in c.settings]
+    for key in found.keys() & {*c.differing}:
+        there = [key in s.values and type(s.values[key]) is not float for s in c.settings]
         pairs = zip(found[key], there, strict=True)
-        found[key] = [
-            ("" if not known else str(v) if type(v) is float else short_value(v))
-            for v, known in pairs
-        ]
+        found[key] = [short_value(value) if spelled else value for value, spelled in pairs]
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(found)
-    writer.writerows(zip(*found.values(), strict=True))
+    csv.writer(out, lineterminator="\n").writerows([[*found], *zip(*found.values(), strict=True)])
     return out.getvalue()
 
 

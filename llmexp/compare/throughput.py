@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.compare.reading import finite
 from llmexp.compare.records import Record
-from llmexp.compare.rows import finite
 from llmexp.system import fileio
 
 # Titles of figures that are facts of a run, and of those that are medians of a column.
@@ -41,49 +41,45 @@ _Row = dict[str, Any]
 
 
 def _row_of(record: Record) -> _Row:
-    """Return the figures of one run, by title.
+    """Return the figures of one run, by title; None where one is not known.
 
     Rates are medians over the rows, without the first one, which warms up.
     """
-    row = {title: record.facts.get(key) for title, key in FACTS.items()} | {"state": record.state}
-    row |= {title: median(record, key) or None for title, key in MEDIANS.items()}
-    if row["s/it"]:
-        row["it/s"] = 1 / row["s/it"]
+    row: _Row = {title: record.facts.get(key) for title, key in FACTS.items()}
+    row |= {title: median(record, key) for title, key in MEDIANS.items()}
     per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
-    if per_rank and size:
-        row["TFLOP/s per rank (6ND)"] = 6 * size * per_rank / 1e12
-    if len(memory := finite(record.columns, "peak_memory_gib")):
-        row["peak memory (GiB)"] = float(memory.max())
-    return _known(row)
-
-
-def _known(row: _Row) -> _Row:
-    return {title: value for title, value in row.items() if value is not None}
+    memory = finite(record.columns, "peak_memory_gib")
+    return row | {
+        "it/s": 1 / row["s/it"] if row["s/it"] else None,
+        "TFLOP/s per rank (6ND)": 6 * size * per_rank / 1e12 if per_rank and size else None,
+        "peak memory (GiB)": float(memory.max()) if len(memory) else None,
+        "state": record.state,
+    }
 
 
 def median(record: Record, key: str) -> float | None:
     """Return the median of a column without its first row, or with it where there is no other."""
     values = finite(record.columns, key)
-    return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
+    return (
+        float(np.median(values[1:] if len(values) > 1 else values)) or None if len(values) else None
+    )
 
 
 def rows_of(records: Sequence[Record]) -> list[_Row]:
     """Return a row a run, in the order of the grid, with verdicts."""
-    texts, numbers = _ORDER[:2], _ORDER[2:]
     rows = sorted(
         map(_row_of, records),
-        key=lambda row: [*(str(row.get(k, "")) for k in texts), *(row.get(k, 0) for k in numbers)],
+        key=lambda row: [str(row[k] or "") if k in _ORDER[:2] else row[k] or 0 for k in _ORDER],
     )
     for row in rows:
-        told = {"verdict": _verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
-        row |= _known(told)
+        row |= {"verdict": _verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
     return rows
 
 
-def _alike(row: _Row, rows: Sequence[_Row], *keys: str) -> list[_Row]:
-    """Return those with a rate that have the same of these titles."""
-    measured = [other for other in rows if other.get("tokens/s")]
-    return [other for other in measured if all(other.get(k) == row.get(k) for k in keys)]
+def _alike(row: _Row, rows: Sequence[_Row], but: str) -> list[_Row]:
+    """Return those with a rate that have the same facts but for one."""
+    keys = [key for key in FACTS if key != but]
+    return [other for other in rows if other["tokens/s"] and all(other[k] == row[k] for k in keys)]
 
 
 def efficiency(row: _Row, rows: Sequence[_Row]) -> float | None:
@@ -91,9 +87,8 @@ def efficiency(row: _Row, rows: Sequence[_Row]) -> float | None:
 
     There is none where the grid has no such run.
     """
-    same = _alike(row, rows, "model", "precision", "length", "micro-batch", "accumulation")
-    alone = [other["tokens/s"] for other in same if other.get("ranks") == 1]
-    known = row.get("ranks", 1) > 1 and alone and row.get("tokens/s")
+    alone = [other["tokens/s"] for other in _alike(row, rows, "ranks") if other["ranks"] == 1]
+    known = (row["ranks"] or 1) > 1 and alone and row["tokens/s"]
     return float(row["tokens/s"] / row["ranks"] / np.median(alone)) if known else None
 
 
@@ -105,30 +100,30 @@ def _verdict(row: _Row, rows: Sequence[_Row]) -> str | None:
     it grows no more, at a low share: the memory's bandwidth is what is used up. None where that
     is not known, as without a known peak.
     """
-    micro, busy = row.get("micro-batch", 0), row.get("share of peak", 0) >= BUSY
-    same = _alike(row, rows, "model", "precision", "ranks", "accumulation", "length")
-    smaller = [other for other in same if other.get("micro-batch", 0) < micro]
-    gain = None
-    if smaller and row.get("tokens/s") and "share of peak" in row:
+    micro, share, gain = row["micro-batch"] or 0, row["share of peak"], None
+    others = [other for other in _alike(row, rows, "micro-batch") if other["micro-batch"]]
+    smaller = [other for other in others if other["micro-batch"] < micro]
+    if smaller and row["tokens/s"] and share is not None:
         nearest = max(smaller, key=lambda other: other["micro-batch"])
         doublings = np.log2(micro / nearest["micro-batch"])
         gain = (row["tokens/s"] / nearest["tokens/s"]) ** (1 / doublings)  # for each doubling
         if gain >= LAUNCH:
             return "launch-bound"
-    if busy:
+    if (share or 0) >= BUSY:
         return "compute-bound"
     return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
 def rate_cells(rows: Sequence[_Row]) -> list[list[str]]:
     """Return the titles of which some row has a figure, and a line of texts for each row."""
-    titles = [title for title in TITLES if any(title in row for row in rows)]
+    titles = [title for title in TITLES if any(row[title] is not None for row in rows)]
     forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}
 
     def text(title: str, value: Any) -> str:
-        return format(value, forms.get(title, ".4g") if isinstance(value, float) else "")
+        form = forms.get(title, ".4g") if isinstance(value, float) else ""
+        return "" if value is None else format(value, form)
 
-    return [titles, *([text(title, row.get(title, "")) for title in titles] for row in rows)]
+    return [titles, *([text(title, row[title]) for title in titles] for row in rows)]
 
 
 def write(records: Sequence[Record], where: Path) -> list[list[str]]:
@@ -139,7 +134,7 @@ def write(records: Sequence[Record], where: Path) -> list[list[str]]:
     rows = rows_of(records)
     found = rate_cells(rows)
     out = io.StringIO()
-    writer = csv.DictWriter(out, found[0], restval="", lineterminator="\n")
+    writer = csv.DictWriter(out, found[0], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     fileio.write_whole(where / "throughput.csv", out.getvalue())

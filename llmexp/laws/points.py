@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.comparing import tokenizer_sha
-from llmexp.compare.evidence import decays_at_last
 from llmexp.compare.figures import broken, figures, task
+from llmexp.compare.judging import decays_at_last
 from llmexp.compare.records import TWIN, Record
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import number

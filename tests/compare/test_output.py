@@ -18,9 +18,9 @@ from rich.cells import cell_len
 
 import llmexp
 from llmexp.__main__ import run
-from llmexp.compare.columns import difference
 from llmexp.compare.comparing import compare
 from llmexp.compare.page import page
+from llmexp.compare.records import difference
 from llmexp.compare.table import to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
@@ -103,7 +103,7 @@ def test_every_rule_of_clipping_tells_what_it_clipped(tmp_path, monkeypatch, wor
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
-        # Four keys, whose titles are wider than their values, give way before the metric does.
+        # In a very narrow terminal the first name gives way, and what is at the end is cut.
         ([{"max_norm": i * 1.0, "optimizer.beta2": i * 0.9, "schedule.warmup_steps": i,
            "optimizer.lr": i * 0.1, "offset": i * 0.1} for i in (1, 2)], 40),
         # The title of a key of one long word is whole.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import llmexp
 from llmexp.compare.figures import figures
 from llmexp.compare.position import common_position, common_rows
+from llmexp.compare.reading import elapsed
 from llmexp.compare.records import Record
-from llmexp.compare.rows import elapsed
 from tests.compare.made import steps_of
 from tests.compare.synthetic import make_run
 
@@ -100,7 +100,7 @@ def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(runs, 
     found = llmexp.compare(unlike.folder).data
     assert (found["align_at"], found["runs"][0]["mark"]) == (None, "lowest")
     assert found["runs"][1]["mark"] == "other budget"
-    every = "train.eval_every_tokens=1152 evaluates runs of all batches at like tokens."
+    every = "Evaluations of all batches at like tokens: train.eval_every_tokens=1152."
     assert every in found["notes"]
     answer = llmexp.compare(alike.folder)
     at = {}

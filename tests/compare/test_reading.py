@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmexp
-from llmexp.compare.reading import read
-from llmexp.compare.rows import read_columns
+from llmexp.compare.reading import read, read_columns
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
 from llmexp.system.redact import clean

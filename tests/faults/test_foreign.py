@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from llmexp.__main__ import run
-from llmexp.compare import rows
+from llmexp.compare import reading
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.steps import STEP_RECORD, steps_up_to
 from tests.conftest import TINY, Result, llmexp
@@ -156,7 +156,7 @@ def last_row(folder: Path) -> None:
 
 
 def read_columns(folder: Path) -> None:
-    rows.read_columns(folder / "metrics.jsonl")
+    reading.read_columns(folder / "metrics.jsonl")
 
 
 def facts(folder: Path) -> None:

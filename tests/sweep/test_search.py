@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.searching import importances
+from llmexp.compare.screening import importances
 from llmexp.runs import ledger
 from tests.compare.made import record
 from tests.conftest import HANG_S, TINY, llmexp, start
@@ -197,13 +197,17 @@ def trials(count: int, effect: float, seed: int) -> list:
 KEYS = ["optimizer.lr", "clip.max_norm", "model.tied"]
 
 
+def told(found: list) -> list:
+    return importances([r.config for r in found], KEYS, [r.figures["loss"] for r in found])
+
+
 def test_importance_is_told_where_there_is_one_and_seldom_where_there_is_none():
-    found = {i.key: i for i in importances(trials(40, 8.0, 0), KEYS, "loss")}
+    found = {i.key: i for i in told(trials(40, 8.0, 0))}
     rate = found["optimizer.lr"]
     assert rate.told
     assert 0.3 < rate.low < rate.share < rate.high < 1.0
     assert not found["clip.max_norm"].told
-    alarms = [any(i.told for i in importances(trials(20, 0.0, seed), KEYS, "loss"))
+    alarms = [any(i.told for i in told(trials(20, 0.0, seed)))
               for seed in range(1, 11)]  # fmt: skip
     assert sum(alarms) <= 2  # 5 % of 10, and three standard deviations
-    assert importances(trials(7, 8.0, 0), KEYS, "loss") == []
+    assert told(trials(7, 8.0, 0)) == []

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from llmexp.compare.columns import column_of
+from llmexp.compare.figures import column_of
 
 COLUMNS = (column_of("noise_scale"),)

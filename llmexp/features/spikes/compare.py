@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.compare.columns import alone
-from llmexp.compare.records import Column, Record, Result, Setting
+from llmexp.compare.records import Column, Record, Result, Setting, alone
 from llmexp.settings.labels import plural
 from llmexp.system.text import first_of
 
