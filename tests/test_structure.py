@@ -68,14 +68,15 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_only_commands_import_ours_inside_functions():
-    """Training does so, too, with what few configs ask for."""
+    """Training and data do so, too, with what few configs ask for."""
     optional = ("llmexp.exchange", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
-    optional += ("llmexp.modes", "llmexp.update.library")
+    optional += ("llmexp.modes", "llmexp.update.library", "llmexp.data.hub")
+    optional += ("llmexp.data.shards", "llmexp.data.tables")
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.batch":
             late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
-        if room(name) in ("train", "features", "compose"):
+        if room(name) in ("train", "features", "compose", "data"):
             late = {module for module in late if not module.startswith(optional)}
         last = name.rpartition(".")[2]
         assert not late or room(name) in ("cli", "program", "__main__") or last == "__main__", name

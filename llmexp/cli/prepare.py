@@ -102,7 +102,7 @@ def prepared(args: Any) -> Prepared | str:
 def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     """Write one part of the shards here, or all of them by tasks of Ray. Raises ConfigError."""
     from llmexp.cli.prepare_on_ray import write_all
-    from llmexp.data.prepared import prepare_part
+    from llmexp.data.shards import prepare_part
     from llmexp.data.work import Part, works_to_prepare
 
     works, cache = works_to_prepare(config.data, tokenizer)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
+from llmexp.data.shards import prepare_part
 from llmexp.data.work import Part, Work
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster

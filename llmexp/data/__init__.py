@@ -12,7 +12,8 @@ sniffing     what a file is, by its first bytes
 documents    documents of text and JSON, plain or compressed
 tables       documents of Parquet and Arrow
 records      documents, records that are none, and counts of both
-prepared     the token shards of a source in the cache
+stored       the token shards of a source that the cache has
+prepared     those of all sources, written where they are missing
 overlap      documents of a validation set that are trained on
 beside       the files beside a shard of documents, and its record
 text_bytes   bytes of text that ids stand for

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from llmexp.data.stream import Shard
+from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.settings.values import ConfigError
 
+SHARD_MANIFEST = "manifest.json"
 DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
 # ends: in ids from the start of the shard; bytes: of the text of each document
 _BESIDE = {"digests": DIGEST, "ends": np.dtype("<u8"), "bytes": np.dtype("<u8")}
@@ -38,3 +41,18 @@ def noted(path: Path) -> dict[str, Any]:
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the shards in a folder of the cache were made by another tokenizer."""
+    try:
+        noted = json.loads((folder / SHARD_MANIFEST).read_text())["tokenizer"]
+        other = noted["sha256"] != tokenizer.identity
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if other:
+        raise ConfigError(
+            f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
+            f"({noted['sha256'][:8]}), and {tokenizer.name} ({tokenizer.identity[:8]}) is another "
+            "one; give the tokenizer that made them, for example tokenizer=gpt2"
+        )

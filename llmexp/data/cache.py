@@ -43,9 +43,17 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
 
     Raises ConfigError where the disk does not take it; DataChanged passes through.
     """
+    path, kind = folder.with_suffix(".lock"), fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock"), fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+        # the kernel lets it go when the process dies; NFS wants to read and to write it
+        with open(path, "a+") as file:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"waiting for another process that prepares the same data ({path})"
+                print(text, file=sys.stderr, flush=True)
+                fcntl.flock(file, kind)
             yield
     except DataChanged:  # is an OSError too
         raise
@@ -55,22 +63,6 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
             "LLMEXP_CACHE_DIR to a folder with room that you may write to"
         ) from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path, kind: int) -> Iterator[None]:
-    """Hold the lock file; the kernel lets it go when the process dies."""
-    with open(path, "a+") as file:  # NFS wants to read and to write it
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(
-                f"waiting for another process that prepares the same data ({path})",
-                file=sys.stderr,
-                flush=True,
-            )
-            fcntl.flock(file, kind)
-        yield
 
 
 def cached(

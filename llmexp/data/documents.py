@@ -33,7 +33,6 @@ from llmexp.data.records import (
 )
 from llmexp.data.remote import is_remote, open_file, reading
 from llmexp.data.sniffing import HEAD, sniffed
-from llmexp.data.tables import arrow, parquet
 from llmexp.settings.commands import need_package
 from llmexp.settings.values import refuse
 
@@ -105,32 +104,26 @@ def kind_of_file(key: str, place: str, plain: bool = False) -> str:
             kind = sniffed(key, place, inner.peek(HEAD))
             if not plain and (kind == "array" or (kind == "strings" and _named(place, ".json"))):
                 return "array"
-            return _kind_of_text(key, place, inner, plain)
-
-
-def _kind_of_text(key: str, place: str, file: BinaryIO, plain: bool) -> str:
-    line = file.readline(BLOCK_BYTES)
-    if not line:
-        return "empty"
-    if not plain and _named(place, ".jsonl", ".ndjson", ".json"):
-        return "jsonl"
-    if b"\0" in line:
-        way = (
-            "; if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8" if b"\0" in line[:2] else ""
-        )
-        raise refuse(key, place, f"is no text: there are zero bytes in it{way}")
-    line = line.removeprefix(BOM)
-    while line and not line.strip(BLANK):
-        line = file.readline(BLOCK_BYTES)
-    if plain or not line.lstrip(BLANK).startswith(
-        b"{"
-    ):  # so a text of one line is not read as a whole
-        return "text"
-    try:
-        line += b"" if line.endswith(b"\n") else file.readline(LONGEST_LINE)
-        return "jsonl" if isinstance(json.loads(line), dict) else "text"
-    except (ValueError, RecursionError):
-        return "text"
+            line = inner.readline(BLOCK_BYTES)
+            if not line:
+                return "empty"
+            if not plain and _named(place, ".jsonl", ".ndjson", ".json"):
+                return "jsonl"
+            if b"\0" in line:
+                way = "; if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"
+                text = "is no text: there are zero bytes in it"
+                raise refuse(key, place, text + way * (b"\0" in line[:2]))
+            line = line.removeprefix(BOM)
+            while line and not line.strip(BLANK):
+                line = inner.readline(BLOCK_BYTES)
+            # so a text of one line is not read as a whole
+            if plain or not line.lstrip(BLANK).startswith(b"{"):
+                return "text"
+            try:
+                line += b"" if line.endswith(b"\n") else inner.readline(LONGEST_LINE)
+                return "jsonl" if isinstance(json.loads(line), dict) else "text"
+            except (ValueError, RecursionError):
+                return "text"
 
 
 def _named(place: str, *endings: str) -> bool:
@@ -177,8 +170,17 @@ def _records(kind: str, key: str, place: str, text_key: str, counts: Counts) -> 
     if kind == "text":
         yield _text(key, place, counts)
         return
-    with _opened(key, place, counts, seeks=kind in ("parquet", "arrow")) as file:
-        yield from READERS[kind](key, place, text_key, file)
+    is_table = kind in ("parquet", "arrow")
+    with _opened(key, place, counts, seeks=is_table) as file:
+        if is_table:
+            from llmexp.data import tables
+
+            yield from getattr(tables, kind)(key, place, text_key, file)
+        elif kind != "empty":
+            read = _json_lines if kind == "jsonl" else _json_array
+            yield from read(key, place, text_key, file)
+        else:
+            yield None
 
 
 @contextlib.contextmanager
@@ -208,31 +210,26 @@ def _text(key: str, place: str, counts: Counts) -> Record:
 
 
 def _pieces(where: str, file: BinaryIO) -> Iterator[str]:
-    try:
-        for number, text in enumerate(decoded(file)):
-            if piece := text if number else text.removeprefix("\ufeff"):
-                yield piece
-    except UnicodeError as error:
-        raise BadRecord(f"{where}: {error}") from None
+    """Yield the UTF-8 text of a file, without a byte order mark.
 
-
-def decoded(file: BinaryIO) -> Iterator[str]:
-    """Yield the UTF-8 text of a file. Raises UnicodeError with the place and what to do."""
+    Raises BadRecord with the place and what to do.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     while True:
         raw = file.read(BLOCK_BYTES)
-        before = at - len(decoder.getstate()[0])
+        before, is_first = at - len(decoder.getstate()[0]), not at
         at += len(raw)
         try:
             text = decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            text = f"not UTF-8 at byte {before + error.start:,} ({error.reason})"
+            text = f"{where}: not UTF-8 at byte {before + error.start:,} ({error.reason})"
             way = "convert the file, for example with iconv -f latin1 -t utf-8"
-            raise UnicodeError(f"{text}; {way}") from None
+            raise BadRecord(f"{text}; {way}") from None
+        if piece := text.removeprefix("\ufeff") if is_first else text:
+            yield piece
         if not raw:
             return
-        yield text
 
 
 def _json_lines(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator[Record]:
@@ -303,11 +300,4 @@ def record_of(where: str, record: Any, text_key: str) -> Record:
     return BadRecord(f"{where}: neither a JSON object nor a text but {type(record).__name__}")
 
 
-READERS = {
-    "parquet": parquet,
-    "arrow": arrow,
-    "jsonl": _json_lines,
-    "array": _json_array,
-    "empty": lambda *_: iter([None]),
-}
 DECODER = json.JSONDecoder()

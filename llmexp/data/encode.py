@@ -97,20 +97,15 @@ def split_text(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
         if length < enough:
             continue
         joined = "".join(pending)
-        end = _last_boundary(joined)
-        if end:
-            yield joined[:end]
+        end = 0  # the last place where it may be cut
+        for width in (4096, len(joined)):
+            for match in BOUNDARY.finditer(joined, max(0, len(joined) - width)):
+                end = match.start()
+            if end:
+                yield joined[:end]
+                break
         pending, length = [joined[end:]], len(joined) - end
         # Doubling keeps the cost of a text without boundaries linear.
         enough = size if end else 2 * length
     if length:
         yield "".join(pending)
-
-
-def _last_boundary(text: str) -> int:
-    """Return the last place where `text` may be cut; 0 if there is none."""
-    for width in (4096, len(text)):
-        places = [m.start() for m in BOUNDARY.finditer(text, max(0, len(text) - width))]
-        if places:
-            return places[-1]
-    return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmexp.data.matching import SAVED, readable, walk
 from llmexp.data.records import Record, record_text
@@ -19,10 +18,20 @@ def read_dataset(
 ) -> Iterator[Record]:
     """Yield the records of one split. Raises ValueError."""
     datasets = need_package("datasets", key, f"reading {name}")
-    if Path(name).is_dir():
-        records = _of_folder(datasets, key, name, split)
-    else:
-        with reading(key, name):
+    is_folder = Path(name).is_dir()
+    if is_folder and not any(Path(name, saved).exists() for saved in SAVED):
+        files = typed(f"{key.removesuffix('hf')}files", f"{name}/*.parquet")
+        text = f"this folder was not made by save_to_disk; for files in it use {files}"
+        raise refuse(key, name, text)
+    with reading(key, name):
+        if is_folder:
+            found = datasets.load_from_disk(name)
+            parts = found if isinstance(found, dict) else {"train": found}
+            if split not in parts:
+                text = f"there is no split {split}; the splits are: {', '.join(parts)}"
+                raise refuse(key, name, text)
+            records = parts[split]
+        else:
             records = datasets.load_dataset(name, revision=revision, split=split, streaming=True)
     number = 0
     try:
@@ -32,21 +41,6 @@ def read_dataset(
     except UnicodeDecodeError as error:  # the library decodes many records at a time
         text = f"after record {number:,} there is text that is not UTF-8 ({error.reason})"
         raise refuse(key, name, text) from None
-
-
-def _of_folder(datasets: Any, key: str, name: str, split: str) -> Any:
-    """Return one split of a folder that `save_to_disk` wrote. Raises ValueError."""
-    if not any(Path(name, saved).exists() for saved in SAVED):
-        files = typed(f"{key.removesuffix('hf')}files", f"{name}/*.parquet")
-        text = f"this folder was not made by save_to_disk; for files in it use {files}"
-        raise refuse(key, name, text)
-    with reading(key, name):
-        found = datasets.load_from_disk(name)
-    parts = found if isinstance(found, dict) else {"train": found}
-    if split not in parts:
-        text = f"there is no split {split}; the splits are: {', '.join(parts)}"
-        raise refuse(key, name, text)
-    return parts[split]
 
 
 def dataset_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str | None]:

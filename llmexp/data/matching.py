@@ -45,8 +45,29 @@ def match_files(key: str, patterns: Any, left: list[str]) -> list[Path]:
     """
     found = list[str]()
     for pattern in patterns_of(key, patterns):
+        expanded = os.path.expanduser(pattern)
         with readable(key, pattern):
-            found += _files_of(key, pattern, left)
+            if os.path.isdir(expanded):
+                names = _documents_below(key, expanded, left)
+            else:
+                names = sorted(_expanded(key, expanded, left))
+            if not names:
+                text = f"no file matches (looked in {os.path.abspath(os.curdir)})"
+                raise refuse(key, pattern, text)
+            folders = {name for name in names if os.path.isdir(name)}
+            if len(folders) == len(names):
+                text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
+                raise refuse(key, pattern, text)
+            left += [f"{name} (a folder)" for name in folders if "**" not in pattern]
+            paths = [str(Path(name)) for name in names if name not in folders]
+            for path in paths:
+                if os.path.exists(path) and not os.path.isfile(path):  # it could block for ever
+                    text = f"{path} is a pipe or a device, and data files are read more than once"
+                    way = "write what comes out of it to a plain file first"
+                    raise refuse(key, pattern, f"{text}; {way}")
+                with open(path, "rb") as file:
+                    file.read(1)
+        found += paths
     return [Path(name) for name in named_once(found, left)]
 
 
@@ -107,30 +128,6 @@ def walk(key: str, folder: str, left: list[str]) -> Iterator[str]:
                 stack.append((path, (*above, real)))
             else:
                 left.append(f"{path} (it is {first})")
-
-
-def _files_of(key: str, pattern: str, left: list[str]) -> list[str]:
-    expanded = os.path.expanduser(pattern)
-    if os.path.isdir(expanded):
-        names = _documents_below(key, expanded, left)
-    else:
-        names = sorted(_expanded(key, expanded, left))
-    if not names:
-        raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
-    paths = [str(Path(name)) for name in names if not os.path.isdir(name)]
-    if not paths:
-        text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
-        raise refuse(key, pattern, text)
-    if "**" not in pattern:
-        left += [f"{name} (a folder)" for name in names if os.path.isdir(name)]
-    for path in paths:
-        if os.path.exists(path) and not os.path.isfile(path):  # to read it could wait for ever
-            text = f"{path} is a pipe or a device, and data files are read more than once"
-            way = "write what comes out of it to a plain file first"
-            raise refuse(key, pattern, f"{text}; {way}")
-        with open(path, "rb") as file:
-            file.read(1)
-    return paths
 
 
 def _expanded(key: str, pattern: str, left: list[str]) -> set[str]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from llmexp.data.beside import beside, digests_of
 from llmexp.data.cache import cached
-from llmexp.data.prepared import SourceShards
 from llmexp.data.remote import RemoteCache
+from llmexp.data.stored import SourceShards
 from llmexp.data.work import TRAIN
 
 LOOKED_AT = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds

@@ -134,24 +134,24 @@ def match_places(key: str, patterns: Any, remote: RemoteCache, left: list[str]) 
 
     `left` gets what is left out.
     """
+
+    def ask(pattern: str) -> list[str]:
+        system, path = _remote(key, pattern)
+        with reading(key, pattern):
+            names = sorted(system.glob(path))
+        if not names:
+            raise refuse(key, pattern, "no file matches there")
+        return [str(system.unstrip_protocol(name)) for name in names]
+
     found = list[str]()
     for pattern in patterns_of(key, patterns):
         if not is_remote(pattern):
             found += map(str, match_files(key, pattern, left))
         elif glob.has_magic(pattern):
-            found += remote.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
+            found += remote.get(key, f"glob {pattern}", partial(ask, pattern))
         else:
             found.append(pattern)
     return named_once(found, left)
-
-
-def _match_remote(key: str, pattern: str) -> list[str]:
-    system, path = _remote(key, pattern)
-    with reading(key, pattern):
-        names = sorted(system.glob(path))
-    if not names:
-        raise refuse(key, pattern, "no file matches there")
-    return [str(system.unstrip_protocol(name)) for name in names]
 
 
 def contents_of(key: str, places: Sequence[str], remote: RemoteCache) -> dict[str, tuple[str, int]]:
@@ -159,30 +159,26 @@ def contents_of(key: str, places: Sequence[str], remote: RemoteCache) -> dict[st
 
     It is a digest; in a bucket, what the bucket says of the file. Raises ConfigError.
     """
-    local = [Path(place) for place in places if not is_remote(place)]
-    pairs = zip(local, remote.digests(local), strict=True)
-    known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
-    if far := [place for place in places if is_remote(place)]:
-        asked = remote.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
-        known |= zip(far, [(content, size) for content, size in asked], strict=True)
-    return known
 
-
-def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (what the bucket says of its content, its bytes) for each address."""
-
-    def one(address: str) -> tuple[str, int]:
+    def ask(address: str) -> tuple[str, int]:
         system, path = _remote(key, address)
         with reading(key, address):
             info = system.info(path)
-            marks = {
-                name: str(value) for name, value in info.items() if _MARK.search(name) and value
-            }
+            marks = {name: str(mark) for name, mark in info.items() if _MARK.search(name) and mark}
             if not marks:  # its content has to be read
                 with system.open(path, "rb", block_size=0) as file:
                     marks["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         size = info.get("size") or 0
         return json.dumps([address, size, marks], sort_keys=True), size
 
-    with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(addresses))) as pool:
-        return list(pool.map(one, addresses))
+    def ask_all() -> list[tuple[str, int]]:
+        with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(far))) as pool:
+            return list(pool.map(ask, far))
+
+    local = [Path(place) for place in places if not is_remote(place)]
+    pairs = zip(local, remote.digests(local), strict=True)
+    known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
+    if far := [place for place in places if is_remote(place)]:
+        asked = remote.get(key, f"files {json.dumps(far)}", ask_all)
+        known |= {place: (content, size) for place, (content, size) in zip(far, asked, strict=True)}
+    return known

@@ -14,16 +14,19 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmexp.data.mixture import Mixture
 from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 from llmexp.data.window import Window
 from llmexp.models.operands import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from llmexp.data.mixture import Mixture
 
 # Small windows are made many at a time: the thread holds the interpreter lock for some microseconds
 # per call of numpy or torch, and waits for it after each, so calls are what the training loop pays

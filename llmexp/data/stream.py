@@ -6,13 +6,15 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmexp.data.files import cut_text
-from llmexp.data.mixture import Mixture
 from llmexp.system.fileio import file_state, sampled
+
+if TYPE_CHECKING:
+    from llmexp.data.mixture import Mixture
 
 OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
 OTHER_IDS += "missing"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from llmexp.data.cache import cached
 from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.settings.labels import plural
 from llmexp.settings.values import refuse
 
 NUMPY = b"\x93NUMPY"
@@ -97,38 +97,50 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
 
 def documents_of(
     arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path
-) -> tuple[int, int]:
-    """Return how many documents the indexes beside token files know, and how many lack their end.
-
-    That is the tokenizer's end-of-text id.
-    """
+) -> tuple[str, int]:
+    """Return in words what indexes know of documents, and how many lack the end-of-text id."""
     end = None if tokenizer is None else tokenizer.eot_token
+    indexes = {path: found for path in arrays if (found := index_of(path)) is not None}
 
     def count() -> list[int]:
         there = unmarked = 0
         for path, index in indexes.items():
-            ends = read_index(index).ends
+            _, _, ends = read_index(index)
             there += len(ends)
             # an empty document ends where the one before it does
             last = arrays[path][np.unique(ends[ends > 0]) - 1]
             unmarked += int((last != end).sum()) if end is not None else 0
         return [there, unmarked]
 
-    indexes = {path: found for path in arrays if (found := index_of(path)) is not None}
     there, unmarked = cached(cache, "documents", end, [*indexes, *indexes.values()], count)
-    return there, unmarked
+    text = f", {plural(there, 'document')} by their indexes" if there else ""
+    text += f" ({unmarked:,} do not end with the end-of-text id)" if unmarked else ""
+    return text, unmarked
 
 
 def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
     if (index := index_of(path)) is not None:
-        return _open_megatron(path, index, size)
+        kind, count, _ = read_index(index)
+        if size != (expected := count * kind.itemsize):
+            text = f"says {count:,} {kind.name} tokens = {expected:,} bytes"
+            raise ValueError(f"{index.name} {text}, the file has {size:,}; they are no pair")
+        return np.memmap(path, kind, "r", shape=(count,))
     header = np.zeros(3, "<i4")
     if size >= LLM_C_HEADER_BYTES:
         header = np.fromfile(path, "<i4", 3)
     magic, version, count = header.tolist()
-    if magic in {known for known, _ in LLM_C_TYPES}:
-        return _open_llm_c(path, size, (magic, version), count)
-    return _open_flat(path, size, dtype)
+    if magic not in {known for known, _ in LLM_C_TYPES}:
+        return _open_flat(path, size, dtype)
+    if (magic, version) not in LLM_C_TYPES:
+        known = ", ".join(map(str, LLM_C_TYPES))
+        text = f"llm.c format {magic} version {version} is unknown; known (magic, version)"
+        raise ValueError(f"{text}: {known}")
+    kind = np.dtype(LLM_C_TYPES[magic, version])
+    expected = LLM_C_HEADER_BYTES + count * kind.itemsize
+    if count < 1 or size != expected:
+        text = f"the header says {count:,} {kind.name} tokens = {expected:,} bytes"
+        raise ValueError(f"{text}, the file has {size:,}")
+    return np.memmap(path, kind, "r", LLM_C_HEADER_BYTES, shape=(count,))
 
 
 def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
@@ -159,39 +171,11 @@ def wider_type(ids: np.ndarray) -> str | None:
     return None
 
 
-def _open_llm_c(path: Path, size: int, form: tuple[int, int], count: int) -> np.ndarray:
-    if form not in LLM_C_TYPES:
-        known = ", ".join(map(str, LLM_C_TYPES))
-        text = f"llm.c format {form[0]} version {form[1]} is unknown; known (magic, version)"
-        raise ValueError(f"{text}: {known}")
-    kind = np.dtype(LLM_C_TYPES[form])
-    expected = LLM_C_HEADER_BYTES + count * kind.itemsize
-    if count < 1 or size != expected:
-        text = f"the header says {count:,} {kind.name} tokens = {expected:,} bytes"
-        raise ValueError(f"{text}, the file has {size:,}")
-    return np.memmap(path, kind, "r", LLM_C_HEADER_BYTES, shape=(count,))
+def read_index(path: Path) -> tuple[np.dtype, int, np.ndarray]:
+    """Return the type of the ids beside an index, how many, and where each document ends (int64).
 
-
-def _open_megatron(path: Path, index: Path, size: int) -> np.ndarray:
-    found = read_index(index)
-    expected = found.tokens * found.dtype.itemsize
-    if size != expected:
-        text = f"says {found.tokens:,} {found.dtype.name} tokens = {expected:,} bytes"
-        raise ValueError(f"{index.name} {text}, the file has {size:,}; they are no pair")
-    return np.memmap(path, found.dtype, "r", shape=(found.tokens,))
-
-
-@dataclass(frozen=True)
-class Index:
-    """The account that an index gives of the ids beside it."""
-
-    dtype: np.dtype
-    tokens: int
-    ends: np.ndarray  # int64: where each document ends, in ids
-
-
-def read_index(path: Path) -> Index:
-    """Return what an index says. Raises ValueError for one that does not fit together."""
+    Raises ValueError for an index that does not fit together.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
@@ -219,7 +203,7 @@ def read_index(path: Path) -> Index:
     tokens = _tokens(path, lengths, starts, dtype.itemsize)
     if ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
         raise ValueError(f"{path.name}: its documents do not begin at 0, rise, and end with all")
-    return Index(dtype, tokens, np.append(starts // dtype.itemsize, tokens)[ends[1:]])
+    return dtype, tokens, np.append(starts // dtype.itemsize, tokens)[ends[1:]]
 
 
 def _tokens(path: Path, lengths: np.ndarray, starts: np.ndarray, width: int) -> int:

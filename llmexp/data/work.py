@@ -8,13 +8,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmexp.data.cache import cache_folder
 from llmexp.data.documents import kind_of_file, read_documents
-from llmexp.data.hub import dataset_identity, read_dataset
 from llmexp.data.records import Counts, Document, count_records, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.stream import DataChanged
@@ -63,26 +62,26 @@ class Source:
         pairs = zip(self.splits[1:], ends, strict=True)
         return next((name for name, end in pairs if at < end), TRAIN)
 
-    def read(self, counts: Counts, files: Sequence[str] | None = None) -> Iterator[Document]:
+    def read(self, counts: Counts, files: Sequence[str] = ()) -> Iterator[Document]:
         """Yield the documents of some files, or of all, each with its split. Raises ValueError."""
-        for document in self._whole(counts, self.files if files is None else files):
+        if self.hf is not None:
+            from llmexp.data.hub import read_dataset
+
+            found = read_dataset(self.key, self.hf, self.split, self.revision, self.text_key)
+            whole = count_records(found, self.skip_bad, counts)
+        else:
+            how = None if self.plain else self.text_key, self.skip_bad, counts
+            places = files or self.files
+            whole = chain.from_iterable(read_documents(self.key, one, *how) for one in places)
+        for document in whole:
             if self.cuts_texts and document.characters:
                 yield from split_document(document, dict(self.shares))
             else:
                 document.split = self.split_of(document.digest)
                 yield document
 
-    def _whole(self, counts: Counts, files: Sequence[str]) -> Iterator[Document]:
-        if self.hf is not None:
-            found = read_dataset(self.key, self.hf, self.split, self.revision, self.text_key)
-            yield from count_records(found, self.skip_bad, counts)
-        for place in files:
-            text_key = None if self.plain else self.text_key
-            yield from read_documents(self.key, place, text_key, self.skip_bad, counts)
 
-
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """A file of a source, or its dataset."""
 
     content: str  # what identifies it
@@ -102,7 +101,7 @@ class Work:
     text_digest: str  # of its documents, whatever the tokenizer
     digest: str  # and of what is made of them
     inputs: dict[str, Input]  # by name
-    units: tuple[tuple[str, ...], ...]  # names of files
+    units: list[list[str]]  # names of files
     tokenizer: Tokenizer
 
     def unit_bytes(self) -> list[int]:
@@ -148,15 +147,24 @@ class Part:
 
 def work_of(source: Source, tokenizer: Tokenizer, remote: RemoteCache) -> Work:
     """Return what there is to do for a source. Raises ConfigError."""
+    units: list[list[str]] = []
     if source.hf is None:
         states = {name: _state_of(name) for name in source.files if not is_remote(name)}
         found = contents_of(source.key, source.files, remote)
         inputs = {name: Input(*found[name], states.get(name)) for name in source.files}
-        source, units = with_kinds(source, remote), _units(inputs)
+        source, room = with_kinds(source, remote), 0
+        for name, one in inputs.items():  # as few files as hold UNIT_BYTES are a unit
+            if room <= 0:
+                units.append([])
+                room = UNIT_BYTES
+            units[-1].append(name)
+            room -= one.size
     else:
+        from llmexp.data.hub import dataset_identity
+
         content, commit = dataset_identity(source.key, source.hf, remote)
-        inputs = {f"{source.hf}, split {source.split}": Input(content)}
-        source, units = replace(source, revision=commit), ((),)
+        inputs, units = {f"{source.hf}, split {source.split}": Input(content)}, [[]]
+        source = replace(source, revision=commit)
     contents = [one.content for one in inputs.values()]
     how = "plain" if source.plain else [source.text_key, source.split if source.hf else None]
     text_digest = _digest([contents, how])
@@ -252,16 +260,3 @@ def _state_of(name: str) -> tuple[int, ...] | None:
 
 def _digest(recipe: list[Any]) -> str:
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
-
-
-def _units(inputs: dict[str, Input]) -> tuple[tuple[str, ...], ...]:
-    """Return the files of each unit: as few as hold UNIT_BYTES."""
-    found: list[list[str]] = []
-    room = 0
-    for name, one in inputs.items():
-        if room <= 0:
-            found.append([])
-            room = UNIT_BYTES
-        found[-1].append(name)
-        room -= one.size
-    return tuple(map(tuple, found))

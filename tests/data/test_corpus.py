@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import encode, shards, work
-from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import ProgressBar
 from llmexp.data.remote import RemoteCache
+from llmexp.data.shards import prepare_part
 from llmexp.data.sources.corpus import corpus
 from llmexp.data.sources.tokens import tokens
 from llmexp.data.tokenizers.base import as_tokenizer

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
-
+from llmexp.data.beside import refuse_tokenizer
 from llmexp.data.cache import cache_folder, cached
 from llmexp.data.files import allow_open_files, files_fingerprint
 from llmexp.data.labels import add_labels
 from llmexp.data.matching import left_out_text
-from llmexp.data.prepared import refuse_tokenizer
 from llmexp.data.sources.settings import Knobs
 from llmexp.data.sources.shares import match_both, shared_tokens
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
@@ -63,7 +60,12 @@ def tokens(
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-    _check_all_ids(arrays, vocab_size, cache)
+
+    def scan() -> None:
+        for path, array in arrays.items():
+            check_ids(array, vocab_size, str(path))
+
+    cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
     labels = add_labels(marked, streams, paths, arrays, cache)
 
@@ -77,38 +79,21 @@ def tokens(
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{plural(len(arrays), 'token file')}, {len(train):,} training tokens"
-    about, unmarked = _documents_text(arrays, tokenizer, cache)
-    about += left_out_text(left)
-    fingerprint = {
+    about, unmarked = documents_of(arrays, tokenizer, cache)
+    content: dict[str, Any] = {
         name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
-    share = {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
-    content = fingerprint | labels | share
-    found = Corpus(train, val or None, description + about, content, unmarked=unmarked)
-    both = _overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths)))
-    return replace(found, warnings=both)
-
-
-def _documents_text(
-    arrays: dict[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path
-) -> tuple[str, int]:
-    """Return what the indexes know of documents, in words, and how many lack the end-of-text id."""
-    there, unmarked = documents_of(arrays, tokenizer, cache)
-    text = f", {plural(there, 'document')} by their indexes" if there else ""
-    if unmarked:
-        text += f" ({unmarked:,} do not end with the end-of-text id)"
-    return text, unmarked
-
-
-def _check_all_ids(arrays: dict[Path, np.ndarray], vocab_size: int, cache: Path) -> None:
-    def scan() -> bool:
-        for path, array in arrays.items():
-            check_ids(array, vocab_size, str(path))
-        return True
-
-    settings = [vocab_size, [a.dtype.str for a in arrays.values()]]
-    cached(cache, "ids", settings, list(arrays), scan)
+    content |= labels
+    content |= {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
+    return Corpus(
+        train,
+        val or None,
+        description + about + left_out_text(left),
+        content,
+        unmarked=unmarked,
+        warnings=_overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths))),
+    )
 
 
 def _split(

@@ -37,13 +37,20 @@ class HuggingFaceTokenizer:
         self.is_cuttable = _is_cuttable(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
-        self.n_vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.n_vocab = 1 + max(vocabulary.values())
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token.content: number for number, token in added.items() if token.special}
         given = end_of_text or _declared_end(file)
         self.special_names = list(self._special)
         self.eot_token = special_id(path, given, self.special_names, self._special.get)
-        self.byte_lengths = self._byte_lengths()
+        # The bytes of each token as its decoder writes them: one for each character of a byte-level
+        # token; of others, one for <0xNN> and for the mark of a space.
+        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        self.byte_lengths = np.zeros(self.n_vocab, dtype=np.int64)
+        for token, number in vocabulary.items():
+            if token not in self._special:
+                self.byte_lengths[number] = len(token) if is_byte_level else piece_bytes(token)
         self.exact_bytes = keeps_bytes(self)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -53,19 +60,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
-
-    def _byte_lengths(self) -> np.ndarray:
-        """Count the bytes of each token as its decoder writes them.
-
-        That is one for each character of a byte-level token; of others, one for <0xNN> and for the
-        mark of a space.
-        """
-        lengths = np.zeros(self.n_vocab, dtype=np.int64)
-        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if token not in self._special:
-                lengths[number] = len(token) if is_byte_level else piece_bytes(token)
-        return lengths
 
 
 def _is_cuttable(content: dict[str, Any]) -> bool:

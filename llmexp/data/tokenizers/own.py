@@ -93,17 +93,17 @@ class CustomTokenizer(Tokenizer):
         if not hasattr(found, "__len__") or len(found) != len(texts):
             counted = "one text" if len(texts) == 1 else f"{len(texts)} texts"
             raise self._wrong("encode_batch", "", f"; {counted} gave {found!r:.80}")
-        return [self._checked(ids) for ids in found]
-
-    def _checked(self, given: Any) -> np.ndarray:
-        ids = np.asarray(given)
-        if ids.size == 0:
-            return np.empty(0, np.int64)
-        whole = ids.ndim == 1 and ids.dtype.kind in "iu"
-        if not whole or ids.min() < 0 or ids.max() >= self.n_vocab:
-            text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
-            raise ConfigError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
-        return ids
+        checked = []
+        for given in found:
+            ids = np.asarray(given)
+            whole = ids.ndim == 1 and ids.dtype.kind in "iu"
+            if not ids.size:
+                ids = np.empty(0, np.int64)
+            elif not whole or ids.min() < 0 or ids.max() >= self.n_vocab:
+                text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
+                raise ConfigError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
+            checked.append(ids)
+        return checked
 
     def decode(self, ids: list[int], **unused: Any) -> str:
         text = self.given.decode(ids)

@@ -71,19 +71,14 @@ def train_bpe(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str)
     tokenizer.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True)])
     tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
     size = sum(len(text.encode()) for text in sample)
-    lines, ids = _tiktoken(tokenizer.to_str()), tokenizer.get_vocab_size()
-    return Trained(tokenizer.to_str(pretty=True), lines, ids, counted, size / tokens)
-
-
-def _tiktoken(text: str) -> bytes:
-    """Return the lines of a .tiktoken file: each token's bytes in base64, and its id."""
-    character = {name: value for value, name in byte_names().items()}
-    vocabulary = json.loads(text)["model"]["vocab"]
-    lines = []
-    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
-        packed = base64.b64encode(bytes(character[c] for c in token))
-        lines.append(packed + f" {number}\n".encode())
-    return b"".join(lines)
+    value_of = {name: value for value, name in byte_names().items()}
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    lines = (
+        base64.b64encode(bytes(value_of[name] for name in token)) + f" {number}\n".encode()
+        for token, number in sorted(vocabulary.items(), key=lambda item: item[1])
+    )
+    n_vocab, ranks = tokenizer.get_vocab_size(), b"".join(lines)
+    return Trained(tokenizer.to_str(pretty=True), ranks, n_vocab, counted, size / tokens)
 
 
 def byte_names() -> dict[int, str]:
