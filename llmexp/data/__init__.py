@@ -8,7 +8,7 @@ sampler      from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
 mixture      which source sequence k of a mixture comes from
 hub          datasets of Hugging Face
-sniffing     what a file is, by its first bytes
+sniffing     what a file is, by its first bytes; files that are compressed
 documents    documents of text and JSON, plain or compressed
 tables       documents of Parquet and Arrow
 records      documents, records that are none, and counts of both

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from llmexp.data.cache import building
 from llmexp.data.remote import RemoteCache
-from llmexp.data.stored import SourceShards, open_source
+from llmexp.data.stored import SourceShards, open_shards
 from llmexp.data.work import Work
 
 
@@ -23,14 +23,14 @@ def prepare_sources(
     """
     ready, held_out = dict[str, SourceShards](), dict[str, SourceShards]()
     for work in works:
-        found = open_source(work)
+        found = open_shards(work)
         if found is None:
             if work.source.key in remote.remembered:
                 raise StaleCache
             from llmexp.data.shards import write_source
 
             with building(work.folder, remote.cache):
-                found = open_source(work) or write_source(
+                found = open_shards(work) or write_source(
                     work, remote.cache
                 )  # another process was faster
         (held_out if work.source.held_out else ready)[work.source.name] = found

@@ -32,7 +32,7 @@ from llmexp.data.files import TooManyFiles
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts, Document
 from llmexp.data.remote import RemoteCache, is_remote
-from llmexp.data.stored import SourceShards, open_source, stream_of
+from llmexp.data.stored import SourceShards, open_shards, stream_of
 from llmexp.data.stream import DataChanged, sample_digest
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Work, work_of
@@ -63,7 +63,7 @@ def write_source(work: Work, cache: Path) -> SourceShards:
     except ValueError:  # the documents are refused, or a file changed meanwhile
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    if (found := open_source(work)) is None:
+    if (found := open_shards(work)) is None:
         text = f"what was written to {folder} reads back damaged"
         raise ConfigError(f"data.cache_dir={cache}: {text}")
     return found
@@ -79,11 +79,11 @@ def prepare_part(
     """
     start, total = 0, sum(sum(work.unit_bytes()) for work in works)
     for work in works:
-        if open_source(work) is None:
+        if open_shards(work) is None:
             # shards that are damaged are begun anew, by one process alone
             damaged = (work.folder / SHARD_MANIFEST).exists()
             with building(work.folder, cache, alone=damaged):
-                if open_source(work) is None:
+                if open_shards(work) is None:
                     _write_part(work, part, start, total, threads)
         start += sum(work.unit_bytes())
 

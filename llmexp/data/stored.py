@@ -35,7 +35,7 @@ class SourceShards:
         return f"{digest} without {bad} records" if bad else digest
 
 
-def open_source(work: Work) -> SourceShards | None:
+def open_shards(work: Work) -> SourceShards | None:
     """Return a source from its shards, or None where they are missing, torn or damaged."""
     splits, folder = work.source.splits, work.folder
     try:

@@ -53,7 +53,7 @@ def test_json_lines_and_arrays_and_texts(tmp_path, monkeypatch, ending):
     for text in (TEXTS[0], TEXTS[2], TEXTS[3], "{not json}", "[1] A {note}"):
         path.write_bytes(pack(b"\xef\xbb\xbf" + text.encode()))
         assert read(path)[0] == [text]
-    monkeypatch.setattr("llmexp.data.documents.BLOCK_BYTES", 64)
+    monkeypatch.setattr("llmexp.data.sniffing.BLOCK_BYTES", 64)
     objects = [{"text": text, "n": 1.5} for text in (*TEXTS[:3], "b" * 3000)]
     for content in (json.dumps(objects), "\ufeff" + json.dumps(objects, indent=3) + "\n"):
         path.write_bytes(pack(content.encode()))
@@ -144,7 +144,7 @@ def test_a_bad_record_is_refused_or_counted(tmp_path, content, reason):
 )  # fmt: skip
 def test_an_array_that_is_not_whole_is_refused(tmp_path, monkeypatch, content):
     """Nor is anything behind it passed over, such as a second one, of files that were joined."""
-    monkeypatch.setattr("llmexp.data.documents.BLOCK_BYTES", 64)
+    monkeypatch.setattr("llmexp.data.sniffing.BLOCK_BYTES", 64)
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=r"item [12] is no valid JSON|behind its array of [02]"):
         read(tmp_path / "a.json", skip=True)

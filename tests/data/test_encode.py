@@ -16,7 +16,7 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import documents, encode, shards
+from llmexp.data import encode, shards, sniffing
 from llmexp.data.encode import BOUNDARY, split_text
 from llmexp.data.records import Counts
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
@@ -91,7 +91,7 @@ def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: in
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_BYTES", piece)
+        patch.setattr(sniffing, "BLOCK_BYTES", piece)
         patch.setattr(encode, "PIECE_CHARACTERS", piece)
         patch.setattr(shards, "JOB_BYTES", piece)
         counts = Counts()

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data.cache import cached
-from llmexp.data.documents import BOM
 from llmexp.data.matching import match_files
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache
+from llmexp.data.sniffing import BOM
 from llmexp.data.sources.stdlib import stdlib
 from llmexp.data.sources.synthetic import synthetic as synthetic_source
 from llmexp.data.sources.text import text as text_source

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from llmexp.data.beside import refuse_tokenizer
 from llmexp.data.cache import cache_folder, cached
 from llmexp.data.files import allow_open_files, files_fingerprint
@@ -60,12 +62,7 @@ def tokens(
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-
-    def scan() -> None:
-        for path, array in arrays.items():
-            check_ids(array, vocab_size, str(path))
-
-    cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
+    _check_all_ids(arrays, vocab_size, cache)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
     labels = add_labels(marked, streams, paths, arrays, cache)
 
@@ -84,16 +81,18 @@ def tokens(
         name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
-    content |= labels
-    content |= {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
-    return Corpus(
-        train,
-        val or None,
-        description + about + left_out_text(left),
-        content,
-        unmarked=unmarked,
-        warnings=_overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths))),
-    )
+    content |= labels | {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
+    both = _overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths)))
+    description += about + left_out_text(left)
+    return Corpus(train, val or None, description, content, unmarked=unmarked, warnings=both)
+
+
+def _check_all_ids(arrays: dict[Path, np.ndarray], vocab_size: int, cache: Path) -> None:
+    def scan() -> None:
+        for path, array in arrays.items():
+            check_ids(array, vocab_size, str(path))
+
+    cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
 
 
 def _split(
