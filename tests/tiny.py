@@ -2,13 +2,16 @@
 
 from llmexp.settings.knobs import fields
 
-# Beside the steps; where a feature is taken out its knobs are, too.
-QUIET = {"train.sample_tokens": "0", "metrics.picture": "false"}
+
+def there(*overrides: str) -> list[str]:
+    """Return those whose knob there is: where a feature is taken out its knobs are, too."""
+    return [text for text in overrides if text.partition("=")[0] in fields()]
+
 
 # A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
 TINY = [
     "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
     "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none",
     "precision=fp32",  # auto is bf16 on some machines
-    *(f"{key}={value}" for key, value in QUIET.items() if key in fields()),
+    *there("train.sample_tokens=0", "metrics.picture=false"),
 ]  # fmt: skip

@@ -13,20 +13,26 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent / "golden" / "words"
+TESTS = Path(__file__).resolve().parent
+FOLDER = TESTS / "golden" / "words"
 WRITING = os.environ.get("LLMEXP_WORDS") == "write"
 HEADING = re.compile(r"^#### (.*)\n", re.MULTILINE)
 
 
+def file_of(name: str) -> Path:
+    """Return the file of a name; features/NAME/... stands beside the tests of the feature."""
+    return (TESTS if name.startswith("features/") else FOLDER) / f"{name}.txt"
+
+
 def parts_of(name: str) -> dict[str, str]:
     """Return the texts of a file by their headings."""
-    path = FOLDER / f"{name}.txt"
+    path = file_of(name)
     _, *found = HEADING.split(path.read_text(encoding="utf-8")) if path.exists() else [""]
     return dict(zip(found[::2], (text.strip("\n") for text in found[1::2]), strict=True))
 
 
 def write(name: str, parts: dict[str, str]) -> None:
-    path = FOLDER / f"{name}.txt"
+    path = file_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = (f"#### {heading}\n{text}\n" for heading, text in parts.items())
     path.write_text("\n".join(texts), encoding="utf-8")
@@ -62,7 +68,7 @@ class Words:
         now = found.splitlines()
         diff = "\n".join(difflib.unified_diff(before, now, "golden", "now", lineterm="", n=9))
         test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-        where = f"{heading} of tests/golden/words/{name}.txt"
+        where = f"{heading} of {file_of(name).relative_to(TESTS.parent)}"
         accept = f"Where the new text is right: make words ARGS={test}"
         pytest.fail(f"{where}:\n{diff}\n{accept}", pytrace=False)
 

@@ -327,17 +327,6 @@ def test_plan_of_a_sweep_has_a_row_a_point(capfd, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_of_steps_that_a_run_has_behind_it_is_refused(tmp_path, runs):
-    steps = ["train.max_steps=4", "checkpoint.every=2"]  # a run of other tests, too
-    runs.copy(tmp_path / "run", "data=synthetic", "data.n_tokens=5000", *steps, step=2)
-    refused = llmexp("resume", "run", "train.profile_start=2", cwd=tmp_path)
-    assert refused.code == 2
-    assert "train.profile_start=2: " in refused.err
-    assert "for example train.profile_start=3" in refused.err
-    assert llmexp("resume", "run", "train.profile_start=3", cwd=tmp_path).code == 0
-    assert (tmp_path / "run" / "trace_step_00000003.json").exists()
-
-
 # --- signals
 
 

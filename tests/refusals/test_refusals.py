@@ -1,10 +1,11 @@
-"""Refusals are rows of the YAML files here: a command that is refused, and the key that it names.
+"""Refusals are rows of the YAML files here, and of tests/features/*/refusals.yaml: a command that
+is refused, and the key that it names.
 
 A group of rows has a `home` (homes.py), the `command` that each row's `do` completes (TINY stands
 for tests/tiny.py) and, where a file is damaged first, `damage`: lists of an operation, a file and
 what it needs. Each is refused with exit code 2 and one message, which holds `key`, without a
 traceback, with nothing written, and what the message suggests can be pasted. Its words stand in
-tests/golden/words/refusals.
+tests/golden/words/refusals, those of a feature beside its rows.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [{**group, **row} for group in groups for row in group["rows"]]
 
 
-FILES = sorted(HERE.glob("*.yaml"))
+def name_of(path: Path) -> str:
+    """Return the name of the words of a file of rows."""
+    return str(path.relative_to(HERE.parent).with_suffix(""))
+
+
+FILES = sorted([*HERE.glob("*.yaml"), *HERE.parent.glob("features/*/refusals.yaml")])
 ROWS = [
-    pytest.param(path.stem, row, id=f"{path.stem}: {row.get('do', '')[:70]}")
+    pytest.param(name_of(path), row, id=f"{name_of(path)}: {row.get('do', '')[:70]}")
     for path in FILES
     for row in rows(path)
 ]
@@ -84,11 +90,11 @@ def files(folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_each_row_has_its_words_and_no_other_stands_there(path, words):
     asked = [heading(row) for row in rows(path)]
     assert len({*asked}) == len(asked)
-    words.only(f"refusals/{path.stem}", asked)
+    words.only(name_of(path), asked)
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
@@ -129,4 +135,4 @@ def test_it_is_refused(
     assert re.search(r"^(llmexp|refused|usage): ", err, re.MULTILINE), err
     suggestions.check(err)
     words.places = {work: "WORK", tmp_path: "HOME", ROOT: "ROOT"}
-    words(f"refusals/{name}", err, heading(row))
+    words(name, err, heading(row))
