@@ -14,7 +14,7 @@ import torch
 
 from llmexp.forecast.process import process_bytes
 from llmexp.forecast.rehearsal import KINDS, Cut, Footprint, cut_of, rehearse
-from llmexp.models.recompute import blocks_of
+from llmexp.models.loss import blocks_of
 from llmexp.run.batch import shared_sequences
 from llmexp.run.layout import solve_layout
 from llmexp.settings.execution import Parallelism

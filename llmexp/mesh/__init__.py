@@ -3,7 +3,8 @@
 The only room that touches torch.distributed. In reading order:
 groups    the process group and device mesh of a rank, its store and timeouts; sums over ranks
 split     tensors of which each rank may hold a part
-wrap      DDP, FSDP, tensor parallelism and compilation, from outside
+wrap      DDP and compilation, from outside
+sharding  FSDP and tensor parallelism
 sequence  tokens between products, spread over tensor-parallel ranks
 ranks     start the ranks of a host, watch them, start again when one is lost
 pretend   one rank of a run, played alone
@@ -43,4 +44,4 @@ from llmexp.mesh.split import (
     summed_over_ranks,
     without_partials,
 )
-from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap
+from llmexp.mesh.wrap import micro_step, reshard, wrap

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmexp.models import rows
 from llmexp.models.operands import (
     Dtypes,
     How,
@@ -48,7 +47,9 @@ def chunk_sizes(device: torch.device, vocab_size: int, compiled: bool = False) -
     """
     if not in_rows(device):
         return 512, 2048
-    return rows.chunk_rows(device, vocab_size, compiled), vocab_size
+    from llmexp.models.rows import chunk_rows
+
+    return chunk_rows(device, vocab_size, compiled), vocab_size
 
 
 def in_rows(device: torch.device) -> bool:
@@ -89,7 +90,9 @@ def _chunked_nll(h_nd: Tensor, weight_vd: Tensor, how: How) -> Made:
     dtypes, vocab_size = how.dtypes, weight_vd.shape[0]
     rows_per_chunk, tile_size = chunk_sizes(h_nd.device, vocab_size, how.compiled)
     if in_rows(h_nd.device):
-        return rows.nll_by_rows(h_nd, weight_vd, how, rows_per_chunk)
+        from llmexp.models.rows import nll_by_rows
+
+        return nll_by_rows(h_nd, weight_vd, how, rows_per_chunk)
     head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size)
     nll: list[Tensor] = []
     grad_h_nd = grad_weight_vd = None

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cross_entropy_sum
 from llmexp.models.initial import numbers_of
-from llmexp.models.operands import IGNORE_INDEX, VocabShard
+from llmexp.models.operands import ALIGNED, IGNORE_INDEX, VocabShard
 from llmexp.models.planned import kind_of, memory_of
-from llmexp.models.rows import ALIGNED
 
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
 MIN_CHUNKED_VOCAB = 2048
@@ -91,6 +90,12 @@ def looking(model: nn.Module) -> Iterator[None]:
 def is_shipped(model: Any) -> bool:
     """Return whether all code of a model is ours: no buffers, each parameter in each pass."""
     return bool(getattr(model, "is_ours", lambda: False)())
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model: its attribute `blocks`, or none."""
+    blocks = getattr(model, "blocks", None)
+    return list(blocks) if isinstance(blocks, nn.ModuleList) else []
 
 
 class SummedLoss(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from llmexp.models.loss import blocks_of
 from llmexp.models.planned import kind_of
-from llmexp.models.recompute import blocks_of
 
 
 def offload_blocks(model: nn.Module, ranks: int = 1) -> None:

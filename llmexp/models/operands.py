@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from llmexp.models.planned import kind_of
 
 IGNORE_INDEX = -100
+ALIGNED = 64  # rows of the head on an accelerator: a padded one has a multiple
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmexp.models.loss import blocks_of
+
 # `selective` keeps products, and attention without dropout, which cost most to compute again. All
 # else is a matter of memory.
 _KEPT = (
@@ -28,20 +30,12 @@ _KEPT = (
 )
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: its attribute `blocks`, or none."""
-    blocks = getattr(model, "blocks", None)
-    return list(blocks) if isinstance(blocks, nn.ModuleList) else []
-
-
 def recompute_blocks(model: nn.Module, kind: str) -> None:
     """Make each block keep its inputs only ("full"), or also products and attention ("selective").
 
-    "full" is by Chen et al. 2016. "offload" is `offload.offload_blocks`.
-
-    The blocks' forward functions are replaced in place, so that parameters keep their names.
-    Dropout draws the same numbers again, and losses stay bit-equal. A block that runs again finds
-    its buffers as they were, and what it then does to them is dropped.
+    "full" is by Chen et al. 2016. The blocks' forward functions are replaced in place, so that
+    parameters keep their names. Dropout draws the same numbers again, and losses stay bit-equal. A
+    block that runs again finds its buffers as they were, and what it then does to them is dropped.
     """
     if kind in ("none", "offload"):
         return

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmexp.models.operands import (
+    ALIGNED,
     IGNORE_INDEX,
     How,
     Made,
@@ -32,7 +33,6 @@ from llmexp.models.operands import (
 )
 from llmexp.models.planned import memory_of
 
-ALIGNED = 64  # rows of the head: a padded one has a multiple
 SHARE = 1 / 32  # of an accelerator's memory, for what is held of one chunk's logits
 MOST_ROWS = 16384  # of a chunk: the products get no faster beyond
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmexp import features, mesh
-from llmexp.mesh.sequence import share_tokens
 from llmexp.models.loss import SummedLoss
-from llmexp.models.offload import offload_blocks
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import rule_of
 from llmexp.train.hooks import of_hooks
@@ -28,6 +26,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         parts.begin_model(model, joined.device, fresh)
     loss = SummedLoss(model)
     if config.parallelism.activation_checkpointing == "offload":
+        from llmexp.models.offload import offload_blocks
+
         offload_blocks(model, joined.tensor.size() if joined.tensor and joined.sequence else 1)
     module = mesh.wrap(
         joined,
@@ -35,7 +35,6 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         activation_checkpointing=config.parallelism.activation_checkpointing,
         compiled=config.train.compile is True,
         gather_dtype=torch.bfloat16 if parts.precision == "bf16" else None,
-        spread=share_tokens if joined.sequence else None,
     )
     if joined.sharded:
         parts.begin_model(model, joined.device, fresh)

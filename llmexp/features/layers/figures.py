@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from llmexp import mesh
 from llmexp.models.documents import Documents
 from llmexp.models.logits import divisor_of, seen_by
-from llmexp.models.loss import SummedLoss
-from llmexp.models.recompute import blocks_of
+from llmexp.models.loss import SummedLoss, blocks_of
 from llmexp.settings.values import is_ours
 from llmexp.update import precision
 

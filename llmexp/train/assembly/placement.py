@@ -14,8 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.models.loss import SummedLoss, is_shipped
-from llmexp.models.recompute import blocks_of
+from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 from llmexp.settings.config import Config
 from llmexp.settings.values import is_ours, refuse
@@ -140,6 +139,8 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
         raise refuse(key, p.activation_checkpointing, text, "none")
     if tp == 1:
         return warnings
+    from llmexp.mesh.sharding import tensor_parallel_plan
+
     check_split(config.model, tp)
     if p.sequence_parallel:
         check_tokens(config.batch.sequence_length, tp)
@@ -150,7 +151,7 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
         given = f"model.qk_norm={config.model['qk_norm']}"
         text = f"{given} normalizes all heads at once, and each rank holds only a part of them"
         raise refuse("parallelism", p.kind, text, "fsdp")
-    if not mesh.tensor_parallel_plan(loss.model) or not loss.has_head():
+    if not tensor_parallel_plan(loss.model) or not loss.has_head():
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
         raise refuse("parallelism", p.kind, text, "fsdp")
     if not is_ours(target := config.optimizer.get("_target_")):
