@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from llmexp.models.gpt2 import GPT2
-from llmexp.settings.rules import Group
 from llmexp.settings.values import ConfigError
 from llmexp.update import groups, held, optim
+from llmexp.update.optimizers import adamw, lion, muon, sgd
+from llmexp.update.optimizers.settings import Group
 from tests.conftest import TINY, llmexp, train
 from tests.tools import exact, run_here, same_state, weights
 
 BUILDERS = {
-    "adamw": lambda m, lr, decay: optim.adamw(m, lr=lr, weight_decay=decay),
-    "sgd": lambda m, lr, decay: optim.sgd(m, lr=lr, weight_decay=decay),
-    "muon": lambda m, lr, decay: optim.muon(m, lr=lr, weight_decay=decay),
-    "lion": lambda m, lr, decay: optim.lion(m, lr=lr, weight_decay=decay),
+    "adamw": lambda m, lr, decay: adamw.adamw(m, lr=lr, weight_decay=decay),
+    "sgd": lambda m, lr, decay: sgd.sgd(m, lr=lr, weight_decay=decay),
+    "muon": lambda m, lr, decay: muon.muon(m, lr=lr, weight_decay=decay),
+    "lion": lambda m, lr, decay: lion.lion(m, lr=lr, weight_decay=decay),
     "rmsprop": lambda m, lr, decay: torch.optim.RMSprop(
         m.parameters(), lr=lr, weight_decay=decay, momentum=0.5
     ),
@@ -108,10 +109,10 @@ def test_what_a_group_cannot_do_is_refused():
     assert texts[1].startswith("optimizer=LBFGS: takes one rate for all parameters")
     assert texts[2].startswith("optimizer.groups.1.weight_decay=0.5: Rprop has no weight decay")
     assert texts[3].startswith("optimizer.groups.0.match=*.token_embedding.*: matches no")
-    given(optim.sgd(model, lr=0.1), Group("*.mlp.*", 0.3, 2.0))
-    given(optim.adamw(model, lr=0.1), Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0))  # vectors
+    given(sgd.sgd(model, lr=0.1), Group("*.mlp.*", 0.3, 2.0))
+    given(adamw.adamw(model, lr=0.1), Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0))  # vectors
     text = "the weight decay of all its parameters is 0 without it; leave it out"
     assert texts[4] == f"optimizer.groups.0.weight_decay=2.0: {text}"
     assert texts[5] == f"optimizer.groups.0.weight_decay=0.0: {text}"
-    groups.by_name(model, [optim.adamw(model, lr=0.1)], [Group("*", 1.0, 2.0)])
+    groups.by_name(model, [adamw.adamw(model, lr=0.1)], [Group("*", 1.0, 2.0)])
     groups.by_name(model, [torch.optim.Rprop(model.parameters())], [Group("*", 0.5)])

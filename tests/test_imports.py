@@ -33,7 +33,8 @@ none_of("torch")
 assert run(["plan", *overrides]) == 0
 import torch
 from llmexp.update import held, optim
-for make in (optim.adamw, optim.sgd, optim.muon, optim.lion):
+from llmexp.update.optimizers import adamw, lion, muon, sgd
+for make in (adamw.adamw, sgd.sgd, muon.muon, lion.lion):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
     for optimizer in (optimizers := held.as_list(make(model, lr=0.1))):
@@ -77,7 +78,10 @@ def test_a_plain_run_imports_what_it_asks_for(tmp_path, monkeypatch):
     result = llmexp(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PATHS}")
     assert result.code == 0, result.err
     rooms = ("exchange", "tracker", "tasks", "compare", "sweep", "verify", "laws", "evaluate")
-    few = (*(f"llmexp.{room}." for room in rooms), "llmexp.update.library")
+    parts = ("run.shape", "mesh.sharding", "mesh.sequence", "update.groups", "update.trying")
+    parts += tuple(f"update.optimizers.{name}" for name in ("library", "lion", "muon", "sgd"))
+    parts += tuple(f"models.{name}" for name in ("hf", "llama", "offload", "recompute", "rows"))
+    few = tuple(f"llmexp.{name}" for name in (*(f"{room}." for room in rooms), *parts))
     packages = {"wandb", "matplotlib", "plotly", "transformers", "ray", "optuna", "datasets"}
     for process in ("command", "worker"):
         found = (tmp_path / f"{process}.modules").read_text().split()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -22,9 +23,10 @@ from llmexp.train.beginning import restore
 from llmexp.train.set_up import set_up
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
-from llmexp.update import faces, library, states
-from llmexp.update.held import TriedTensors, Unfit
+from llmexp.update import faces, groups, states
+from llmexp.update.optimizers import library
 from llmexp.update.precision import settings_kept
+from llmexp.update.trying import TriedTensors, Unfit
 from tests.conftest import TINY, llmexp, train
 from tests.tools import amend, composed, equal, run_here
 
@@ -306,6 +308,46 @@ def test_a_name_gets_its_package_and_explain_shows_the_defaults(capfd):
     assert "Decay rates" in one.out
 
 
+def names_in(pattern: re.Pattern[str]) -> list[str]:
+    """The optimizers of the libraries that a pattern names."""
+    found = []
+    for package in library.PACKAGES:
+        names = [f"{package}.{name}" for name in vars(library._imported(package))]
+        found += [name for name in names if pattern.fullmatch(name)]
+    return found
+
+
+def moved(name: str, parts: int, factor: float) -> list[torch.Tensor]:
+    """What four steps by a multiple of gradients do to tensors, or to their parts."""
+
+    def cut(seed: int) -> list[torch.Tensor]:
+        return [one.clone() for tensor in library._tiny(seed) for one in tensor.chunk(parts)]
+
+    held = [torch.nn.Parameter(tensor) for tensor in cut(0)]
+    plain = {"weight_decay": 0.0} if "weight_decay" in library._kind(name)[1] else {}
+    optimizer = library._constructed(name, held, 1e-3, plain)
+    TriedTensors(held, [optimizer], lambda step: cut(step + 1)).take_steps(range(4), factor)
+    return [p.detach() for p in held]
+
+
+@pytest.mark.parametrize("name", names_in(library.EACH_ENTRY))
+def test_what_is_said_to_update_each_entry_by_itself_does(name):
+    """To the bit: halves of tensors become the halves of what the whole ones become."""
+    a, b, c, d = moved(name, 2, 1)
+    assert equal(moved(name, 1, 1), [torch.cat((a, b)), torch.cat((c, d))])
+
+
+@pytest.mark.parametrize("name", names_in(library.EACH_ENTRY) + names_in(library.LIKE_ADAM))
+def test_gradients_64_times_as_large_make_one_update_where_it_is_said(name):
+    start = library._tiny(0)[0]
+    one, other = (moved(name, 1, factor)[0] - start for factor in (1, 64))
+    alike = bool((other - one).norm() <= 0.01 * one.norm())
+    if not name.startswith("torch."):  # of torch's those count that `groups.ADAM_LIKE` has
+        assert alike == (library.LIKE_ADAM.fullmatch(name) is not None)
+    else:
+        assert alike == issubclass(library._kind(name)[0], groups.ADAM_LIKE)
+
+
 def test_groups_have_rates_of_their_own_where_the_rate_is_a_tensor(joined):
     """torchao's groups would have one tensor in common."""
     groups = "++optimizer.groups=[{match: '*.mlp.*', lr: 0.5}, {match: '*.attention.*', lr: 2}]"
@@ -337,7 +379,7 @@ def test_soap_amplifies_noise_by_its_own_arithmetic():
         for noise in (0.0, 2**-51):
             p = torch.nn.Parameter(torch.zeros(12, 6, dtype=torch.float64))
             holder = torch.nn.ParameterList([p])
-            optimizer = library.built(holder, name, 1e-3, {})
+            optimizer = library.built(holder, name, 1e-3)
             numbers = torch.Generator().manual_seed(0)
             for _ in range(4):
                 g = torch.randn(12, 6, generator=numbers, dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmexp.settings.values import ConfigError
-from llmexp.update.muon import POLYNOMIALS, Muon, orthogonalize, polynomials
+from llmexp.update.optimizers.muon import POLYNOMIALS, Muon, orthogonalize, polynomials
 from tests.conftest import TINY
 from tests.tools import run_here
 
@@ -93,7 +93,8 @@ def updated(coefficients: str, split: bool) -> list[torch.Tensor]:
         for number, p in enumerate(held):
             generator = torch.Generator().manual_seed(100 * step + number)
             p.grad = _placed(torch.randn(p.shape, generator=generator), split)
-        optimizer.step_unless(torch.tensor(step == 1))
+        optimizer.found_inf = torch.tensor(float(step == 1))
+        optimizer.step()
     return [(p.full_tensor() if split else p).detach().clone() for p in held]
 
 

@@ -21,7 +21,8 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
 from llmexp.settings.values import ConfigError
-from llmexp.update import groups, held, library, optim
+from llmexp.update import groups, held, optim
+from llmexp.update.optimizers import adamw, library, lion, muon, sgd
 from tests.conftest import TINY, llmexp
 
 BASE, WIDTH = 16, 64
@@ -106,7 +107,7 @@ def rates(model: nn.Module, built: Any) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     ("build", "package"),
-    [(optim.adamw, package_adam), (optim.lion, package_adam), (optim.sgd, package_sgd)],
+    [(adamw.adamw, package_adam), (lion.lion, package_adam), (sgd.sgd, package_sgd)],
 )
 def test_rates_are_those_of_the_package_and_rate_times_decay_stays(kind, build, package):
     make = MODELS[kind]
@@ -122,7 +123,7 @@ def test_muon_keeps_its_rate_and_one_that_is_matched_with_adamw_loses_what_that_
     """An update of a square matrix has the spectral norm rate x 1 (original), x 0.2 sqrt(width)."""
     for adjust, factor in (("original", 1.0), ("match_rms_adamw", 0.5)):
         model = mup(gpt2)
-        found = rates(model, optim.muon(model, lr=0.02, weight_decay=0.3, adjust_lr=adjust))
+        found = rates(model, muon.muon(model, lr=0.02, weight_decay=0.3, adjust_lr=adjust))
         for name, (lr, decay) in found.items():
             inside = name.startswith("blocks.") and decay > 0
             assert lr == pytest.approx(0.02 * (factor if inside else 1.0)), name
@@ -188,7 +189,7 @@ def test_what_has_no_rule_is_refused():
 def test_optimizers_of_libraries_have_adams_rule_where_it_holds(name, rule):
     """Where each entry is updated by itself, and gradients 64 times as large make one update."""
     model = mup(gpt2)
-    built = library.built(model, name, 0.02, {})
+    built = library.built(model, name, 0.02)
     if not rule:
         with pytest.raises(ConfigError, match=f"no rule for {name.rpartition('.')[2]}: Adam's"):
             groups.by_width(model, [built])

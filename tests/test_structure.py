@@ -68,15 +68,18 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_only_commands_import_ours_inside_functions():
-    """Training and data do so, too, with what few configs or starts ask for."""
+    """Training and its parts do so, too, with what few configs or starts ask for."""
     optional = ("llmexp.exchange", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
-    optional += ("llmexp.modes", "llmexp.update.library", "llmexp.data.documents")
+    optional += ("llmexp.modes", "llmexp.data.documents")
     optional += ("llmexp.data.hub", "llmexp.data.shards", "llmexp.data.tables")
+    optional += ("llmexp.update.optimizers", "llmexp.update.twin", "llmexp.update.groups")
+    optional += ("llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape")
+    optional += tuple(f"llmexp.models.{name}" for name in ("offload", "recompute", "rows"))
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.batch":
             late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
-        if room(name) in ("train", "features", "compose", "data"):
+        if room(name) in ("train", "features", "compose", "data", "mesh", "models", "run"):
             late = {module for module in late if not module.startswith(optional)}
         last = name.rpartition(".")[2]
         assert not late or room(name) in ("cli", "program", "__main__") or last == "__main__", name
@@ -109,7 +112,7 @@ def test_a_name_means_one_thing():
             targets = node.targets if isinstance(node, ast.Assign) else [node]
             for target in targets:
                 name = getattr(target, "name", None) or getattr(target, "id", "_")
-                if not name.startswith("_"):
+                if not name.startswith("_") and name != "Knobs":  # likewise collected
                     files[name].add(module)
     several = sorted(name for name, modules in files.items() if len(modules) > 1)
     assert len(several) <= 25, several

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp.mesh.split import is_split
+from llmexp.update.optim import held_by
 
 # The format's names of types, in the order in which its library writes tensors.
 TYPES = {
@@ -72,7 +73,7 @@ def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]
     Raises ValueError for optimizers of other tensors."""
     names = {id(t): name for name, t in named_tensors(model).items()}
     for number, optimizer in enumerate(optimizers):
-        if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        if not all(id(p) in names for p in held_by(optimizer)):
             raise ValueError(
                 f"optimizer {number} holds parameters that are not in the model's state dict"
             )

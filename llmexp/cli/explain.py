@@ -249,7 +249,7 @@ def arguments_of_library(cfg: DictConfig, config: Config, key: str) -> dict[str,
     name, chosen = config.optimizer.get("name"), cfg.hydra.runtime.choices["optimizer"]
     if key.partition(".")[0] != "optimizer" or chosen != "library" or not name:
         return {}
-    from llmexp.update import library
+    from llmexp.update.optimizers import library
 
     return library.arguments_of_optimizer(str(name))
 

@@ -35,7 +35,7 @@ from llmexp.compare.spending import ALPHA, level_of
 from llmexp.compare.statistics import seeds_needed
 from llmexp.settings.labels import short_label
 from llmexp.settings.labels import short_value as value
-from llmexp.settings.parts import DECAYS
+from llmexp.update.schedule import DECAYS
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters

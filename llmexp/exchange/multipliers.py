@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmexp.settings.rules import MUP_HEAD
+from llmexp.models.common import MUP_HEAD
 
 
 def multipliers(section: Mapping[str, Any]) -> Callable[[str], float]:

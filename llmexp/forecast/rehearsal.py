@@ -31,6 +31,7 @@ from llmexp.system.devices import Device
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step
+from llmexp.update.optim import held_by
 from llmexp.update.precision import parameter_dtype, settings_kept
 from llmexp.update.states import apart, traits_of
 
@@ -177,7 +178,7 @@ def _rehearse_states(optimizer: Any) -> None:
         try:
             step()
         except Exception:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in held_by(optimizer):
                 size = round(traits.state_bytes * p.numel() * p.element_size())
                 optimizer.state[p] = {"states": torch.empty_like(p, dtype=torch.uint8)}
                 optimizer.state[p]["states"].resize_(size)

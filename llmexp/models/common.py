@@ -15,10 +15,10 @@ from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.models.initial import SEEDS, Blocks
 from llmexp.models.operands import Spread, autocast_dtype, products
 from llmexp.models.planned import kind_of
-from llmexp.settings.rules import MUP_HEAD
 from llmexp.settings.values import ConfigError, refuse
 
 INIT_STD = 0.02
+MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 
 
 class LanguageModel(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmexp.models.common import Attention, Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache
 from llmexp.models.operands import Spread, products
-from llmexp.settings.parts import ModelKnobs
+from llmexp.models.settings import Knobs
 
 
 class LayerNorm(nn.LayerNorm):
@@ -56,17 +56,17 @@ class GPT2(LanguageModel):
 
     def __init__(
         self,
-        vocab_size: ModelKnobs.vocab_size,
-        max_position_embeddings: ModelKnobs.max_position_embeddings,
-        n_layers: ModelKnobs.n_layers,
-        n_heads: ModelKnobs.n_heads,
-        d_model: ModelKnobs.d_model,
-        d_ff: ModelKnobs.d_ff,
-        dropout: ModelKnobs.dropout = 0.0,
-        gelu: ModelKnobs.gelu = "tanh",
-        residual: ModelKnobs.residual = "full",
-        parametrization: ModelKnobs.parametrization = "standard",
-        base_width: ModelKnobs.base_width = None,
+        vocab_size: Knobs.vocab_size,
+        max_position_embeddings: Knobs.max_position_embeddings,
+        n_layers: Knobs.n_layers,
+        n_heads: Knobs.n_heads,
+        d_model: Knobs.d_model,
+        d_ff: Knobs.d_ff,
+        dropout: Knobs.dropout = 0.0,
+        gelu: Knobs.gelu = "tanh",
+        residual: Knobs.residual = "full",
+        parametrization: Knobs.parametrization = "standard",
+        base_width: Knobs.base_width = None,
     ) -> None:
         super().__init__()
         check_divides("n_heads", n_heads, "d_model", d_model)

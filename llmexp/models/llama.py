@@ -23,7 +23,7 @@ from llmexp.models import common
 from llmexp.models.common import Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
-from llmexp.settings.parts import ModelKnobs
+from llmexp.models.settings import Knobs
 from llmexp.settings.values import TINY, choice, count, knob, refuse
 
 
@@ -172,7 +172,7 @@ def _head_dim(given: int | None, d_model: int, n_heads: int) -> int:
     return found
 
 
-class LlamaKnobs(ModelKnobs):
+class LlamaKnobs(Knobs):
     """The arguments of `Llama`."""
 
     n_kv_heads = Annotated[int, count("key/value heads; must divide n_heads", 4)]

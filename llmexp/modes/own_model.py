@@ -18,7 +18,7 @@ from llmexp.system import hardware
 from llmexp.system.text import first_of
 from llmexp.train.assembly.parts import build_model
 from llmexp.update import precision
-from llmexp.update.held import Unfit
+from llmexp.update.trying import Unfit
 
 ROWS, TOKENS = 2, 16  # of the batch
 

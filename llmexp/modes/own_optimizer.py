@@ -12,8 +12,8 @@ from llmexp.models.initial import numbers_of
 from llmexp.settings.values import refuse
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.parts import build_on_meta, build_optimizers
-from llmexp.update.held import TriedTensors, Unfit, try_going_on
 from llmexp.update.states import Traits, apart
+from llmexp.update.trying import TriedTensors, Unfit, try_going_on
 
 SMALL_DIMENSION = 16  # the largest dimension of a parameter on which an optimizer is tried
 

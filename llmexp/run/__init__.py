@@ -16,11 +16,11 @@ from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
-from llmexp.run.rules import rate_by_batch
 from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.run.stages import BatchStage, Begin, stage_at, stages_of
 from llmexp.settings.config import Config, Train
 from llmexp.settings.convert import ramp_sizes
+from llmexp.settings.rules import asks_rule
 from llmexp.settings.values import refuse
 
 
@@ -294,9 +294,14 @@ def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
     batch = solve_batch(config.batch, facts.dp_size)
     real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.dp_size
     sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
+    stages = stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
+    if not asks_rule(config.optimizer):
+        return tuple(stages)
+    from llmexp.run.rules import rate_by_batch
+
     return tuple(
         replace(stage, rate=rate_by_batch(config.optimizer, stage.real_batch_size / real))
-        for stage in stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
+        for stage in stages
     )
 
 

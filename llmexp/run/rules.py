@@ -29,7 +29,8 @@ from llmexp.settings.variables import fill
 
 BATCH_KEYS = (*BATCH_TOTALS, "batch.ramp")  # one of them is enough
 NOT_OF_ADAM = (
-    "llmexp.update.optim.sgd", "llmexp.update.optim.lion", "llmexp.update.options.adafactor",
+    "llmexp.update.optimizers.sgd.sgd", "llmexp.update.optimizers.lion.lion",
+    "llmexp.update.optimizers.adafactor.adafactor",
 )  # fmt: skip
 BUDGET = "a budget in tokens: train.max_tokens, train.max_flops or train.tokens_per_parameter"
 KNOWN = {  # what makes a number known

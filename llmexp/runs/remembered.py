@@ -14,7 +14,10 @@ MEMORY = "memory"  # measured by a run, a kind of note
 # an order.
 FAULTS = (RuntimeError, TypeError)
 # Targets of ours that read no files, so that equal knobs have equal figures.
-OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.update.optim.")
+OURS = (
+    "llmexp.models.gpt2.", "llmexp.models.llama.",
+    *(f"llmexp.update.optimizers.{name}." for name in ("adamw", "sgd", "lion", "muon")),
+)  # fmt: skip
 
 
 # Kept for this process alone: functions of the user's own may be others in the next one.

@@ -7,7 +7,7 @@ variables  variables of the environment in values, and which hold secrets
 config     the closed sections: meaning, unit, range and effect of each knob
 clipping   how a rule of clipping is declared
 execution  the closed sections that change no result
-parts      the arguments that models, data sources, optimizers and schedules share
+parts      finds the arguments that models, data sources, optimizers and schedules share
 rules      what of these follows from few numbers: shapes, and hyperparameters by optimizer.rule
 convert    from a mapping to a checked `Config`
 targets    `_target_`: from a dotted name to a function, of allowed packages only; its arguments

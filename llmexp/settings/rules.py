@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from llmexp.settings.values import Where, choice, count, knob, optional, usual
+from llmexp.settings.values import count, knob, optional, usual
 
 ONE_NUMBER = ("model.size", "model.depth")  # that a shape follows from
-LIBRARY_TARGET = "llmexp.update.library.library"  # target of optimizer=library, which has a name
+LIBRARY_TARGET = "llmexp.update.optimizers.library.library"  # of optimizer=library, with a name
 # The model whose tensors have the names of transformers already.
 TRANSFORMERS = "llmexp.models.hf.HuggingFace"
-MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
 SHAPE_KEYS = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # that a rule gives
 
 
@@ -36,50 +35,6 @@ class ShapeRule:
     queries_per_kv: int = count(
         "query heads for each key/value head, as far as the heads divide by it", 1, default=1
     )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Multiply rate and weight decay of the parameters whose names a pattern matches."""
-
-    match: str = knob("pattern of names, as in a shell; the first that matches", "*.mlp.*")
-    lr: float = knob("factor on their rate", 0.3, at_least=0, default=1.0)
-    weight_decay: float = knob("factor on their weight decay", 0.0, at_least=0, default=1.0)
-
-
-size = Annotated[
-    Any,
-    optional(
-        "parameters, such as 38M, from which model.shape_rule makes the nearest shape: with the "
-        "head, without tables of embeddings; null: the sizes decide",
-        "38M",
-    ),
-]
-depth = Annotated[
-    int | None,
-    count(
-        "layers, from which model.shape_rule makes the other sizes; null: the sizes decide",
-        12,
-        default=None,
-    ),
-]
-shape_rule = Annotated[
-    ShapeRule | None,
-    optional(
-        "how sizes follow from model.size or model.depth: {aspect: 64, head_width: 64, "
-        "mlp_factor: 4, multiple: 64, queries_per_kv: 1}; null: so, with 8/3 for Llama's MLP",
-        acts=Where(ONE_NUMBER),
-    ),
-]
-groups = Annotated[
-    list[Group],
-    knob(
-        "factors on rate and weight decay by pattern of parameter names; the first that matches "
-        "counts",
-        [{"match": "*.token_embedding.*", "lr": 0.3, "weight_decay": 0}],
-        default=[],
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -165,6 +120,12 @@ RULE_KEYS = ("optimizer.rule", "optimizer.reference", "optimizer.exponents")
 SET = {"B": "batch.real_batch_size", "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
 
 
+def asks_rule(optimizer: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer section has a rule, or what only a rule reads."""
+    given = (optimizer.get(key.partition(".")[2]) for key in RULE_KEYS)
+    return any(value not in (None, "none", {}) for value in given)
+
+
 def rule_sets_batch(flat: Mapping[str, Any]) -> bool:
     """Return whether the rule of a flat config sets the batch."""
     name = flat.get("optimizer.rule")
@@ -172,31 +133,3 @@ def rule_sets_batch(flat: Mapping[str, Any]) -> bool:
     if name == "reference":
         return own
     return name in SCALING_RULES and SCALING_RULES[name].powers.B is not None
-
-
-rule = Annotated[
-    str,
-    choice(
-        "how rate, batch, weight decay and beta2 follow from parameters N, tokens D, FLOPs C and "
-        "tokens per step B",
-        f"none | {' | '.join(SCALING_RULES)}",
-        default="none",
-    ),
-]
-reference = Annotated[
-    Reference,
-    knob(
-        "the tuned run that linear, sqrt, power_lines, t_epoch and reference go on from, such as "
-        "{lr: 1e-3, B: 4096}: lr, weight_decay, N, D, C, B",
-        {"lr": 1e-3, "B": 4096},
-        default={},
-    ),
-]
-exponents = Annotated[
-    Exponents,
-    knob(
-        "power laws of optimizer.rule=reference, such as {lr: {N: -0.33}, B: {D: 0.38}}",
-        {"lr": {"N": -0.33}},
-        default={},
-    ),
-]

@@ -29,7 +29,7 @@ OWN = {
     "model": ("llmexp.models",),
     "data": ("llmexp.data.sources",),
     "tokenizer": ("llmexp.data.tokenizers",),
-    "optimizer": ("llmexp.update.optim", "llmexp.update.library", "llmexp.update.options"),
+    "optimizer": ("llmexp.update.optimizers",),
     "schedule": ("llmexp.update.schedule",),
     "hooks": ("llmexp.verify.record",),
 }
@@ -87,7 +87,7 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     Raises ConfigError for anything outside the allowed packages.
     """
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
-        example = "[mymodel.watch]" if key == "hooks" else "llmexp.update.optim.adamw"
+        example = "[mymodel.watch]" if key == "hooks" else "llmexp.update.optimizers.adamw.adamw"
         raise refuse(key, dotted, "the dotted name of a function is needed", example)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
@@ -220,7 +220,7 @@ def resolve(
     """
     values = fill(values, section)
     if "_target_" not in values:
-        example = _EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
+        example = _EXAMPLES.get(section.partition(".")[0], "llmexp.update.optimizers.adamw.adamw")
         text = f"it names the function, for example {section}._target_={example}"
         raise ConfigError(f"{section}._target_: this key is missing; {text}")
     common = COMMON.get(section, ())

@@ -31,7 +31,6 @@ from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import Setup
-from llmexp.update.twin import perturb
 
 # in the state of a checkpoint
 OF_ALL_RUNS = ("progress", "meter", "scaler", "optimizers", "buffers")
@@ -112,7 +111,10 @@ def restore(
         loading.restore_model(loaded, setup.model, computed=not starting(changed, "model."))
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
-        if forked:  # also the weights to train with, which may be among the states
+        if forked and config.train.twin:
+            from llmexp.update.twin import perturb
+
+            # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)
         setup.scaler.load_state_dict(loaded.state["scaler"])
         progress = Progress(**loaded.state["progress"])

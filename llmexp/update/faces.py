@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import mesh
+from llmexp.update.optim import held_by
 from llmexp.update.states import together
 
 TRAINED = "train_weights"  # the first of the two, beside the states in a checkpoint
@@ -38,7 +39,7 @@ def evaluating(optimizers: Sequence[Optimizer], module: nn.Module) -> Iterator[d
     optimizers with two faces only.
     """
     faced: list[Any] = [o for o in optimizers if has_faces(o)]
-    parameters = [p for o in faced for g in o.param_groups for p in g["params"]]
+    parameters = held_by(*faced)
     kept = {id(p): p.detach().clone() for p in parameters}
     if not faced:
         yield kept

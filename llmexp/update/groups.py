@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp.settings.rules import Group
 from llmexp.settings.values import refuse
-from llmexp.update.muon import Muon
-from llmexp.update.optim import Lion
+from llmexp.update.optim import held_by
+from llmexp.update.optimizers.settings import Group
 from llmexp.update.patterns import first_matches, plain_names
 from llmexp.update.states import traits_of
 
@@ -27,7 +25,7 @@ def groups_by_name(
 
     None: no group does. Raises ConfigError for a pattern that takes nothing.
     """
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    held = set(map(id, held_by(*optimizers)))
     named = {name: id(p) for name, p in model.named_parameters() if id(p) in held}
     places = first_matches(named, [group.match for group in groups], _KEY)
     return dict(zip(named.values(), places, strict=True))
@@ -69,10 +67,10 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
         _scale(optimizer, factors, (1.0, 1.0))
 
 
-# of torch, and ours: an update's entries have a size that the gradient's size does not change
+# of torch: an update's entries have a size that the gradient's size does not change
 ADAM_LIKE = (
     torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RMSprop,
-    torch.optim.Adagrad, Lion,
+    torch.optim.Adagrad,
 )  # fmt: skip
 
 
@@ -98,16 +96,12 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
-    """Return the factors on the rate of the matrices of the blocks, and of all else.
-
-    An update of Muon's has a norm that makes outputs change alike at any width, unless its rate is
-    matched with AdamW's: then it has a factor sqrt(width), which is taken back.
-    """
-    if isinstance(optimizer, Muon):
-        matched = optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
-        return (1 / math.sqrt(ratio) if matched else 1.0), 1.0
-    traits = traits_of(optimizer)
-    if isinstance(optimizer, ADAM_LIKE) or (traits and traits.like_adam):
+    """Return the factors on the rate of the matrices of the blocks, and of all else."""
+    if (own := getattr(optimizer, "width_factors", None)) is not None:
+        factors: tuple[float, float] = own(ratio)
+        return factors
+    traits: Any = traits_of(optimizer) or optimizer
+    if isinstance(optimizer, ADAM_LIKE) or getattr(traits, "like_adam", False):
         return 1 / ratio, 1.0
     if isinstance(optimizer, torch.optim.SGD):
         return 1.0, ratio
@@ -118,6 +112,28 @@ def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
         "AdEMAMix, AdaBelief, LaProp, Lion, SignSGD and Tiger); SGD and our Muon have their own"
     )
     raise refuse("model.parametrization", "mup", text, "standard")
+
+
+def mup_words(model: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Return what model.parametrization=mup changes, and by how much."""
+    m, hidden, head = model.width_ratio, hidden_matrices(model), model.blocks[0].attention
+    size, texts = (
+        sum(p.numel() for p in hidden),
+        [f"mup: d_model / base_width {model.base_width} = {m:.4g}"],
+    )
+    texts.append(
+        f"weights of the {len(hidden)} matrices of the blocks ({size:,} parameters) begin "
+        f"{m**-0.5:.4g} times as large"
+    )
+    own = {id(p) for p in hidden}
+    for optimizer in optimizers:
+        held = set(map(id, held_by(optimizer)))
+        inside, outside = width_factors(optimizer, m)
+        for what, lr in (("their", inside), ("all other", outside)):
+            if lr != 1 and (held & own if what == "their" else held - own):
+                texts.append(f"{what} rates x {lr:.4g}, weight decay x {1 / lr:.4g}")
+    texts += [f"logits x {1 / m:.4g}", f"attention logits 8 q k / head width {head.head_dim}"]
+    return "; ".join(texts)
 
 
 def _scale(

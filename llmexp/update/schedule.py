@@ -9,8 +9,66 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from llmexp.settings.parts import ScheduleKnobs
-from llmexp.settings.values import count, knob, refuse
+from llmexp.settings.values import Where, choice, count, knob, refuse, where
+
+DECAYS = Where(("schedule.decay_ratio", "schedule.decay_steps", "schedule.decay_start"))
+
+
+class Knobs:
+    warmup_steps = Annotated[
+        int | None,
+        knob("updates of linear warm-up; null: warmup_ratio decides", 100, at_least=0),
+    ]
+    warmup_ratio = Annotated[
+        float | None,
+        knob(
+            "share of all updates that is warm-up; give one of the two",
+            0.05,
+            at_least=0,
+            at_most=1,
+            acts=where("schedule.warmup_steps", None),
+        ),
+    ]
+    decay_start = Annotated[
+        int | None,
+        knob(
+            "update at which the decay starts; null: fork.step in a fork with schedule=cooldown, "
+            "else the last decay_steps or decay_ratio",
+            1000,
+            at_least=0,
+        ),
+    ]
+    decay_steps = Annotated[int | None, count("updates of the decay; null: to the end", 200)]
+    decay_ratio = Annotated[
+        float,
+        knob(
+            "share of all updates that is decay; without a budget on the command line this ends a "
+            "fork with schedule=cooldown",
+            0.2,
+            at_least=0,
+            at_most=1,
+            acts=where("schedule.decay_steps", None),
+        ),
+    ]
+    decay_shape = Annotated[
+        str,
+        choice(
+            "how the rate falls in the decay",
+            "linear | sqrt | one_minus_sqrt | cosine",
+            acts=DECAYS,
+            default="linear",
+        ),
+    ]
+    end_ratio = Annotated[
+        float,
+        knob(
+            "rate at the last update, as a share of the rate before the decay",
+            0.1,
+            at_least=0,
+            at_most=1,
+            acts=DECAYS,
+        ),
+    ]
 
 
 def warmup_updates(
@@ -36,8 +94,8 @@ def _warmup_and_decay(
 def constant(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
 ) -> float:
     """Warm-up, then 1."""
     return _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)[0]
@@ -46,9 +104,9 @@ def constant(
 def linear(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
-    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
+    end_ratio: Knobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, then a straight line to `end_ratio`."""
     rise, progress = _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)
@@ -58,9 +116,9 @@ def linear(
 def cosine(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
-    end_ratio: ScheduleKnobs.end_ratio = 0.1,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
+    end_ratio: Knobs.end_ratio = 0.1,
 ) -> float:
     """Warm-up, then half a cosine to `end_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     rise, progress = _warmup_and_decay(update, total_updates, warmup_steps, warmup_ratio)
@@ -85,13 +143,13 @@ def _decay_start(total: int, start: int | None, steps: int | None, ratio: float)
 def cooldown(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
-    decay_start: ScheduleKnobs.decay_start = None,
-    decay_steps: ScheduleKnobs.decay_steps = None,
-    decay_ratio: ScheduleKnobs.decay_ratio = 0.2,
-    decay_shape: ScheduleKnobs.decay_shape = "linear",
-    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
+    decay_start: Knobs.decay_start = None,
+    decay_steps: Knobs.decay_steps = None,
+    decay_ratio: Knobs.decay_ratio = 0.2,
+    decay_shape: Knobs.decay_shape = "linear",
+    end_ratio: Knobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, stable, then a decay to `end_ratio` (Hu et al. 2024).
 
@@ -128,8 +186,8 @@ wsd = cooldown  # the decay is a share of all updates
 def power(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
     power_start: Annotated[
         int | None,
         count("updates up to which lr holds, before the power law; null: the warm-up's", 1000),
@@ -137,11 +195,11 @@ def power(
     exponent: Annotated[
         float, knob("the rate falls as (power_start / updates) ** exponent", 0.51, above=0)
     ] = 0.51,
-    decay_start: ScheduleKnobs.decay_start = None,
-    decay_steps: ScheduleKnobs.decay_steps = None,
-    decay_ratio: ScheduleKnobs.decay_ratio = 0.2,
-    decay_shape: ScheduleKnobs.decay_shape = "linear",
-    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+    decay_start: Knobs.decay_start = None,
+    decay_steps: Knobs.decay_steps = None,
+    decay_ratio: Knobs.decay_ratio = 0.2,
+    decay_shape: Knobs.decay_shape = "linear",
+    end_ratio: Knobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, then a power law of the updates, then a decay (Shen et al. 2024, equation 8).
 
@@ -163,13 +221,13 @@ def power(
 def inverse_sqrt(
     update: int,
     total_updates: int,
-    warmup_steps: ScheduleKnobs.warmup_steps = None,
-    warmup_ratio: ScheduleKnobs.warmup_ratio = None,
-    decay_start: ScheduleKnobs.decay_start = None,
-    decay_steps: ScheduleKnobs.decay_steps = None,
-    decay_ratio: ScheduleKnobs.decay_ratio = 0.0,
-    decay_shape: ScheduleKnobs.decay_shape = "linear",
-    end_ratio: ScheduleKnobs.end_ratio = 0.0,
+    warmup_steps: Knobs.warmup_steps = None,
+    warmup_ratio: Knobs.warmup_ratio = None,
+    decay_start: Knobs.decay_start = None,
+    decay_steps: Knobs.decay_steps = None,
+    decay_ratio: Knobs.decay_ratio = 0.0,
+    decay_shape: Knobs.decay_shape = "linear",
+    end_ratio: Knobs.end_ratio = 0.0,
 ) -> float:
     """Warm-up, then sqrt(warm-up / updates) (Vaswani et al. 2017), at the end a decay if wanted.
 

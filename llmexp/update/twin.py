@@ -19,11 +19,8 @@ def perturb(
     """Move each entry of the parameters by -1, 0 or +1 unit in the last place.
 
     The draws differ with (seed, twin). They come from generators of their own, so the training RNG
-    stays as it is; twin 0 moves nothing. `piece_of` tells this rank's `local` piece of a split
-    tensor and its `offset`.
+    stays as it is. `piece_of` tells this rank's `local` piece of a split tensor and its `offset`.
     """
-    if twin == 0:
-        return
     blocks = Blocks(seed_of(f"{seed}/twin {twin}"), piece_of)
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():

@@ -61,7 +61,7 @@ def test_what_is_allowed_stands_once_and_covers_each_part(before, parts, name):
 
 def test_parts_of_ones_own_are_found_in_nested_and_flat_configs():
     tree = {"model": {"_target_": "mine.M", "x": "a.b"}, "hooks": ["h.f", {"_target_": "g.k"}],
-            "optimizer": {"_target_": "llmexp.update.optim.adamw"}}  # fmt: skip
+            "optimizer": {"_target_": "llmexp.update.optimizers.adamw.adamw"}}  # fmt: skip
     flat = {"model._target_": "mine.M", "hooks": tree["hooks"], "data.name": "x.y"}
     assert own_parts(tree) == own_parts(flat) == ["mine.M", "h.f", "g.k"]
 

@@ -287,7 +287,9 @@ def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch)
 def test_nothing_is_called_from_inside_a_section(section, word):
     for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
         with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
-            targets.bind(section, {"_target_": "llmexp.update.optim.adamw", **nested}, {})
+            targets.bind(
+                section, {"_target_": "llmexp.update.optimizers.adamw.adamw", **nested}, {}
+            )
     if word != "_target_":
         with pytest.raises(ConfigError, match=f"{section}.{word}"):
             targets.refuse_calls(section, {word: "x"})

@@ -49,7 +49,7 @@ def preload() -> None:
     import torch
     from plotly import graph_objects
 
-    from llmexp.update import library
+    from llmexp.update.optimizers import library
 
     # torchao looks for devices when it is imported, after which forks could not use CUDA
     for name in library.PACKAGES if torch.version.cuda is None else ():

@@ -34,7 +34,7 @@ def run(path: Path, loss: float, n: float, tokens: int, **changes: Any) -> Path:
     state, rates = changes.pop("state", "finished"), changes.pop("rates", (1e-3, 1e-4))
     config: dict[str, Any] = {
         "model": {"_target_": "llmexp.models.gpt2.GPT2", "d_model": int(math.sqrt(n) / 4)},
-        "optimizer": {"_target_": "llmexp.update.optim.adamw", "lr": 1e-3},
+        "optimizer": {"_target_": "llmexp.update.optimizers.adamw.adamw", "lr": 1e-3},
         "schedule": {"_target_": "llmexp.update.schedule.cosine"},
         "train": {"seed": 1, "max_flops": 6 * (n + head) * tokens},
         "batch": {"real_batch_size": 8},

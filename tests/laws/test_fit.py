@@ -201,7 +201,7 @@ def test_two_ladders_and_what_one_gains(tmp_path, words, one_folder):
     muon = Law(SMALL.e, SMALL.a, SMALL.b * 0.8, SMALL.alpha, SMALL.beta)
     places = [tmp_path / "all"] * 2 if one_folder else [tmp_path / "a", tmp_path / "m"]
     isoflop(places[0] / "x", seed=1)
-    isoflop(places[1] / "y", muon, seed=2, optimizer___target_="llmexp.update.optim.muon")
+    isoflop(places[1] / "y", muon, seed=2, optimizer___target_="llmexp.update.optimizers.muon.muon")
     laws = llmexp.fit(*dict.fromkeys(places), predict=1e15)
     words.hidden |= FIGURES
     words("laws/gain", laws.headline)
@@ -214,7 +214,7 @@ def test_two_ladders_and_what_one_gains(tmp_path, words, one_folder):
 
 def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
     """Else what one ladder has against another of equally many runs would vary too little."""
-    other = isoflop(tmp_path / "m", optimizer___target_="llmexp.update.optim.muon")
+    other = isoflop(tmp_path / "m", optimizer___target_="llmexp.update.optimizers.muon.muon")
     one, two = (law.ensemble.laws for law in llmexp.fit(sweep, other).answer.surfaces)
     assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.5  # five standard deviations
 

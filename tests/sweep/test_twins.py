@@ -30,8 +30,6 @@ def test_a_twin_is_one_unit_in_the_last_place_away(dtype):
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.LayerNorm(50)).to(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
-    perturb(model, 7, 0)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     perturb(model, 7, 1)
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in model.named_parameters():

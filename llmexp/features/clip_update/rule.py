@@ -11,20 +11,15 @@ from llmexp import mesh
 from llmexp.settings.values import refuse
 from llmexp.train.clipping import Clipped
 from llmexp.train.limiting import LimitingRule, as_figures, on_ladder
-from llmexp.update.muon import Muon
-from llmexp.update.optim import SGD, Lion
 
 
 def check_limited(optimizers: Sequence[Optimizer]) -> None:
     """Raise ConfigError for optimizers whose update has no RMS that could be limited."""
-    reasons: dict[type, str] = {
-        SGD: "sgd's update is as large as its gradients",
-        Lion: "each entry of Lion's update is +1 or -1, so its RMS is 1",
-    }
     for optimizer in optimizers:
-        if not isinstance(optimizer, (Muon, torch.optim.AdamW)):  # AdamW is beside Muon
-            kind = type(optimizer)
-            why = reasons.get(kind, f"{kind.__name__} is not torch's AdamW")
+        if isinstance(optimizer, torch.optim.AdamW):
+            continue
+        kind = type(optimizer)
+        if why := vars(kind).get("no_rms", f"{kind.__name__} is not torch's AdamW"):
             text = f"is the limit of StableAdamW, for AdamW's update; {why}"
             raise refuse("clip", "update", text, "norm")
 

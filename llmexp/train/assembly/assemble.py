@@ -26,10 +26,10 @@ from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.loss import SummedLoss
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
-from llmexp.run.rules import check_batch, solve_rule
 from llmexp.settings import variables
 from llmexp.settings.config import Config, plain
 from llmexp.settings.parts import COMMON
+from llmexp.settings.rules import asks_rule
 from llmexp.settings.targets import bind, hook, place
 from llmexp.settings.values import ConfigError, is_ours
 from llmexp.system.text import first_of
@@ -144,7 +144,7 @@ def assemble(
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
-    check_batch(config, dp_size := place.layout.dp_size)
+    _check_batch(config, dp_size := place.layout.dp_size)
     hooks = own_hooks(config.hooks)
     # inputs: tokenizer and vocabulary
     tokenizer = cached(build_tokenizer, config.tokenizer)
@@ -153,7 +153,7 @@ def assemble(
     sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, cached)
     section = sized, kind, end
     model = cached(build_on_meta, *section)
-    config, rule = solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
+    config, rule = _ruled(config, dp_size, model)
     solved = _solved(config, place, sized)
     bare = _bare(model, section, solved, place, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
@@ -221,6 +221,25 @@ def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
             )
         taken.add(stored)
     return hooks
+
+
+def _check_batch(config: Config, dp_size: int) -> None:
+    """Raise ConfigError for a batch that cannot be cut."""
+    if not asks_rule(config.optimizer):
+        solve_batch(config.batch, dp_size)
+        return
+    from llmexp.run.rules import check_batch
+
+    check_batch(config, dp_size)
+
+
+def _ruled(config: Config, dp_size: int, model: nn.Module) -> tuple[Config, str | None]:
+    """Return the config with what optimizer.rule sets, and that in words. Raises ConfigError."""
+    if not asks_rule(config.optimizer):
+        return config, None
+    from llmexp.run.rules import solve_rule
+
+    return solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
 
 
 def _trial(

@@ -18,19 +18,18 @@ from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.models.initial import numbers_of
 from llmexp.run.layout import Layout
-from llmexp.run.shape import solve_shape
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import LIBRARY_TARGET, TRANSFORMERS, Group
+from llmexp.settings.rules import LIBRARY_TARGET, TRANSFORMERS
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
 from llmexp.settings.variables import fill
 from llmexp.system.text import first_of, gib
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import groups, held, precision
+from llmexp.update import held, precision
+from llmexp.update.optimizers.settings import Group
 from llmexp.update.states import Traits
-from llmexp.update.twin import perturb
 
 if TYPE_CHECKING:
     from llmexp.exchange.reading import WeightSource
@@ -165,7 +164,10 @@ def begin_model(
         with numbers_of(seed):
             cast(LanguageModel, model).init_weights(piece_of)
     initial_weights(section, model, True)
-    perturb(model, seed, twin, piece_of)
+    if twin:
+        from llmexp.update.twin import perturb
+
+        perturb(model, seed, twin, piece_of)
 
 
 def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
@@ -205,6 +207,7 @@ def shaped(
         if section.get("d_ff", 0) is None and isinstance(width, int) and draws_by_blocks(section):
             section = section | {"d_ff": target.mlp_width(width)}
         return section, None
+    from llmexp.run.shape import solve_shape
 
     def count(sizes: dict[str, Any]) -> int:
         model = cached(build_on_meta, sizes, kind, end)
@@ -217,7 +220,7 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
     if section.get("_target_") != LIBRARY_TARGET:
         return section
-    from llmexp.update import library
+    from llmexp.update.optimizers import library
 
     name = fill(section, "optimizer").get("name")
     if not isinstance(name, str) or not name:
@@ -241,8 +244,12 @@ def build_optimizers(
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
     for optimizer, known in zip(optimizers, traits, strict=False):
         optimizer.llmexp_traits = known  # type: ignore[attr-defined]
-    groups.by_name(model, optimizers, _groups_of(section))
-    groups.by_width(model, optimizers)
+    wanted = _groups_of(section)
+    if wanted or getattr(model, "width_ratio", 1.0) != 1:
+        from llmexp.update import groups
+
+        groups.by_name(model, optimizers, wanted)
+        groups.by_width(model, optimizers)
     return optimizers
 
 
@@ -256,23 +263,11 @@ def _groups_of(section: dict[str, Any]) -> list[Group]:
 
 def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str | None:
     """Return what model.parametrization=mup changes, and by how much; None where it is standard."""
-    if (base := getattr(model, "base_width", None)) is None:
+    if getattr(model, "base_width", None) is None:
         return None
-    m, hidden, head = model.width_ratio, groups.hidden_matrices(model), model.blocks[0].attention
-    size, texts = sum(p.numel() for p in hidden), [f"mup: d_model / base_width {base} = {m:.4g}"]
-    texts.append(
-        f"weights of the {len(hidden)} matrices of the blocks ({size:,} parameters) begin "
-        f"{m**-0.5:.4g} times as large"
-    )
-    own = {id(p) for p in hidden}
-    for optimizer in optimizers:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        inside, outside = groups.width_factors(optimizer, m)
-        for what, lr in (("their", inside), ("all other", outside)):
-            if lr != 1 and (held & own if what == "their" else held - own):
-                texts.append(f"{what} rates x {lr:.4g}, weight decay x {1 / lr:.4g}")
-    texts += [f"logits x {1 / m:.4g}", f"attention logits 8 q k / head width {head.head_dim}"]
-    return "; ".join(texts)
+    from llmexp.update.groups import mup_words
+
+    return mup_words(model, optimizers)
 
 
 def group_shares(
@@ -281,7 +276,9 @@ def group_shares(
     """Return what each of the groups takes, and what is left for none of them."""
     if not (wanted := _groups_of(section)):
         return ()
-    places = groups.groups_by_name(model, optimizers, wanted)
+    from llmexp.update.groups import groups_by_name
+
+    places = groups_by_name(model, optimizers, wanted)
     sizes = {id(p): p.numel() for p in model.parameters()}
     taken = []
     for number, group in [*enumerate(wanted), (None, Group("", 1.0, 1.0))]:

@@ -157,5 +157,5 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
     if not is_ours(target := config.optimizer.get("_target_")):
         mix = f"the mix of split and whole parameters of parallelism={p.kind}"
         text = f"{target} is not known to take {mix}"
-        raise refuse("optimizer._target_", target, text, "llmexp.update.optim.adamw")
+        raise refuse("optimizer._target_", target, text, "llmexp.update.optimizers.adamw.adamw")
     return warnings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmexp.update.optim import AdamW
+from llmexp.update.optimizers.adamw import AdamW
 
 BAD = False
 

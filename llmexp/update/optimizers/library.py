@@ -1,19 +1,17 @@
 """Optimizers of torch.optim, schedulefree, torchao and pytorch_optimizer, by their names.
 
 Each is tried on two tiny tensors before a run begins: what it cannot do is refused, and what it
-does to its groups and to parts of a tensor is known.
+does to its groups is known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
 import logging
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -22,12 +20,13 @@ from torch.optim import Optimizer
 
 from llmexp.settings.commands import how_to_install
 from llmexp.settings.convert import check_range
-from llmexp.settings.parts import OptimizerKnobs, arguments
+from llmexp.settings.parts import arguments
 from llmexp.settings.values import ConfigError, as_yaml, hint, knob, nearest, refuse
 from llmexp.update import faces
-from llmexp.update.held import TriedTensors, Unfit, plain_groups, try_going_on
-from llmexp.update.optim import decay_groups
-from llmexp.update.states import Traits, is_packed, straighten
+from llmexp.update.optim import decay_groups, trained
+from llmexp.update.optimizers.settings import Knobs
+from llmexp.update.states import Traits, straighten
+from llmexp.update.trying import TriedTensors, Unfit, plain_groups, try_going_on
 
 PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")  # in this order
 # Code that may not be used for everything, by the licence in its file or its project.
@@ -48,9 +47,15 @@ EACH_ENTRY = re.compile(
     r"|schedulefree\.(AdamW|RAdam|SGD)ScheduleFree"
     r"|pytorch_optimizer\.(AdEMAMix|AdaBelief|LaProp|Lion|SignSGD|Tiger|Yogi)"
 )
-# Adam, with moments that are kept in few bits.
-FEW_BITS = re.compile(r"torchao\.optim\.AdamW?(4bit|8bit|Fp8)")
+# Those of them whose update has a size that the gradient's size does not change, as torch's Adam
+# has; and Adam with moments that are kept in few bits.
+LIKE_ADAM = re.compile(
+    r"schedulefree\.(AdamW|RAdam)ScheduleFree|torchao\.optim\.AdamW?(4bit|8bit|Fp8)"
+    r"|pytorch_optimizer\.(AdEMAMix|AdaBelief|LaProp|Lion|SignSGD|Tiger)"
+)
+AS_SGD = {"rectify", "silent_sgd_phase"}  # knobs with which first steps of these are SGD's
 TRIED_LR = 1e-3
+_known: dict[str, Traits] = {}  # by name and knobs
 
 
 def library(
@@ -58,11 +63,11 @@ def library(
     name: Annotated[
         str, knob("class of torch.optim, schedulefree, torchao.optim, pytorch_optimizer", "Lion")
     ],
-    lr: OptimizerKnobs.lr,
+    lr: Knobs.lr,
     **knobs: Any,
 ) -> Optimizer:
     """Build any optimizer of `PACKAGES`; further knobs are the arguments of its class."""
-    return built(model, dotted_name(name), lr, knobs)
+    return built(model, dotted_name(name), lr, **knobs)
 
 
 def dotted_name(name: str) -> str:
@@ -79,12 +84,14 @@ def dotted_name(name: str) -> str:
         if (module := _imported(one)) is None:
             absent.append(one)
             continue
-        if _is_optimizer(getattr(module, short, None), one):
+        kinds = [k for k in vars(module).values() if isinstance(k, type) and k is not Optimizer]
+        own = [k for k in kinds if issubclass(k, Optimizer) and k.__module__.startswith(one)]
+        known |= {kind.__name__ for kind in own if not kind.__name__.startswith("_")}
+        if short in known:
             found = f"{one}.{short}"
             if found in NOT_OFFERED:
                 raise refuse("optimizer.name", name, NOT_OFFERED[found])
             return found
-        known |= {n for n, kind in vars(module).items() if _is_optimizer(kind, one)}
     near = nearest(short, known)
     text = f"there is no such optimizer{'.' if near else ''}{near}"
     if absent:
@@ -111,25 +118,18 @@ def _imported(package: str) -> Any:
         logging.disable(before)
 
 
-def _kind(dotted: str) -> Any:
-    """Return the class of this name. Raises ConfigError where its package is not installed."""
+def _kind(dotted: str) -> tuple[Any, dict[str, Any]]:
+    """Return the class of this name, and the defaults of its arguments beside its parameters.
+
+    Raises ConfigError where its package is not installed.
+    """
     package, _, name = dotted.rpartition(".")
     if (module := _imported(package)) is None:
         raise refuse("optimizer.name", dotted, f"{package} is {INSTALL}")
-    return getattr(module, name)
-
-
-def _is_optimizer(kind: Any, package: str) -> bool:
-    """Return whether this is an optimizer that the package itself defines."""
-    is_one = isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-    return is_one and kind.__module__.startswith(package) and not kind.__name__.startswith("_")
-
-
-def _arguments(dotted: str) -> dict[str, inspect.Parameter]:
-    """Return the arguments that a class takes after its parameters, by name."""
-    signature = inspect.signature(_kind(dotted).__init__)
-    found = {n: p for n, p in signature.parameters.items() if n not in ("self", "params")}
-    return {n: p for n, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    kind = getattr(module, name)
+    given = [*inspect.signature(kind.__init__).parameters.values()][1:]
+    named = [p for p in given if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return kind, {p.name: p.default for p in named if p.name != "params"}
 
 
 def arguments_of_optimizer(name: str) -> dict[str, dict[str, Any]]:
@@ -137,40 +137,42 @@ def arguments_of_optimizer(name: str) -> dict[str, dict[str, Any]]:
 
     The meaning is that of its docstring. Raises ConfigError.
     """
-    dotted = dotted_name(name)
-    text = inspect.getdoc(_kind(dotted)) or ""
-    found = {}
-    for name, parameter in _arguments(dotted).items():
+    kind, taken = _kind(dotted := dotted_name(name))
+    text, found = inspect.getdoc(kind) or "", {}
+    for name, default in taken.items():
         # such as "betas (tuple): coefficients", and lines that stand farther in
         entry = rf"^( *){name} *(?:\([^\n]*\))?:\s*(\S[^\n]*(?:\n\1 +\S[^\n]*)*)"
         words = re.search(entry, text, re.MULTILINE)
-        default = None if parameter.default is parameter.empty else parameter.default
+        value = list(default) if isinstance(default, tuple) else default
         found[f"optimizer.{name}"] = {
             "key": f"optimizer.{name}",
-            "value": list(default) if isinstance(default, tuple) else default,
+            "value": None if value is inspect.Parameter.empty else value,
             "from": f"the default of {dotted}",
             "meaning": " ".join(words[2].split()) if words else f"argument of {dotted}",
         }
     return found
 
 
-def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) -> Optimizer:
+def built(model: nn.Module, dotted: str, lr: float, /, **knobs: Any) -> Optimizer:
     """Build the optimizer of this name with decay on matrices only. Raises ConfigError."""
-    taken = _arguments(dotted)
-    for name in knobs:
+    _, taken = _kind(dotted)
+    for name, value in knobs.items():
+        key = f"optimizer.{name}"
         if name not in taken:
-            raise ConfigError(
-                f"optimizer.{name}: {dotted} has no such argument.{hint(name, list(taken))}"
-            )
-        _check_list(dotted, name, knobs[name], taken[name].default)
-        ours = arguments().get(key := f"optimizer.{name}")
-        if ours is not None and isinstance(knobs[name], (int, float)):  # of the same meaning
-            check_range(knobs[name], key, ours[1])
-    given = _with_tuples(knobs)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer: Any = _constructed(dotted, parameters, lr, given)
-    optimizer.llmexp_traits = tried(dotted, json.dumps(given, sort_keys=True, default=str))
-    step = optimizer.step
+            raise ConfigError(f"{key}: {dotted} has no such argument.{hint(name, list(taken))}")
+        if isinstance(default := taken[name], tuple):
+            listed = isinstance(value, (list, tuple)) and len(value) == len(default)
+            if not listed or any(isinstance(one, (str, list, dict)) for one in value):
+                text = f"a list of {len(default)} numbers is needed for {dotted}"
+                raise refuse(key, value, text, list(default))
+        if key in arguments() and isinstance(value, (int, float)):  # of the same meaning
+            check_range(value, key, arguments()[key][1])
+    knobs = {name: tuple(v) if isinstance(v, list) else v for name, v in knobs.items()}
+    optimizer: Any = _constructed(dotted, trained(model), lr, knobs)
+    call = json.dumps([dotted, knobs], sort_keys=True, default=str)
+    if call not in _known:
+        _known[call] = _tried(dotted, knobs)
+    optimizer.llmexp_traits, step = _known[call], optimizer.step
 
     def stepped() -> None:
         try:
@@ -187,32 +189,18 @@ def built(model: nn.Module, dotted: str, lr: float, knobs: Mapping[str, Any]) ->
     return optimizer
 
 
-def _with_tuples(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in knobs.items()}
-
-
-def _check_list(dotted: str, name: str, value: Any, default: Any) -> None:
-    """Refuse what is no list of as many numbers as the default of its class has."""
-    if not isinstance(default, tuple):
-        return
-    whole = isinstance(value, (list, tuple)) and len(value) == len(default)
-    if not whole or any(isinstance(one, (str, list, dict)) for one in value):
-        text = f"a list of {len(default)} numbers is needed for {dotted}"
-        raise refuse(f"optimizer.{name}", value, text, list(default))
-
-
 def _constructed(
-    dotted: str, parameters: list[nn.Parameter], lr: float, knobs: Mapping[str, Any]
+    dotted: str, parameters: list[nn.Parameter], lr: float, knobs: dict[str, Any]
 ) -> Optimizer:
     """Return an optimizer of parameters that is ready to train. Raises ConfigError."""
-    decay = _arguments(dotted).get("weight_decay")
-    default = 0.0 if decay is None or decay.default is decay.empty else decay.default
-    groups = decay_groups(parameters, knobs.get("weight_decay", default) or 0.0)
+    kind, taken = _kind(dotted)
+    decay = knobs.get("weight_decay", taken.get("weight_decay"))
+    groups = decay_groups(parameters, decay or 0.0)
     for group in groups:
-        if decay is None:
+        if "weight_decay" not in taken:
             del group["weight_decay"]
     try:
-        optimizer: Any = _kind(dotted)(groups, lr=lr, **knobs)
+        optimizer: Any = kind(groups, lr=lr, **knobs)
     except Exception as error:
         words = " ".join(f"{k}={as_yaml(v)}" for k, v in knobs.items())
         text = f"cannot be made{f' with {words}' if words else ''}: {error}"
@@ -228,17 +216,22 @@ def _constructed(
     return optimizer
 
 
-@functools.cache
-def tried(dotted: str, knobs: str) -> Traits:
-    """Return the traits of an optimizer, tried on two tiny tensors and on their halves.
+def _tried(dotted: str, knobs: dict[str, Any]) -> Traits:
+    """Return the traits of an optimizer, tried on two tiny tensors.
 
     Raises ConfigError for one that needs more than gradients, or that does not go on from a
     checkpoint bit for bit.
     """
+
+    def trial() -> TriedTensors:
+        parameters = [nn.Parameter(tensor) for tensor in _tiny(0)]
+        optimizer = _constructed(dotted, parameters, TRIED_LR, knobs)
+        return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1))
+
     try:
         # on the CPU, with gradients at hand; the random numbers stay as they were
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _traits(dotted, _with_tuples(json.loads(knobs)))
+            whole, (found,) = try_going_on(trial, dotted, "optimizer.name")
     except ConfigError:
         raise
     except Unfit as error:
@@ -246,49 +239,24 @@ def tried(dotted: str, knobs: str) -> Traits:
     except Exception as error:
         text = f"its step fails with gradients alone ({error})"
         raise refuse("optimizer.name", dotted, text, "AdamW") from None
-
-
-def _traits(dotted: str, given: dict[str, Any]) -> Traits:
-    whole, (found,) = try_going_on(lambda: _trial(dotted, 1, given), dotted, "optimizer.name")
-    own = _arguments(dotted)
     # the first steps need not change all, such as Prodigy's estimate d
-    counters = {k for group in plain_groups(whole.optimizers[0]) for k in group if k not in own}
-    halves = _trial(dotted, 2, given)
-    halves.take_steps(range(4))
-    a, b, c, d = halves.parameters
-    same = all(map(torch.equal, whole.parameters, (torch.cat((a, b)), torch.cat((c, d)))))
-    states = whole.optimizers[0].state.values()
-    packed = any(is_packed(value) for state in states for value in state.values())
-    undecayed = given | ({"weight_decay": 0.0} if "weight_decay" in own else {})
-    moved = []
-    for factor in (1, 64):
-        trial = _trial(dotted, 1, undecayed)
-        trial.take_steps(range(4), factor)
-        moved.append(trial.parameters[0].detach() - _tiny(0, 1)[0])
-    alike = bool((moved[1] - moved[0]).norm() <= 0.01 * moved[0].norm())
-    each_entry = EACH_ENTRY.fullmatch(dotted) is not None
+    groups, taken = plain_groups(whole.optimizers[0]), _kind(dotted)[1]
     return dataclasses.replace(
         found,
-        counters=(*counters.union(found.counters),),
-        parts=same and not packed and each_entry,
-        like_adam=alike and (each_entry or FEW_BITS.fullmatch(dotted) is not None),
+        counters=(*{k for group in groups for k in group if k not in taken}.union(found.counters),),
+        parts=EACH_ENTRY.fullmatch(dotted) is not None,
+        like_adam=LIKE_ADAM.fullmatch(dotted) is not None and AS_SGD.isdisjoint(knobs),
     )
 
 
-def _tiny(seed: int, parts: int) -> list[Tensor]:
-    """Return a matrix and a vector of known values, whole or in `parts`.
+def _tiny(seed: int) -> list[Tensor]:
+    """Return a matrix and a vector of known values.
 
-    The matrix is large enough that even its half is kept in few bits by torchao. As gradients, of
-    seeds from 1 on, they begin with zeros, as those of a token that no text has.
+    The matrix is large enough to be kept in few bits by torchao. As gradients, of seeds from 1 on,
+    they begin with zeros, as those of a token that no text has.
     """
     numbers = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(shape, generator=numbers) for shape in ((128, 64), (8,))]
     for tensor in tensors[: 2 * seed]:
         tensor[0] = 0
-    return [one.clone() for tensor in tensors for one in tensor.chunk(parts)]
-
-
-def _trial(dotted: str, parts: int, knobs: Mapping[str, Any]) -> TriedTensors:
-    parameters = [nn.Parameter(tensor) for tensor in _tiny(0, parts)]
-    optimizer = _constructed(dotted, parameters, TRIED_LR, knobs)
-    return TriedTensors(parameters, [optimizer], lambda step: _tiny(step + 1, parts))
+    return tensors

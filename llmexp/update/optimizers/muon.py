@@ -1,17 +1,22 @@
-"""Muon, whose ranks share its work, and the polynomials that make its matrices orthogonal."""
+"""Muon, on torch's, whose ranks share its work, and the polynomials of its matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr
 
 from llmexp import mesh
-from llmexp.settings.values import refuse
+from llmexp.settings.values import choice, count, knob, refuse
+from llmexp.update.optim import trained
+from llmexp.update.optimizers.adamw import adamw_of
+from llmexp.update.optimizers.settings import Knobs
 
 Triple = tuple[float, float, float]
 # p(s) = a s + b s^3 + c s^5 on the singular values, in this order; the last one again after them.
@@ -79,7 +84,8 @@ class Muon(torch.optim.Muon):
     can be skipped without a wait of the host.
     """
 
-    _step_supports_amp_scaling = True
+    skips_whole = True
+    no_rms = ""  # its AdamW has one
 
     def __init__(self, parameters: list[nn.Parameter], ns_coefficients: Any, **knobs: Any) -> None:
         super().__init__(parameters, **knobs)
@@ -88,36 +94,46 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             group["ns_coefficients"] = POLYNOMIALS["jordan"][0] if torchs else ns_coefficients
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        skip: Tensor | None = getattr(self, "found_inf", None)
-        self.step_unless(None if skip is None else skip > 0)
+    def width_factors(self, ratio: float) -> tuple[float, float]:
+        """Return the factors on the rate of the matrices of blocks, and of all else, with mup.
+
+        Its update has a norm that makes outputs change alike at any width, unless its rate is
+        matched with AdamW's: then it has a factor sqrt(width), which is taken back.
+        """
+        matched = self.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+        return (1 / math.sqrt(ratio) if matched else 1.0), 1.0
 
     @torch.no_grad()
-    def step_unless(self, skip: Tensor | None) -> None:
-        """Update all, or nothing where `skip` (0-dim, bool) is true; the device chooses."""
+    def step(self, closure: Any = None) -> Any:
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf > 0
+        _, ranks = mesh.share_here()
         for group in self.param_groups:
             held: tuple[list[Tensor], ...] = ([], [], [])
             self._init_group(group, *held)  # parameters, gradients, momenta
             rows, safety = polynomials(group["ns_coefficients"], group["ns_steps"])
             work = partial(orthogonalize, rows=rows, safety=safety, eps=group["eps"])
-            for parameters, gradients, momenta in _rounds(*held):
-                self._round(group, work, parameters, gradients, momenta, skip)
+            by_shape: dict[Any, list[tuple[Tensor, ...]]] = {}
+            for one in zip(*held, strict=True):
+                by_shape.setdefault(_turned(one[0]).shape, []).append(one)
+            for same in by_shape.values():
+                for start in range(0, len(same), ranks):
+                    self._round(group, work, same[start : start + ranks], skip)
 
     def _round(
         self,
         group: dict[str, Any],
         work: Callable[[Tensor], Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        momenta: list[Tensor],
+        held: list[tuple[Tensor, ...]],
         skip: Tensor | None,
     ) -> None:
         """Update matrices of one shape or its transpose, at most one for each rank.
 
-        `work` makes one of them orthogonal.
+        `held`: their parameters, gradients and momenta. `work` makes a matrix orthogonal. Where
+        `skip` (0-dim, bool) is true nothing changes; the device chooses.
         """
         decay, beta, lr = group["weight_decay"], group["momentum"], group["lr"]
+        parameters, gradients, momenta = zip(*held, strict=True)
         new = [m.lerp(g, 1 - beta) for m, g in zip(momenta, gradients, strict=True)]
         pairs = zip(gradients, new, strict=True)
         wanted = [g.lerp(m, beta) if group["nesterov"] else m for g, m in pairs]
@@ -135,13 +151,54 @@ def _turned(matrix: Tensor) -> Tensor:
     return matrix.T if matrix.size(0) > matrix.size(1) else matrix
 
 
-def _rounds(*held: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield parameters, gradients and momenta of one shape or its transpose, for each rank one."""
-    by_shape: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for one in zip(*held, strict=True):
-        by_shape.setdefault(_turned(one[0]).shape, []).append(one)
-    _, ranks = mesh.share_here()
-    for same in by_shape.values():
-        for start in range(0, len(same), ranks):
-            parameters, gradients, momenta = zip(*same[start : start + ranks], strict=True)
-            yield list(parameters), list(gradients), list(momenta)
+def muon(
+    model: nn.Module,
+    lr: Knobs.lr,
+    momentum: Knobs.momentum = 0.95,
+    nesterov: Knobs.nesterov = True,
+    ns_steps: Annotated[int, count("Newton-Schulz iterations", 5, at_most=99)] = 5,
+    ns_coefficients: Annotated[
+        Any,
+        knob(
+            "their polynomials: jordan, polar_express, newton_schulz, or a, b, c of a s + b s^3 + "
+            "c s^5",
+            "polar_express",
+        ),
+    ] = "jordan",
+    weight_decay: Knobs.weight_decay = 0.1,
+    adjust_lr: Annotated[
+        str, choice("update size of Muon's matrices", "match_rms_adamw | original")
+    ] = "match_rms_adamw",
+    adamw_lr: Annotated[
+        float | None, knob("another base rate for AdamW's part; null: lr", 3e-4, at_least=0)
+    ] = None,
+    beta1: Knobs.beta1 = 0.9,
+    beta2: Knobs.beta2 = 0.95,
+    eps: Knobs.eps = 1e-8,
+) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, head and vectors.
+
+    The head is the model's `head_weight`; of a model without that attribute a head that is an
+    nn.Linear gets Muon too. `adjust_lr=match_rms_adamw` (Liu et al. 2025) gives both the same
+    update size, so one `lr` serves both.
+    """
+    outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    outer.add(id(getattr(model, "head_weight", None)))
+    parameters = trained(model)
+    hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
+    rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
+    if not hidden:
+        raise refuse("optimizer", "muon", "the model has no hidden matrices", "adamw")
+    return [
+        Muon(
+            hidden,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            weight_decay=weight_decay,
+            adjust_lr_fn=adjust_lr,
+        ),
+        adamw_of(rest, lr if adamw_lr is None else adamw_lr, (beta1, beta2), eps, weight_decay),
+    ]
