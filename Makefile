@@ -28,7 +28,7 @@ test-all: .venv/.ready check
 # The tests that bear numbers, as on other processors (LLMEXP_TEST_THREADS: threads of each process). Their kernels add in
 # other orders; a name that this CPU or this numpy does not know has no effect. Left out is what prints, draws and compiles.
 NUMBERS = tests/golden tests/models tests/test_optim.py \
-	tests/metrics/test_norms.py $(addprefix tests/features/,noise outliers) \
+	$(addprefix tests/features/,clip_table noise outliers) \
 	$(addprefix tests/compare/test_,comparing.py curves.py inference.py null_pairs.py statistics.py target.py) \
 	-k 'not compile and not graph and not process and not thread'
 OLD = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \

@@ -60,6 +60,13 @@ def test_a_limit_in_a_test_only_ends_what_hangs():
                 assert limit is None or limit >= HANG_S, f"{path.name}:{node.value.lineno}"
 
 
+def test_tests_that_are_named_are_there():
+    """Those of the Makefile and of the plan of mutants are named by no import."""
+    for text in (MAKEFILE, (ROOT / "tools/mutants/plan.toml").read_text(encoding="utf-8")):
+        for name in re.findall(r"tests/[\w/]+(?:\.py|(?=[\s\":]))", text):
+            assert (ROOT / name).exists(), name
+
+
 def test_the_site_has_each_page_once():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

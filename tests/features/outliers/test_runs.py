@@ -39,7 +39,7 @@ def whole(spiked, tmp_path_factory) -> Result:
         "metrics.outlier_window=12",
         "metrics.outlier_sigma=4",  # the first one is in the window of the second
         "batch.gradient_accumulation_steps=2",
-        "checkpoint.every=5",
+        "checkpoint.every=20",
     )
 
 
@@ -140,7 +140,7 @@ def test_a_new_level_of_the_data_is_trained_on_after_four_steps(tmp_path):
     run = train(
         tmp_path, "jump", "data=tokens", f"data.train_files=[{tmp_path / 'train.npy'}]",
         "data.shuffle=false", "data.val_ratio=0", "train.log_every=1", "train.max_steps=60",
-        "batch.real_batch_size=8", "optimizer.lr=0.01", "precision=fp32", "checkpoint.every=2",
+        "batch.real_batch_size=8", "optimizer.lr=0.01", "precision=fp32", "checkpoint.every=26",
         "metrics.outlier_window=16", "metrics.skip_outliers=true", "checkpoint.keep=null",
         "train.max_consecutive_skips=0",
     )  # fmt: skip
