@@ -202,51 +202,40 @@ def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
     header, *rows = [line.split() for line in table.splitlines()]
     assert len(rows) == SWEEPS[name]
     assert alike
-    assert ("batch" not in header) == (
-        name in ("accumulation_iso_batch", "clip_rules", "clip_sweep")
-    )
-    tokens = (
-        {row[1 + header.index("tokens")] for row in rows} if "tokens" in header else {alike}
-    )  # after its number
-    assert (
-        len(tokens) == 1 or name == "throughput_grid"
-    )  # else the comparison at equal tokens would cut some short
+    of_one_batch = ("accumulation_iso_batch", "clip_rules", "clip_sweep")
+    assert ("batch" not in header) == (name in of_one_batch)
+    if "tokens" in header:  # unequal ones would cut some short in the comparison
+        at = 1 + header.index("tokens")  # after its number
+        assert len({row[at] for row in rows}) == 1 or name == "throughput_grid"
 
 
 def test_the_throughput_grid_ends_in_its_tables(work):
-    small = ["model.n_layers=1", "model.d_model=16", "model.d_ff=16", "model.n_heads=2",
-    "data.n_tokens=20000",
-             "batch.micro_batch_size=1,2", "batch.gradient_accumulation_steps=2",
-             "batch.sequence_length=16",
-             "precision=fp32", "train.max_steps=6"]  # fmt: skip
-    done = llmexp(
-        "train", "experiment=throughput_grid", *small, "hydra.sweep.dir=throughput", cwd=work
-    )
+    small = [
+        "model.n_layers=1", "model.d_model=16", "model.d_ff=16", "model.n_heads=2",
+        "data.n_tokens=20000", "batch.micro_batch_size=1,2", "precision=fp32", "train.max_steps=6",
+        "batch.gradient_accumulation_steps=2", "batch.sequence_length=16",
+    ]  # fmt: skip
+    given = ["experiment=throughput_grid", *small, "hydra.sweep.dir=throughput"]
+    done = llmexp("train", *given, cwd=work)
     assert done.code == 0, done.err + done.out
     lines = (work / "throughput" / "throughput.csv").read_text().splitlines()
     titles, *rows = csv.reader(lines)
-    table = [dict(zip(titles, row, strict=True)) for row in rows]
-    for row, micro in zip(table, (1, 2), strict=True):
-        assert (row["micro-batch"], row["accumulation"], row["length"], row["ranks"]) == (
-            str(micro),
-            "2",
-            "16",
-            "1",
-        )
+    for cells, micro in zip(rows, ("1", "2"), strict=True):
+        row = dict(zip(titles, cells, strict=True))
+        shape = [row[key] for key in ("micro-batch", "accumulation", "length", "ranks")]
+        assert shape == [micro, "2", "16", "1"]
         (folder,) = (work / "throughput").glob(f"*-micro_batch_size_{micro}")
         recorded = json.loads((folder / "run.json").read_text())
-        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][
-            1:
-        ]
+        _, *logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         rate = statistics.median(r["tokens_per_sec"] for r in logged)
         seconds = statistics.median(r["step_time"] for r in logged)
-        assert float(row["tokens/s"]) == pytest.approx(rate)
-        assert float(row["it/s"]) == pytest.approx(1 / seconds)
-        assert float(row["TFLOP/s per rank (6ND)"]) == pytest.approx(
-            6 * recorded["parameters"] * rate / 1e12
-        )
-        exact = recorded["flops_per_token"] * rate / 1e12
-        assert float(row["TFLOP/s per rank (exact)"]) == pytest.approx(exact)
+        wanted = {
+            "tokens/s": rate,
+            "it/s": 1 / seconds,
+            "TFLOP/s per rank (6ND)": 6 * recorded["parameters"] * rate / 1e12,
+            "TFLOP/s per rank (exact)": recorded["flops_per_token"] * rate / 1e12,
+        }
+        assert {key: float(row[key]) for key in wanted} == pytest.approx(wanted)
         assert not row.get("verdict")  # this device's peak is not known
     assert "share of peak" not in titles
     printed = [line.split("  ")[0] for line in done.out.splitlines()]
