@@ -1,5 +1,4 @@
 """Tell at the end what a rule of clipping did, and what other limits would have done.
 
-norms     norms of the gradient, counted
-measures  the same for what else limits are of
+norms  norms of the gradient, counted
 """

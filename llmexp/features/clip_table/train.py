@@ -1,14 +1,14 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from llmexp.features.clip_table.measures import Measures
 from llmexp.features.clip_table.norms import Norms, clip_line
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
 from llmexp.train.feature import Feature, starting
-from llmexp.train.limiting import Limiting
+from llmexp.train.limiting import RUNGS, SIZE, Limiting, sums_of
 from llmexp.train.step import Outcome, Setup
 
 
@@ -17,26 +17,43 @@ def make(parts: Parts, setup: Setup) -> ClipTable:
 
 
 class ClipTable(Feature):
-    """Count the gradient norms of applied updates, and what else was measured of them."""
+    """Count the gradient norms of applied updates, and what else limits are of."""
 
     name = "clip"
 
-    def __init__(self, rule: Rule, measured: Sequence[Limiting]) -> None:
-        self._rule = rule
-        self.norms, self.measures = Norms(rule.max_norm, rule.moving), Measures(measured)
+    def __init__(self, rule: Rule, limiting: Sequence[Limiting]) -> None:
+        self._rule, self.norms = rule, Norms(rule.max_norm, rule.moving)
+        self._values = {k: Norms(limit) for one in limiting for k, limit in one.values.items()}
+        self._limits = {key: limit for one in limiting for key, limit in one.units.items()}
+        self._sums = {key: [0.0] * SIZE for key in self._limits}
 
     def finished(self, seen: Outcome) -> None:
-        if not seen.skipped:
-            factor = self._rule.factor(seen)
-            self.norms.add(seen.grad_norm, seen.clipped, 1.0 if factor is None else factor)
-            self.measures.add(seen.more)
+        if seen.skipped:
+            return
+        factor = self._rule.factor(seen)
+        self.norms.add(seen.grad_norm, seen.clipped, 1.0 if factor is None else factor)
+        for key, norms in self._values.items():
+            value = seen.more.get(key, math.inf)
+            if math.isfinite(value):  # a limit may be none
+                norms.add(max(value, 0.0), norms.limit is not None and value > norms.limit)
+        for key, sums in self._sums.items():
+            if found := sums_of(seen.more, key):
+                self._sums[key] = [a + b for a, b in zip(sums, found, strict=True)]
 
     def summary(self) -> dict[str, Any]:
         norms = self.norms
         return {"clipped_share": norms.clipped / norms.steps} if norms.steps else {}
 
     def status(self) -> dict[str, Any]:
-        clip, measures = self.norms.summary(), self.measures.summary()
+        measures = {}
+        for key, norms in self._values.items():
+            if summary := norms.summary():
+                for row in summary["table"]:
+                    del row["coefficient"]
+                measures[key] = {"limit": norms.limit} | summary
+        counted = [key for key, sums in self._sums.items() if sums[0]]
+        measures |= {key: of_units(self._limits[key], self._sums[key]) for key in counted}
+        clip = self.norms.summary()
         return clip | ({"measures": measures} if clip and measures else {})
 
     def words(self) -> list[tuple[str, str]]:
@@ -53,9 +70,27 @@ class ClipTable(Feature):
         return bool(starting(changed, "clip."))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": self.norms.state_dict(), "measures": self.measures.state_dict()}
+        measures = {key: norms.state_dict() for key, norms in self._values.items()}
+        return {"norms": self.norms.state_dict(), "measures": measures | self._sums}
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
-        if not anew:
-            self.norms.load_state_dict(state["norms"])
-            self.measures.load_state_dict(state["measures"])
+        if anew:
+            return
+        self.norms.load_state_dict(state["norms"])
+        for key, norms in self._values.items():
+            norms.load_state_dict(state["measures"][key])
+        self._sums = {key: state["measures"][key] for key in self._sums}
+
+
+def of_units(limit: float, sums: Sequence[float]) -> dict[str, Any]:
+    """Return the share of units that were clipped, and a table of other limits, from their sums.
+
+    The limits are the own one times powers of two (`limiting.on_ladder`).
+    """
+    count, *sums = sums
+    pairs = zip(RUNGS, sums[: len(RUNGS)], sums[len(RUNGS) :], strict=True)
+    table = [
+        {"limit": limit * 2.0**k, "share": a / count, "coefficient": f / count} for k, a, f in pairs
+    ]
+    share = table[RUNGS.index(0)]["share"]
+    return {"limit": limit, "share": share, "quantiles": {}, "table": table}
