@@ -11,6 +11,7 @@ calibration    a run's steps and what comes between them, timed before it is sta
 replay         a run repeated up to a step, which is looked into
 diagnosis      the module of a step gone wrong
 micro_batch    batch.micro_batch_size=auto, found where the run starts
+fork           the checkpoint that a fork goes on from, and where its data go on
 extending      another budget for a run that would have come as far as it has
 own_model      one tiny batch through a user's own model, before anything is written
 own_optimizer  two steps of a user's own optimizers on small tensors, likewise

@@ -6,7 +6,6 @@ assemble    the five stages, place, inputs, model, data and run: config -> `Part
 placement   place: device, ranks and arithmetic
 inputs      inputs and data: the tokenizer and the corpus, each checked when it is built; no torch
 parts       model and optimizers, likewise
-parent      the checkpoint that a fork goes on from
 solving     run: the facts, and the solved `Run`
 opening     a checkpoint for use without training
 """

@@ -40,7 +40,6 @@ from llmexp.train.assembly.inputs import (
     uses_tokenizer,
     with_vocabulary,
 )
-from llmexp.train.assembly.parent import find_parent_run, parent_of
 from llmexp.train.assembly.parts import (
     begin_model,
     build_model,
@@ -165,12 +164,12 @@ def assemble(
     if not is_ours(solved.model["_target_"]) and not tried:
         warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
-    parent_run = None if parent else find_parent_run(solved, model)
+    find_parent = None if parent else _forked(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
     prepared = features.merged("assembly", "prepare", solved, tokenizer, cached)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
-    parent = parent or parent_of(solved, parent_run, corpus)
+    parent = find_parent(corpus) if find_parent else parent
     facts = run_facts(solved, place, bare, tokenizer, corpus, parent=parent, rule=rule, shape=shape)
     run = solve_run(config, solved, facts, corpus, cached, warnings)
     return Parts(
@@ -257,6 +256,15 @@ def _trial(
     batch = solved.batch.sequence_length, tokenizer.n_vocab, ids
     at = str(place.device), solved.train.deterministic
     return cached(own_model.run, section, model, *batch, *at)
+
+
+def _forked(solved: Config, model: nn.Module) -> Callable[[Corpus], Parent] | None:
+    """Return what finds the parent of a fork; None for a run that is none. Raises ConfigError."""
+    if solved.fork.run is None:
+        return None
+    from llmexp.modes import fork
+
+    return fork.run(solved, model)
 
 
 def _bare(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.data.stream import Corpus
+from llmexp.exchange.average import refuse_average
+from llmexp.exchange.sizes import CONVERTED
 from llmexp.run import Parent
 from llmexp.run.stages import recorded_stages, stage_at
 from llmexp.runs import rundir
@@ -24,28 +26,15 @@ from llmexp.settings.labels import short_value
 from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.system.text import first_of
+from llmexp.tracker.fields import run_fields
 from llmexp.update import precision
 
 
-@dataclass(frozen=True)
-class ParentRun:
-    """Hold the run and the checkpoint that a fork goes on from, before its data are known."""
-
-    path: Path
-    tree: Config
-    recorded: dict[str, Any]
-    loaded: loading.Loaded
-
-
-def find_parent_run(config: Config, model: nn.Module) -> ParentRun | None:
-    """Return what a fork with this solved config goes on from, None for a run that is no fork.
+def run(config: Config, model: nn.Module) -> Callable[[Corpus], Parent]:
+    """Return what tells the parent of a fork with this solved config, once its data are known.
 
     `model` may be without memory. Raises ConfigError for a run, a step or a checkpoint that the
     fork cannot go on from."""
-    if config.fork.run is None:
-        return None
-    from llmexp.exchange.average import refuse_average
-
     path, step = Path(str(config.fork.run)), config.fork.step
     refuse_average(path)
     recorded, tree = rundir.read_run(path), rundir.built_config(path)
@@ -60,18 +49,18 @@ def find_parent_run(config: Config, model: nn.Module) -> ParentRun | None:
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)
-    return ParentRun(path, tree, recorded, loaded)
+    return functools.partial(parent_of, config, path, tree, recorded, loaded)
 
 
-def parent_of(config: Config, found: ParentRun | None, corpus: Corpus) -> Parent | None:
-    """Return the parent of a fork, with where its data go on; None for a run that is no fork.
-
-    Raises ConfigError."""
-    if found is None:
-        return None
-    from llmexp.tracker.fields import run_fields
-
-    path, tree, recorded, loaded = found.path, found.tree, found.recorded, found.loaded
+def parent_of(
+    config: Config,
+    path: Path,
+    tree: Config,
+    recorded: dict[str, Any],
+    loaded: loading.Loaded,
+    corpus: Corpus,
+) -> Parent:
+    """Return the parent of a fork, with where its data go on. Raises ConfigError."""
     step, before = loaded.step, recorded.get("parent") or {}
     try:
         length, first = recorded["sequence_length"], before.get("sequences", 0)
@@ -128,8 +117,6 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         begin = typed("model.init_from", f"{run}@{step}")
         way = f"leave it out, or begin a new run with what fits: {begin}"
         raise ConfigError(f"{given or 'model'}: {why}; {way}") from None
-    from llmexp.exchange.sizes import CONVERTED
-
     for key in CONVERTED:
         now, before = ({"parametrization": "standard"} | c.model for c in (config, there))
         if now.get(key) != before.get(key):
