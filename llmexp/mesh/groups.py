@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from llmexp.settings.values import ConfigError
 
 # names the file through which the ranks of one host meet
 MEETING = "LLMEXP_MEETING"
+STARTED = "LLMEXP_RANK_STARTED"  # tells a rank that our process started it and reports for it
 TRIAL = "LLMEXP_TRIAL"  # in a process that tries steps: what its ranks' keys begin with
 LOOPBACK_S = 3.0
 
@@ -151,6 +153,16 @@ def visited_store(prefix: str, timeout_s: float) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(place, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(prefix, store)
+
+
+def note_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank notes that it waits for others, or of what it failed."""
+    return run_dir / "logs" / f"rank-{rank}.json"
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank prints."""
+    return run_dir / "logs" / f"rank-{rank}.log"
 
 
 def total(mesh: Mesh, value: Tensor) -> Tensor:

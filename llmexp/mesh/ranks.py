@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from llmexp.mesh.groups import MEETING
+from llmexp.mesh.groups import MEETING, STARTED, log_file, note_file
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import (
@@ -34,7 +34,6 @@ from llmexp.system.child import (
 )
 from llmexp.system.devices import threads_per_rank
 
-STARTED = "LLMEXP_RANK_STARTED"  # tells a rank that our process started it and reports for it
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a hung process never does
 _POLL_S = 0.05
 
@@ -175,16 +174,6 @@ def _failed_at(plan: Plan, local: int) -> float:
     with contextlib.suppress(OSError, ConfigError):
         return file.stat().st_mtime if "text" in fileio.read_json(file) else 0.0
     return 0.0
-
-
-def note_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank notes that it waits for others, or of what it failed."""
-    return run_dir / "logs" / f"rank-{rank}.json"
-
-
-def log_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank prints."""
-    return run_dir / "logs" / f"rank-{rank}.log"
 
 
 def run_alike(words: list[str], ranks: int) -> int:

@@ -10,6 +10,7 @@ In reading order:
 calibration    a run's steps and what comes between them, timed before it is started
 replay         a run repeated up to a step, which is looked into
 diagnosis      the module of a step gone wrong
+ranks          started on this host, watched, and started again when one is lost
 micro_batch    batch.micro_batch_size=auto, found where the run starts
 fork           the checkpoint that a fork goes on from, and where its data go on
 extending      another budget for a run that would have come as far as it has

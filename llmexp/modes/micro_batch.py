@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.mesh.ranks import GRACE_S, STARTED, log_file, note_file
+from llmexp.mesh.groups import STARTED, log_file, note_file
+from llmexp.mesh.ranks import GRACE_S
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs

@@ -19,7 +19,7 @@ worker         the process: request or folder -> trained run, status, exit code,
 folder         the run folder: made or found, what makes it another run, written
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
 failing        what an exception means for the run, and the places where that is written
-group          a run on several ranks: watch them, join them, collect their reports
+group          a run on several ranks: join them, hold its folder, collect their reports
 summary        figures of the end
 sampling       text from a model
 """

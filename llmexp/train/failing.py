@@ -15,7 +15,7 @@ import torch
 from llmexp import mesh
 from llmexp.checkpoint.loading import CheckpointError
 from llmexp.data.stream import DataChanged
-from llmexp.mesh.ranks import STARTED
+from llmexp.mesh.groups import STARTED
 from llmexp.runs import ending, rundir
 from llmexp.settings.targets import own_line
 from llmexp.settings.values import ConfigError

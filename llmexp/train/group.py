@@ -1,4 +1,4 @@
-"""A run on more than one rank: starting them, and what ranks owe each other."""
+"""What the ranks of a run owe each other: to meet, to hold its folder, to say why they end."""
 
 from __future__ import annotations
 
@@ -9,60 +9,22 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmexp import mesh
-from llmexp.mesh import ranks
-from llmexp.mesh.ranks import note_file
-from llmexp.runs import ending, rundir, versions
+from llmexp.mesh.groups import STARTED, note_file
+from llmexp.runs import rundir, versions
 from llmexp.settings.config import plain
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
-from llmexp.system.child import DONE, FAILED, PREEMPTED, STOP_SIGNALS, handling, how_it_died
+from llmexp.system.child import STOP_SIGNALS, handling
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import TrainingFailed
 
 REPORT_S = 4.0  # for all ranks that miss others to report it
-
-
-def supervise(path: Path, parts: Parts) -> tuple[int, str]:
-    """Start this host's ranks and wait: (exit code, what went wrong).
-
-    The trace of the rank that failed first is printed. Raises ConfigError, and SystemExit when a
-    signal stops the ranks before they could save.
-    """
-    chosen, layout = parts.config.parallelism, parts.run.layout
-    first_rank, meeting = ranks.place_of_this_host(layout.nnodes, layout.nproc_per_node)
-    plan = ranks.Plan(
-        path,
-        layout.nproc_per_node,
-        layout.world_size,
-        first_rank,
-        meeting,
-        parts.run.threads_per_rank,
-        chosen.max_restarts if layout.nnodes == 1 else 0,
-    )
-    account: dict[str, Any] = {}
-
-    def lost(rank: int, code: int) -> bool:
-        account.clear()
-        with contextlib.suppress(ConfigError):
-            account.update(fileio.read_json(note_file(path, rank)))
-        if "text" not in account:  # it was killed, and noted no failure
-            text = how_it_died(code, False, f"rank {rank}") + ending.bus_error(path, code)
-            code = max(code, FAILED)
-            account.update(leave_note(path, rank, exit_code=code, text=text, trace="", final=False))
-        return bool(account["final"])
-
-    code = ranks.run_ranks(plan, lost)
-    if code in (DONE, PREEMPTED):
-        return code, ""
-    sys.stderr.write(account["trace"])
-    return account["exit_code"], reported(account)
 
 
 def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
@@ -113,7 +75,7 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
     outlives that process while its ranks still save. Raises ConfigError, on all ranks.
     """
     env = os.environ
-    takes_first = ranks.STARTED not in env or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]
+    takes_first = STARTED not in env or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]
     with contextlib.ExitStack() as stack:
         refused: ConfigError | None = None
         if joined.rank == 0:
@@ -218,7 +180,7 @@ def this_start() -> str:
     env = os.environ
     names = ["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"]
     # our own starter gives its ranks a port that it does not have itself
-    names += ["MASTER_PORT"] if "RANK" in env and ranks.STARTED not in env else []
+    names += ["MASTER_PORT"] if "RANK" in env and STARTED not in env else []
     return " ".join(env.get(name, "") for name in names)
 
 

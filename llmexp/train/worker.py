@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from llmexp.train import failing, folder, group
 from llmexp.train.assembly.assemble import Parts, admitted, assemble
 from llmexp.train.beginning import start_loop
 from llmexp.train.checkpointing import finish_alone
-from llmexp.train.failing import Failure
 from llmexp.train.finishing import NotFinite
 from llmexp.train.loop import show_rows, train
 from llmexp.train.state import Loop
@@ -115,38 +113,10 @@ def begin_run(
             folder.record_run(path, parts, request, "queued")
         return DONE
     if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        return supervised(path, parts, request, record_late)
+        from llmexp.modes import ranks
+
+        return ranks.run(path, parts, request, record_late)
     return work(path, parts, request, record_late)
-
-
-def supervised(path: Path, parts: Parts, request: dict[str, Any], record_late: bool) -> int:
-    """Start this host's ranks for the run and watch them; return the exit code.
-
-    With `record_late`, for a command that waits, ranks of one host that refuse the checkpoint or
-    the rows leave the folder as it was, but for logs and provenance of this start.
-    """
-    # of several hosts rank 0 locks and records, once all are there
-    one_host = parts.run.layout.nnodes == 1
-    before: dict[Path, bytes] = {}
-    with contextlib.ExitStack() as stack:
-        if one_host:
-            stack.enter_context(rundir.locked(path))
-            if record_late and "folder" in request:  # of a command
-                before = {f: f.read_bytes() for f in folder.describing(path) if f.exists()}
-            folder.record_run(path, parts, request)
-        try:
-            code, text = group.supervise(path, parts)
-        except SystemExit as stopped:
-            end = replace(failing.failure_of(stopped), text="stopped before it could save")
-            return failing.record_failure(path, end, ours=one_host)
-        if code == FAILED:
-            text = f"{text}; the logs of all ranks are in {path / 'logs'}"
-        if text:  # on several hosts the run may be another start's
-            ours = one_host or not rundir.is_alive(path, rundir.read_status(path))
-            failing.record_failure(path, Failure(code, text), ours=ours)
-        for file, content in before.items() if code == REFUSED else ():
-            fileio.write_whole(file, content)
-        return code
 
 
 def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = False) -> int:

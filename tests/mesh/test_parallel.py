@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmexp.mesh.ranks import STARTED
+from llmexp.mesh.groups import STARTED
+from llmexp.modes import ranks
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
@@ -404,9 +405,9 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
         raise SystemExit(130)
 
     parts = SimpleNamespace(run=SimpleNamespace(layout=SimpleNamespace(nnodes=2)))
-    monkeypatch.setattr(group, "supervise", interrupted)
+    monkeypatch.setattr(ranks, "watch", interrupted)
     monkeypatch.setattr(group, "join_ranks", interrupted)
-    for start_of in (worker.supervised, worker.work):
+    for start_of in (ranks.run, worker.work):
         assert start_of(tmp_path, parts, {}, False) == 130
         assert (tmp_path / "status.json").read_bytes() == before
 
