@@ -40,18 +40,9 @@ class ProgressBar:
         if self._printed:  # in a file that a job writes for days a line every minute is enough
             wait = max(QUIET_S, min((now - self._started) / 10, SELDOM_S))
             wait = OFTEN_S if self._live else wait
-        if now - self._shown >= wait:
-            self._shown = now
-            self._print(self._state(now, read), "" if self._live else "\n")
-            self._printed = True
-
-    def end(self) -> None:
-        if self._printed:
-            taken = time.monotonic() - self._started
-            self._print(f"{size_text(self._text)} of text in {duration(taken)}", "\n")
-
-    def _state(self, now: float, read: int) -> str:
-        """Return how far the preparation is, in words."""
+        if now - self._shown < wait:
+            return
+        self._shown, self._printed = now, True
         since, at = self._began or (now, read)
         parts = [f"{size_text(self._text)} of text"]
         if now > since:
@@ -61,7 +52,12 @@ class ProgressBar:
         if now > since and at < read <= self._total:
             left = (self._total - read) * (now - since) / (read - at)
             parts.append(f"{duration(left)} left")
-        return ", ".join(parts)
+        self._print(", ".join(parts), "" if self._live else "\n")
+
+    def end(self) -> None:
+        if self._printed:
+            taken = time.monotonic() - self._started
+            self._print(f"{size_text(self._text)} of text in {duration(taken)}", "\n")
 
     def _print(self, text: str, end: str) -> None:
         line = f"preparing {self._what}: {text}"

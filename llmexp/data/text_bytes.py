@@ -60,11 +60,18 @@ class TextBytes:
         """
         ends, sizes, pieces, first = [], [], [], 0
         for shard in stream.shards:
-            if (one := known_documents(shard)) is None:
+            if (known := known_documents(shard)) is None:
                 return None
-            ends.append(first + one[0])
-            sizes.append(one[1])
-            pieces.append(self._pieces(shard, one[0]))
+            end_n, bytes_n = known
+            found_n = np.zeros(len(end_n))  # the bytes of the pieces of each document's ids
+            for at, ids in TokenStream([replace(shard, ids=shard.array)]).blocks(1 << 20):
+                number = np.searchsorted(end_n, at + np.arange(len(ids)), side="right")
+                low = int(number[0])
+                sums = np.bincount(number - low, self._lengths[ids])
+                found_n[low : low + len(sums)] += sums
+            ends.append(first + end_n)
+            sizes.append(bytes_n)
+            pieces.append(found_n)
             first += len(shard.array)
         if not ends or not stream.starts_its_shards():
             return None
@@ -72,16 +79,6 @@ class TextBytes:
         pieces_n, counts_n = np.concatenate(pieces), np.diff(end_n, prepend=0)
         scale_n = size_n / np.where(pieces_n, pieces_n, np.inf)
         return end_n, scale_n, np.where(pieces_n, 0.0, size_n / counts_n)
-
-    def _pieces(self, shard: Shard, end_n: np.ndarray) -> np.ndarray:
-        """Return float64 [n]: the bytes of the pieces of each document's ids."""
-        found_n = np.zeros(len(end_n))
-        for at, ids in TokenStream([replace(shard, ids=shard.array)]).blocks(1 << 20):
-            number = np.searchsorted(end_n, at + np.arange(len(ids)), side="right")
-            low = int(number[0])
-            sums = np.bincount(number - low, self._lengths[ids])
-            found_n[low : low + len(sums)] += sums
-        return found_n
 
 
 def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
