@@ -134,17 +134,21 @@ class corpus:
             if not weights or any(stage[name] for stage in stages)
         }
         streams = {name: one.streams[TRAIN] for name, one in trained.items()}
-        for name, stream in streams.items():
-            _check_fills(f"data.sources.{name}", stream, length, "training tokens")
         # Without weights each source comes as often as it has sequences.
         even = {name: float(stream.n_sequences(length)) for name, stream in streams.items()}
-        val_sets = {}
-        for name in names:
-            if name in ready_val:
-                val_sets[name] = ready_val[name].streams[TRAIN]
-            else:
-                val_sets[name] = TokenStream.joined([one.streams[name] for one in ready.values()])
-            _check_fills(f"data.val.{name}", val_sets[name], length, "tokens")
+        val_sets = {
+            name: ready_val[name].streams[TRAIN]
+            if name in ready_val
+            else TokenStream.joined([one.streams[name] for one in ready.values()])
+            for name in names
+        }
+        for what, some in (("sources", streams), ("val", val_sets)):
+            for name, stream in some.items():
+                if stream.n_sequences(length) < 1:
+                    kind = "training tokens" if what == "sources" else "tokens"
+                    text = f"{len(stream):,} {kind} do not fill one sequence; "
+                    text += f"batch.sequence_length={length} needs {length + 1:,}"
+                    raise ConfigError(f"data.{what}.{name}: {text}")
         lengths = {name: len(stream) for name, stream in streams.items()}
         return Corpus(
             train=TokenStream.joined(list(streams.values())),
@@ -285,12 +289,6 @@ def _read_stages(
             raise refuse(f"{key}.from_tokens", given.from_tokens, text)
         found[start] = {name: weights[name] for name in names}
     return found
-
-
-def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
-    if stream.n_sequences(length) < 1:
-        text = f"{len(stream):,} {what} do not fill one sequence"
-        raise ConfigError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
 def _description(ready: Mapping[str, SourceShards], trained: list[str], remote: RemoteCache) -> str:
