@@ -19,7 +19,7 @@ from llmexp.run.layout import Layout
 from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.run.stages import BatchStage, Begin, stage_at, stages_of
 from llmexp.settings.config import Config, Train
-from llmexp.settings.convert import ramp_sizes
+from llmexp.settings.forms import ramp_sizes
 from llmexp.settings.rules import asks_rule
 from llmexp.settings.values import refuse
 

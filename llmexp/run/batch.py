@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from llmexp.settings.config import Batch
-from llmexp.settings.convert import ramp_sizes
+from llmexp.settings.forms import ramp_sizes
 from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
 
 CUT_KEYS = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")

@@ -4,6 +4,7 @@ In reading order:
 
 values     how a knob is declared, and how a value is refused; the spelling of "Did you mean"
 variables  variables of the environment in values, and which hold secrets
+forms      values of a form of their own: a batch ramp, hooks
 config     the closed sections: meaning, unit, range and effect of each knob
 clipping   how a rule of clipping is declared
 execution  the closed sections that change no result

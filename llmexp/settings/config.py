@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmexp import features
+from llmexp.settings import forms
 from llmexp.settings.clipping import ClipRule
 from llmexp.settings.execution import Checkpoint, Parallelism, Precision, Tracker
 from llmexp.settings.values import Where, choice, count, knob, optional, where
@@ -45,6 +46,7 @@ class Batch:
         "sequences per optimizer step from so many tokens on, such as {0: 32, 1e6: 64}; the "
         "accumulation of each stage follows; null: real_batch_size throughout",
         "{0:32,1e6:64}",
+        form=forms.ramp,
     )
     sequence_length: int = count("tokens per sequence", 128)
     memory_gib: float | None = optional(
@@ -209,7 +211,9 @@ class Config:
     checkpoint: Checkpoint
     fork: Fork
     hooks: list[Any] = knob(
-        "your own functions, called at the events of a step (README)", "[mymodel.watch]"
+        "your own functions, called at the events of a step (README)",
+        "[mymodel.watch]",
+        form=forms.hooks,
     )
     user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}", default={})
 

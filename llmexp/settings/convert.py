@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 import sys
 import types
@@ -18,10 +17,9 @@ from typing import Any, TypeVar
 
 from llmexp.settings import parts
 from llmexp.settings.config import Config
+from llmexp.settings.forms import look_through
 from llmexp.settings.values import (
     AUTO,
-    MAX_DEPTH,
-    MAX_VALUES,
     NO_DEFAULT,
     NUMBER_OR_WORD,
     ConfigError,
@@ -29,8 +27,6 @@ from llmexp.settings.values import (
     field_key,
     hint,
     nearest,
-    nested,
-    override_value,
     refuse,
 )
 from llmexp.settings.variables import VARIABLE, fill
@@ -96,10 +92,8 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     """Return a value of any field or argument as its type. Raises ConfigError."""
     if kind is Any:
         return value
-    if key == "hooks":
-        return _hooks(value)
-    if key == "batch.ramp" and value is not None:
-        return override_value(ramp_sizes(fill(value, key)))
+    if knob.form is not None:
+        return knob.form(value)
     takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)
@@ -121,41 +115,11 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     return found
 
 
-def ramp_sizes(value: Any) -> dict[int, int]:
-    """Return the sequences a step of a batch ramp by the tokens from which on they hold, in order.
-
-    `value`: such a mapping, or its text. Raises ConfigError.
-    """
-    example = {0: 32, 1_000_000: 64}
-    try:
-        pairs = value
-        if isinstance(value, str):
-            pairs = dict(pair.split(":") for pair in value.strip(" {}").split(","))
-        sizes = {_whole(tokens): _whole(size) for tokens, size in pairs.items()}
-        if not sizes or len(sizes) < len(pairs):
-            raise ValueError
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        text = "whole numbers of sequences by whole numbers of tokens are needed"
-        raise refuse("batch.ramp", value, text, example) from None
-    if min(sizes) != 0:
-        raise refuse("batch.ramp", value, "must begin at token 0", example)
-    if min(sizes.values()) < 1:
-        raise refuse("batch.ramp", value, "a step needs at least one sequence", example)
-    return dict(sorted(sizes.items()))
-
-
-def _whole(value: Any) -> int:
-    """Return a whole number, also one such as 1e6 or its text. Raises ValueError."""
-    if isinstance(value, bool) or float(value) != int(float(value)):
-        raise ValueError
-    return int(float(value))
-
-
 def _open_section(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         needed = "" if key == "user" or "." in key else ", with `_target_` naming a function"
         raise refuse(key, value, f"a section of keys is needed here{needed}")
-    _look_through(value, key)
+    look_through(value, key)
     return dict(value)
 
 
@@ -171,31 +135,6 @@ def _entries(kind: type, value: Any, key: str, knob: Knob) -> list[Any]:
         raise refuse(key, value, "a list of sections is needed", knob.example)
     pairs = enumerate(value)
     return [convert_section(kind, entry, f"{key}.{number}.") for number, entry in pairs]
-
-
-def _hooks(value: Any) -> list[Any]:
-    several = isinstance(value, (list, tuple))
-    if not several or not all(isinstance(entry, (str, Mapping)) for entry in value):
-        text = "a list of names of functions, or of sections with their arguments, is needed"
-        raise refuse("hooks", value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
-    _look_through(value, "hooks")
-    return [dict(entry) if isinstance(entry, Mapping) else entry for entry in value]
-
-
-def _look_through(tree: Any, name: str) -> None:
-    """Raise ConfigError for values without an end, and for numbers that no JSON file holds."""
-    waiting: list[tuple[Any, int, str]] = [(tree, 1, name)]
-    seen = 0
-    while waiting:
-        node, depth, key = waiting.pop()
-        seen += 1
-        if seen > MAX_VALUES or depth > MAX_DEPTH:
-            text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
-            raise ConfigError(f"this config {text} ({name})")
-        if isinstance(node, float) and not math.isfinite(node):
-            raise refuse(key, node, "a finite number is needed")
-        for child_name, child in nested(node):
-            waiting.append((child, depth + 1, f"{key}.{child_name}"))
 
 
 def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:

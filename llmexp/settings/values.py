@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -229,6 +229,7 @@ class Knob:
     decides: Where | None = None
     default: Any = NO_DEFAULT
     a_step: bool = False  # it is a step of the run, which has to reach it
+    form: Callable[[Any], Any] | None = None  # makes the value of what is given
 
     @property
     def meaning(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -112,7 +113,8 @@ def clip_norm(
     if norm.device.type != "cpu":
         torch._foreach_mul_(held, factor)
         return norm * factor, factor < 1, None
-    clipped = bool(norm.isfinite() and factor < 1)  # else its update is skipped, or the factor is 1
-    if clipped:
-        torch._foreach_mul_(held, float(factor))
-    return float(norm * factor if clipped else norm), clipped, None
+    share = float(factor)
+    if not (share < 1 and math.isfinite(norm)):  # its update is skipped, or the factor is 1
+        return float(norm), False, None
+    torch._foreach_mul_(held, share)
+    return float(norm * factor), True, None

@@ -18,7 +18,8 @@ from llmexp.run.budget import NO_BUDGET
 from llmexp.runs import rundir
 from llmexp.runs.door import scan_rows
 from llmexp.settings.config import Batch, Config, plain
-from llmexp.settings.convert import ramp_sizes, with_knobs
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.forms import ramp_sizes
 from llmexp.settings.values import ConfigError, override_value, refuse
 from llmexp.system.child import DONE, hand_over, kill_family, signals_passed_on, start_worker
 from llmexp.system.fileio import last_line

@@ -24,7 +24,8 @@ from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
 from llmexp.runs.versions import source_commit, versions
 from llmexp.settings.config import Config
-from llmexp.settings.convert import checked_knob, ramp_sizes
+from llmexp.settings.convert import checked_knob
+from llmexp.settings.forms import ramp_sizes
 from llmexp.settings.targets import bind
 from llmexp.settings.values import refuse
 from llmexp.settings.variables import fill
