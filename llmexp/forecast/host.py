@@ -10,7 +10,7 @@ from llmexp.forecast.rehearsal import Cut, Footprint
 from llmexp.models.initial import BLOCK
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.assembly.parts import draws_by_blocks
+from llmexp.train.assembly.building import draws_by_blocks
 
 _STAGES = ("start", "save", "load")  # and "step", with what is offloaded
 

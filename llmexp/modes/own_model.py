@@ -16,7 +16,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.system import hardware
 from llmexp.system.text import first_of
-from llmexp.train.assembly.parts import build_model
+from llmexp.train.assembly.building import build_model
 from llmexp.update import precision
 from llmexp.update.trying import Unfit
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from llmexp.checkpoint.pieces import TYPES
 from llmexp.models.initial import numbers_of
 from llmexp.settings.values import refuse
+from llmexp.train.assembly.building import build_on_meta, build_optimizers
 from llmexp.train.assembly.inputs import place_of
-from llmexp.train.assembly.parts import build_on_meta, build_optimizers
 from llmexp.update.states import Traits, apart
 from llmexp.update.trying import TriedTensors, Unfit, try_going_on
 

@@ -9,7 +9,7 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.train.assembly.assemble import Cache, assemble
-from llmexp.train.assembly.parts import dropout_words
+from llmexp.train.assembly.building import dropout_words
 from tests.tools import composed
 
 SMALL = ["data=synthetic", "data.n_tokens=4000", "model.n_layers=1", "train.device=cpu"]

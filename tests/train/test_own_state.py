@@ -18,8 +18,8 @@ from llmexp.checkpoint import loading, saving
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.loss import looking
 from llmexp.train.assembly.assemble import assemble
+from llmexp.train.assembly.building import left_in_evaluation
 from llmexp.train.assembly.opening import open_run
-from llmexp.train.assembly.parts import left_in_evaluation
 from llmexp.train.evaluation import validate
 from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up

@@ -14,7 +14,7 @@ from llmexp.settings.values import is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.assembly.parts import draws_by_blocks
+from llmexp.train.assembly.building import draws_by_blocks
 from llmexp.update.precision import parameter_dtype
 
 MORE = "llmexp plan plan.device=cpu says what would fit"

@@ -33,14 +33,7 @@ from llmexp.settings.rules import asks_rule
 from llmexp.settings.targets import bind, hook, place
 from llmexp.settings.values import ConfigError, is_ours
 from llmexp.system.text import first_of
-from llmexp.train.assembly.inputs import (
-    build_corpus,
-    build_tokenizer,
-    document_end,
-    uses_tokenizer,
-    with_vocabulary,
-)
-from llmexp.train.assembly.parts import (
+from llmexp.train.assembly.building import (
     begin_model,
     build_model,
     build_on_meta,
@@ -50,6 +43,13 @@ from llmexp.train.assembly.parts import (
     left_in_evaluation,
     named_optimizer,
     shaped,
+)
+from llmexp.train.assembly.inputs import (
+    build_corpus,
+    build_tokenizer,
+    document_end,
+    uses_tokenizer,
+    with_vocabulary,
 )
 from llmexp.train.assembly.placement import Placement, check_parallel, check_ranks, placed
 from llmexp.train.assembly.solving import Bare, price_of, rate_factor, run_facts, solve_run

@@ -23,8 +23,8 @@ from llmexp.settings.config import Config
 from llmexp.settings.rules import TRANSFORMERS
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
+from llmexp.train.assembly.building import build_model, initial_weights
 from llmexp.train.assembly.inputs import document_end, inputs_of, padded_vocabulary, uses_tokenizer
-from llmexp.train.assembly.parts import build_model, initial_weights
 
 
 @dataclass(frozen=True)

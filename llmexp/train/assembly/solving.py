@@ -32,14 +32,14 @@ from llmexp.settings.variables import fill
 from llmexp.system import hardware
 from llmexp.system.devices import threads_per_rank
 from llmexp.system.redact import redacted
-from llmexp.train.assembly.inputs import place_of
-from llmexp.train.assembly.parts import (
+from llmexp.train.assembly.building import (
     dropout_words,
     group_shares,
     label_of,
     sizes_in,
     width_words,
 )
+from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.clipping import rule_of
 from llmexp.update import schedule
