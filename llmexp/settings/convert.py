@@ -93,7 +93,8 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     if kind is Any:
         return value
     if knob.form is not None:
-        return knob.form(value)
+        in_list = typing.get_origin(kind) is list  # whose texts keep their variables
+        return knob.form(value if in_list else fill(value, key))
     takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)

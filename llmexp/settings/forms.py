@@ -18,9 +18,7 @@ from llmexp.settings.values import (
 
 def ramp(value: Any) -> str | None:
     """Return a batch ramp as its text; None: there is none. Raises ConfigError."""
-    from llmexp.settings.variables import fill  # which has to know all knobs
-
-    return None if value is None else override_value(ramp_sizes(fill(value, "batch.ramp")))
+    return None if value is None else override_value(ramp_sizes(value))
 
 
 def ramp_sizes(value: Any) -> dict[int, int]:
