@@ -326,7 +326,9 @@ def moved(name: str, parts: int, factor: float) -> list[torch.Tensor]:
     held = [torch.nn.Parameter(tensor) for tensor in cut(0)]
     plain = {"weight_decay": 0.0} if "weight_decay" in library._kind(name)[1] else {}
     optimizer = library._constructed(name, held, 1e-3, plain)
-    TriedTensors(held, [optimizer], lambda step: cut(step + 1)).take_steps(range(4), factor)
+    TriedTensors(held, [optimizer], lambda step: [factor * g for g in cut(step + 1)]).take_steps(
+        range(4)
+    )
     return [p.detach() for p in held]
 
 

@@ -30,11 +30,10 @@ class TriedTensors:
     optimizers: Sequence[Optimizer]
     gradients: Callable[[int], list[Tensor]]  # of a step
 
-    def take_steps(self, steps: range, factor: float = 1) -> None:
-        """Take steps by a multiple of the gradients. Raises Unfit."""
+    def take_steps(self, steps: range) -> None:
+        """Take steps by the gradients. Raises Unfit."""
         for number in steps:
-            given = zip(self.parameters, self.gradients(number), strict=True)
-            pairs = [(p, factor * gradient) for p, gradient in given]
+            pairs = [*zip(self.parameters, self.gradients(number), strict=True)]
             for p, gradient in pairs:
                 p.grad = gradient
             for optimizer in self.optimizers:
