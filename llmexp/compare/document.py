@@ -68,27 +68,23 @@ def document(parts: Sequence[Section], inline: bool = True, **answer: Any) -> st
     drawn = ",".join(f"{json.dumps(plot.name)}:{plot.figure.to_json()}" for plot in plots)
     data = f'{{"templates":{json.dumps(templates())},"figures":{{{drawn}}}}}'
     library, script = str(get_plotlyjs()) if inline else "", asset("page.js")
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
+        for s in (script, library)
+        if s
+    ]
+    allowed = " ".join(hashes if library else [*hashes, "'self'", "file:"])  # the library beside it
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: "
+        "blob:; base-uri 'none'; form-action 'none'"
+    )
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(asset("page.html")).render(
         parts=parts, **answer, style=asset("page.css"),
-        data=data.replace("<", "\\u003c"), policy=_policy(script, library), script=script,
+        data=data.replace("<", "\\u003c"), policy=policy, script=script,
         library=library, library_file=PLOTLY_FILE,
     )  # fmt: skip
 
 
 def asset(name: str) -> str:
     return (files("llmexp.compare") / name).read_text(encoding="utf-8")
-
-
-def _policy(script: str, library: str) -> str:
-    """Return the Content Security Policy; without a library inside, files beside the page load."""
-    hashes = [
-        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
-        for s in (script, library)
-        if s
-    ]
-    allowed = " ".join(hashes if library else [*hashes, "'self'", "file:"])
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: "
-        "blob:; base-uri 'none'; form-action 'none'"
-    )

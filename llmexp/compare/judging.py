@@ -311,12 +311,9 @@ def effects(rivals: Sequence[Setting], keys: Sequence[str], seen: Seen) -> list[
         alpha = seen.level / len(keys)
         pairs = itertools.combinations(cells.items(), 2)
         known = [_effect(key, *pair, len(cells), seen.model, alpha) for pair in pairs]
-        found += sorted(filter(None, known), key=_size_of)[-1:]
+        several = (e for e in known if e)
+        found += sorted(several, key=lambda e: (e.difference.real, abs(e.difference.mean)))[-1:]
     return found
-
-
-def _size_of(e: Effect) -> tuple[bool, float]:
-    return e.difference.real, abs(e.difference.mean)
 
 
 def _effect(

@@ -97,7 +97,12 @@ def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
         rows = [by_step[step] for step in sorted(by_step)]
     columns = {"step": np.zeros(0)}
     for key in list(dict.fromkeys(itertools.chain.from_iterable(rows)))[:1000]:
-        column = _column([row.get(key) for row in rows])
+        values = [row.get(key) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            # a digest of tokens, kept as far as float64 is exact
+            values = [v and float(int(v[-13:], 16)) for v in values]
+        column = np.array(values, dtype=float)  # None is NaN
+        column[~(np.abs(column) < 1e308)] = np.nan  # sums of what is beyond overflow
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
     return columns, tuple(f"{path}: {problem}" for problem in problems)
@@ -143,11 +148,3 @@ def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray
         return np.zeros(0)
     steps = np.diff(columns["step"], prepend=first)
     return np.cumsum(np.nan_to_num(steps * columns["step_time"], nan=0.0, posinf=0.0, neginf=0.0))
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if any(isinstance(value, str) for value in values):
-        # a digest of tokens, kept as far as float64 is exact
-        values = [v and float(int(v[-13:], 16)) for v in values]
-    column = np.array(values, dtype=float)  # None is NaN
-    return np.where(np.abs(column) < 1e308, column, np.nan)  # sums of what is beyond overflow
