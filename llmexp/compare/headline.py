@@ -80,7 +80,8 @@ def _no_order(f: Result) -> str:
         why = f"at equal {f.align} the runs stand at other parts of their schedules"
         if f.own_ends:
             why = f"the runs were never all evaluated at equal {f.align}"
-    at = "at its own end" if f.own_ends else f"at equal {f.align}"
+    own = f.align_at is None or f.key in ("final val/loss", "best val/loss")
+    at = "at its own end" if own else f"at equal {f.align}"
     ends = {
         r: y for g in f.budgets for r in g if (y := r.figures.get("final val/loss")) is not None
     }

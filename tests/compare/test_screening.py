@@ -183,7 +183,8 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(runs, tmp
     found = llmexp.compare(sweep).data
     assert found["screen"] is None
     assert (
-        "A screen is judged once all of its runs are there, over the same seeds." in found["notes"]
+        "Screen: it is judged once all of its runs are there, over the same seeds."
+        in found["notes"]
     )
     again = command("resume", str(sweep), cwd=tmp_path)
     assert again.code == 0, again.err

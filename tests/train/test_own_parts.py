@@ -127,7 +127,7 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(runs, capsys):
     assert without(exact(done), "mine/seen", "b") == exact(runs(*DROPOUT))
     assert done.json("run.json")["better"] == {"mine/seen": "lower", "b": "higher"}
     assert run(["compare", str(done.folder), "--sort", "mine/seen"]) == 0
-    assert "mine/seen 3, the only run" in capsys.readouterr().out
+    assert ", mine/seen 3." in capsys.readouterr().out
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert saved["user"] == {"scale": 0.5, "deep": {"text": "a b"}, "home": "${oc.env:MY_HOME}"}
 
