@@ -6,7 +6,7 @@ and names none of them; a feature is removed by its folder and its line in FEATU
 settings   its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
            `KEYS` of its figures in the rows; `OFF`: its knobs where it does not come between or
            beside the steps; of its knobs those that are `NO_WORK`, and those of which the work
-           depends on whether they are set (`SOMETIMES`)
+           depends on whether they are set (`SOMETIMES`); `Status`: its kinds in status.json
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;
@@ -18,6 +18,7 @@ runs       `start`, beside that of a process that makes runs; `record`, into the
            `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
+verify     its knobs in a `trial`, in a `replay`, and where no step may be skipped (`unskipped`)
 cli        `check_resume`: what a resumed run cannot ask of it
 verify     what its proof needs: formulas of rules of clipping; `prepared`: a config for it
 

@@ -21,6 +21,8 @@ from typing import Any, TypedDict
 
 import yaml
 
+from llmexp import features
+from llmexp.metrics.keys import ROW_KEYS
 from llmexp.run import Run
 from llmexp.run.layout import Layout
 from llmexp.settings.values import MAX_DEPTH, MAX_VALUES, ConfigError
@@ -31,7 +33,7 @@ ROW_BYTES = 2**24
 _LARGEST = sys.float_info.max
 _NUMBERS = {int, float, bool}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
-_DIGEST = re.compile("[0-9a-f]{16}")
+_TEXTS = {key.name: key.text for key in ROW_KEYS.values() if key.text}
 _ENDLESS = re.compile(r"[-+0-9a-fA-FxXo_:.]{300,}")  # a number whose digits take long
 
 
@@ -141,7 +143,7 @@ def row_in(line: bytes, layers: bool = False) -> dict[str, Any] | ValueError:
         named = value if layers and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
             a_number = type(figure) in _NUMBERS and abs(figure) <= _LARGEST
-            if not a_number and not (name == "data_digest" and _DIGEST.fullmatch(str(figure))):
+            if not a_number and not re.fullmatch(_TEXTS.get(name, "(?!)"), str(figure)):
                 return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return dict(row)
 
@@ -156,12 +158,6 @@ class _Clip(TypedDict, total=False):
     measures: dict[str, _Clip]
 
 
-class _Spikes(TypedDict, total=False):
-    spikes: int
-    spike_tokens: int
-    rose_first: dict[str, str | int]  # a module, and how often
-
-
 class _Status(TypedDict, total=False):
     state: str
     updated: float
@@ -173,8 +169,6 @@ class _Status(TypedDict, total=False):
     exit_code: int | None
     summary: dict[str, float | None]
     clip: _Clip
-    noise: dict[str, float | str | None]
-    spikes: _Spikes
 
 
 class _Facts(TypedDict, total=False):
@@ -203,7 +197,7 @@ def kinds_of(*described: Any) -> dict[str, Any]:
 # The files that hold an object, and the kinds of its keys, as far as they are looked into.
 OBJECTS = {
     "run.json": kinds_of(Layout, Run, _Facts),
-    "status.json": kinds_of(_Status),
+    "status.json": kinds_of(_Status, *features.offered("settings", "Status")),
 }
 
 

@@ -39,7 +39,8 @@ LAYERS, SPIKES = "layers.jsonl", "spikes"
 ASKED, FOUND = "asked.json", "found.json"
 LEAVE_S = 60.0  # for a run to save and leave whose starter is gone
 SIGN_S = 1800.0  # rows of a large model may be this far apart
-FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
+# of a status, but for the figures of an end
+LASTING = ("state", "updated", "started", "ended", "pid", "host", "error", "exit_code")
 NO_END = dict.fromkeys(("error", "exit_code", "ended"))  # in that of a run that goes on
 
 
@@ -233,7 +234,7 @@ def write_status(path: Path, state: str, **more: Any) -> None:
     if state == "failed" and before.get("state") == "finished":
         return
     if state == "running":
-        before = {key: value for key, value in before.items() if key not in FIGURES}
+        before = {key: value for key, value in before.items() if key in LASTING}
     status = {**before, "state": state, "updated": time.time(), **more}
     try:
         write_json(path / STATUS, status)

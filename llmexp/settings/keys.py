@@ -22,6 +22,7 @@ class Key:
     timing: bool = False  # it says something about the machine, and differs between equal runs
     plot: str = ""
     by_micro_batch: bool = False  # it depends on how a window is cut
+    text: str = ""  # the pattern of one whose value is no number
 
     @property
     def label(self) -> str:

@@ -38,7 +38,15 @@ from llmexp.verify.reference import (
     train_plainly,
     windows_in_order,
 )
-from llmexp.verify.runs import ramp_over, read_run_rows, shrunk, train_folder, trial, window_sizes
+from llmexp.verify.runs import (
+    of_features,
+    ramp_over,
+    read_run_rows,
+    shrunk,
+    train_folder,
+    trial,
+    window_sizes,
+)
 from llmexp.verify.tolerance import (
     FLOOR,
     MARGIN,
@@ -136,7 +144,7 @@ def one_batch_plan(config: Config, sizes: Sequence[int], real: int, tail: int) -
     length = config.batch.sequence_length
     tokens = (sum(sizes[:-1]) + tail) * length
     batch = {"gradient_accumulation_steps": 1, "real_batch_size": real, "tokens_per_step": None}
-    return trial(
+    tried = trial(
         config,
         len(sizes),
         batch={"micro_batch_size": real}
@@ -144,9 +152,9 @@ def one_batch_plan(config: Config, sizes: Sequence[int], real: int, tail: int) -
         train={"max_steps": None, "max_tokens": tokens, "tail": "keep", "eval_tokens": length},
         # a skipped overflow would prove nothing
         precision={"init_scale": min(config.precision.init_scale, 1024.0)},
-        metrics={"outlier_sigma": None, "skip_outliers": False},
         parallelism=ONE_RANK,
     )
+    return of_features(tried, "unskipped")
 
 
 def in_precision(config: Config, kind: str, own: str) -> Config:

@@ -216,10 +216,8 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
     """Do it in a folder beside the run's, on the run's ranks. Raises ConfigError."""
     config = rundir.built_config(wanted.run)
     runs.refuse_hosts(config, "a replay")
-    layers = {"noise_scale_every": None, "spikes": False, "layers_every": wanted.step}
-    config = with_knobs(
-        runs.quiet(config), metrics=layers, checkpoint={"save_initial": False, "last": False}
-    )
+    config = runs.of_features(runs.quiet(config), "replay", wanted.step)
+    config = with_knobs(config, checkpoint={"save_initial": False, "last": False})
     rows = read_rows(wanted.run / rundir.METRICS)
     where = (wanted.run / rundir.CHECKPOINTS).absolute()
     with tempfile.TemporaryDirectory(prefix="llmexp-replay-") as folder:

@@ -38,14 +38,21 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     """
     knobs: dict[str, dict[str, Any]] = {
         "train": {
-            **NO_BUDGET, "max_steps": steps, "log_every": 1, "data_digest": True,
+            **NO_BUDGET, "max_steps": steps, "log_every": 1,
         },
         "checkpoint": {"keep": None, "save_initial": True},
     }  # fmt: skip
     if config.batch.ramp is not None:
         sizes = window_sizes(config.batch, steps)
         knobs["batch"] = ramp_over(sizes, config.batch.sequence_length)
-    return with_knobs(with_knobs(quiet(config), **knobs), **sections)
+    return with_knobs(of_features(with_knobs(quiet(config), **knobs), "trial"), **sections)
+
+
+def of_features(config: Config, name: str, *given: Any) -> Config:
+    """Return the config with the knobs that features want in a proof, by a name: a `trial`."""
+    for knobs in features.offered("verify", name):
+        config = with_knobs(config, **knobs(*given))
+    return config
 
 
 def quiet(config: Config) -> Config:

@@ -14,7 +14,9 @@ class Knobs:
     data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
 
 
-KEYS = (Key("data_digest", "digest of the window's tokens, however it is cut"),)
+KEYS = (
+    Key("data_digest", "digest of the window's tokens, however it is cut", text="[0-9a-f]{16}"),
+)
 
 
 def asked(config: Any) -> bool:

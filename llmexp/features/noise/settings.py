@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from llmexp.settings.keys import Key
 from llmexp.settings.values import count
@@ -14,6 +14,10 @@ class Knobs:
     noise_scale_every: int | None = count(
         "optimizer steps between gradient noise scales; null: never", 10, affects="nothing"
     )
+
+
+class Status(TypedDict, total=False):
+    noise: dict[str, float | str | None]
 
 
 KEYS = (

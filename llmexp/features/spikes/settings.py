@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from llmexp.settings.values import knob, where
 
@@ -16,6 +16,16 @@ class Knobs:
         acts=where("metrics.outlier_sigma"),
         default=False,
     )
+
+
+class Spikes(TypedDict, total=False):
+    spikes: int
+    spike_tokens: int
+    rose_first: dict[str, str | int]  # a module, and how often
+
+
+class Status(TypedDict, total=False):
+    spikes: Spikes
 
 
 def asked(config: Any) -> bool:

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from typing import Any
+
+
+def replay(step: int) -> dict[str, Any]:
+    return {"metrics": {"spikes": False}}
