@@ -1,7 +1,8 @@
 """Optional parts of a run, each in a folder of its own, which a run without it never executes.
 
 The files of a feature are named after the rooms that they stand in. A room collects them by `parts`
-and names none of them; a feature is removed by its folder and its line in FEATURES.
+and names none of them; a feature is removed by its folder, its line in FEATURES, and those of its
+knobs in conf/.
 
 settings   its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
            `KEYS` of its figures in the rows; `OFF`: its knobs where it does not come between or
