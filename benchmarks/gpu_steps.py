@@ -67,7 +67,7 @@ def step_of(s: Setup, window: Window, last: Outcome | None = None) -> Outcome:
             last.read()
         return 0
 
-    seed_step(1, window.step, 0, s.mesh.device)
+    seed_step(1, window.step, 0)
     return train_step(s, window, settle)
 
 
