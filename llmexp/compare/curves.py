@@ -20,7 +20,7 @@ from llmexp.metrics.plot import running_mean
 AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
 POINTS = 600  # of a curve at most: about one per pixel
 # of one quantity over all settings, so that 200 runs stay a page that can be mailed
-_POINTS_OF_ALL = 34_000
+_POINTS_OF_ALL = 30_000
 _MANY = 40  # settings at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # settings at most that the pointer lists; of more it tells the nearest one
 SMOOTHED = 0.05  # share of the rows whose mean a train loss is
