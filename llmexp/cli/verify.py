@@ -21,6 +21,7 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.values import AUTO, ConfigError, nearest, refuse
 from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted, warn
+from llmexp.system.workers import warm
 from llmexp.verify.checks import Check, print_wrapped
 
 PROOFS = {
@@ -100,9 +101,9 @@ def prove(proof: Proof) -> int:
     module = importlib.import_module(f"llmexp.verify.{what}")
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
-        return print_report(
-            proof, module.verify(proof.config, proof.path, steps=steps, shrink=shrink)
-        )
+        with warm():
+            found = module.verify(proof.config, proof.path, steps=steps, shrink=shrink)
+        return print_report(proof, found)
     except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise
     # also of the files that it reads and writes, and of a model of the user's own

@@ -28,6 +28,7 @@ from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.devices import Device, device_called
 from llmexp.system.redact import redacted
 from llmexp.system.text import gib
+from llmexp.system.workers import warm
 from llmexp.train.assembly.assemble import Parts, assemble
 
 _KEY = "batch.micro_batch_size"
@@ -50,7 +51,8 @@ def with_size(config: Config, ranks: AllRanks | None = None) -> Config:
     room, deciding = _deciding(config, parts, ranks.least_memory() if ranks else None)
     found = remembered(_SIZES, *deciding)
     if found is None:
-        found = _find(parts, room, ranks.measured if ranks else measured)
+        with warm():
+            found = _find(parts, room, ranks.measured if ranks else measured)
         remember(_SIZES, found, *deciding)
     return cut(config, found["micro_batch_size"])
 

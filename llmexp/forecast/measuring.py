@@ -23,13 +23,8 @@ from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import fields
 from llmexp.system import fileio
-from llmexp.system.child import (
-    DONE,
-    first_to_go_without_memory,
-    how_it_died,
-    kill_family,
-    start_worker,
-)
+from llmexp.system.child import DONE, first_to_go_without_memory, how_it_died, kill_family
+from llmexp.system.workers import start_worker
 
 ERRORS = "stderr.log"
 LATE_S = 30.0  # for ranks to answer after another one has failed

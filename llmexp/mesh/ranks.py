@@ -30,9 +30,9 @@ from llmexp.system.child import (
     pass_on,
     signals_passed_on,
     start,
-    start_worker,
 )
 from llmexp.system.devices import threads_per_rank
+from llmexp.system.workers import start_worker, warm
 
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a hung process never does
 _POLL_S = 0.05
@@ -67,6 +67,7 @@ def run_ranks(plan: Plan, note_failure: Callable[[int, int], bool]) -> int:
     with (
         open(log_file(plan.run_dir, plan.first_rank), "a+b") as log,  # reads what comes from now on
         signals_passed_on(ranks) as stopped,
+        warm(plan.ranks > 1),
     ):
         for attempt in range(plan.max_restarts + 1):
             with started(plan, attempt, ranks):

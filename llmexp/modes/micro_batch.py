@@ -35,8 +35,8 @@ from llmexp.system.child import (
     how_it_died,
     kill_family,
     start,
-    start_worker,
 )
+from llmexp.system.workers import start_worker
 from llmexp.train import group
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import TrainingFailed

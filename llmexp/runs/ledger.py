@@ -38,7 +38,9 @@ LEDGER, LOCK = "sweep.json", ".lock-sweep"  # in a sweep's folder
 _CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
-_KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")
+_KEPT = (
+    "number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused", "forked",
+)  # fmt: skip
 NOT_KEPT = ("path", "since", "points", "looks")
 
 
@@ -60,6 +62,7 @@ class LedgerEntry:
     attempts: int = 0
     rung: float | None = None  # share of its steps after which successive halving left it out
     refused: str | None = None  # why it cannot run, in one line; it has no folder then
+    forked: bool | None = None  # its process was a fork of one that had imported (sweep.warm)
     # As `Ledger.look` found them in the run's folder; not written.
     state: str = "queued"
     started: float | None = None

@@ -21,7 +21,7 @@ from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep
-from llmexp.system.child import start
+from llmexp.system.workers import start_worker
 
 
 class Checker:
@@ -29,7 +29,9 @@ class Checker:
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
-        self._child = start("llmexp.sweep.check", stdin=pipe, stdout=pipe, text=True)
+        self._child = start_worker(
+            "", module="llmexp.sweep.check", stdin=pipe, stdout=pipe, text=True
+        )
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError), self._child:  # which may not have read all

@@ -15,8 +15,9 @@ from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point
-from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
+from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on
 from llmexp.system.fileio import last_line
+from llmexp.system.workers import Forked, start_worker
 
 _LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log
@@ -70,6 +71,7 @@ class Local:
             self._free += devices
             self._current.ended(point.entry)
         else:
+            self._current.ledger.update(point.entry, forked=isinstance(process, Forked))
             self._active.append(Active(point, process, devices))
 
     def poll(self) -> bool:

@@ -28,6 +28,7 @@ from llmexp.sweep.points import asked_of, expand, grid_of, load_points
 from llmexp.sweep.running import check_launcher
 from llmexp.sweep.section import Sweep, build_sweep
 from llmexp.system.child import PREEMPTED, say
+from llmexp.system.workers import warm
 
 _SIZES = (8, 16, 32)  # runs of a screen
 DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
@@ -40,9 +41,10 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
     75 when a signal stopped it. Raises ConfigError.
     """
     with contextlib.ExitStack() as stack:
+        knobs, where = section_of(cfg)
+        stack.enter_context(warm(knobs.warm))
         # at once: it imports torch meanwhile
         checker = stack.enter_context(contextlib.closing(Checker()))
-        knobs, where = section_of(cfg)
         refuse_secrets(list(arguments), "the command line")
         fixed = fixed_folder(overrides, "hydra.sweep.dir")
         grid = knobs.search.trials is None

@@ -23,7 +23,8 @@ from llmexp.settings.values import AUTO, ConfigError, knob, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
-from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
+from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED
+from llmexp.system.workers import start_worker
 
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by
 # name.

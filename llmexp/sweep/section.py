@@ -49,6 +49,11 @@ class Sweep:
         "times that failed points are started again once the others are through", 1, at_least=0
     )
     stop_on_failure: bool = knob("start no further point after one has failed")
+    warm: bool = knob(
+        "start points on this machine as forks of a process that has imported what all import "
+        "(Linux); false: each one imports it anew",
+        default=True,
+    )
     silence_s: float | None = knob(
         "seconds without a sign of life (a row, a line, a checkpoint) after which a point is "
         "ended; null: never",

@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from llmexp.system.child import DONE, PREEMPTED, REFUSED, end_process, start_worker
+from llmexp.system.child import DONE, PREEMPTED, REFUSED, end_process
+from llmexp.system.workers import start_worker
 
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
 # The variables that describe the job that this process is in, its GPUs and its ranks included.

@@ -3,6 +3,7 @@
 In reading order:
 
 child     processes, the signals that they get and pass on, exit codes
+workers   start workers, of which several are forks of one that has imported
 fileio    small files, written whole or not at all
 text      numbers, sizes, times, intervals, errors and tables for a reader
 redact    replace the secrets of this machine by their names

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subprocess import Popen
 
+TEMPLATE = "template:"  # begins the argument of a worker that becomes others; its socket follows
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
 # one request reaches a rank several times: from Slurm, by srun, by the process that started it
 REPEAT_S = 1.0
@@ -108,11 +109,6 @@ def start(module: str, *arguments: str, log: Path | None = None, **more: Any) ->
         stack.enter_context(signals_held())
         command = [sys.executable, "-P", "-m", module, *arguments]
         return subprocess.Popen(command, **{"process_group": 0, **more})
-
-
-def start_worker(argument: str, **more: Any) -> Popen[Any]:
-    """Start `python -m llmexp.train ARGUMENT`, as `start` does."""
-    return start("llmexp.train", argument, **more)
 
 
 def hand_over(process: Popen[str], request: dict[str, Any]) -> None:

@@ -19,4 +19,9 @@ if __name__ == "__main__":
 
     from llmexp.train import worker
 
-    child.end_process(worker.main(sys.argv[1]))
+    argument = sys.argv[1]
+    if argument.startswith(child.TEMPLATE):
+        from llmexp.system import workers
+
+        argument = workers.serve(int(argument.removeprefix(child.TEMPLATE)))
+    child.end_process(worker.main(argument))

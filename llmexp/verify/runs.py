@@ -21,8 +21,9 @@ from llmexp.settings.config import Batch, Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.forms import ramp_sizes
 from llmexp.settings.values import ConfigError, override_value, refuse
-from llmexp.system.child import DONE, hand_over, kill_family, signals_passed_on, start_worker
+from llmexp.system.child import DONE, hand_over, kill_family, signals_passed_on
 from llmexp.system.fileio import last_line
+from llmexp.system.workers import start_worker
 from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from llmexp.__main__ import COMMANDS, run
-from llmexp.system.child import start_worker
+from llmexp.system.workers import start_worker
 from llmexp.tasks import make
 from tests.conftest import HANG_S, ROOT, TINY, environment, llmexp, start
 from tests.tools import run_here, session, wait_for

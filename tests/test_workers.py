@@ -1,0 +1,154 @@
+"""Workers as forks of a template: the same as processes that are started afresh, and nothing left.
+
+What sweeps make of them is in tests/sweep/test_warm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmexp.system import workers
+from llmexp.system.child import children, ended, kill_family
+from tests.conftest import PATHS
+from tests.tools import wait_for
+
+FRESH_PROCESSES = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """One template for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", PATHS)
+        with workers.warm():
+            yield
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, but for what pytest changes with each test."""
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} | more
+
+
+def started(do: str, **more) -> subprocess.Popen:
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    given |= {"env": environment(), **more}
+    return workers.start_worker(do, module="own.facts", **given)
+
+
+def of(process: subprocess.Popen) -> dict:
+    with process:
+        return json.loads(process.stdout.read())
+
+
+def test_a_fork_is_as_a_process_that_was_started_afresh(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = environment(LLMEXP_ALLOW="own", RANK="3", CUDA_VISIBLE_DEVICES="1")
+    forked = started("facts", env=env)
+    assert isinstance(forked, workers.Forked)
+    with workers.warm(False):
+        fresh = started("facts", env=env)
+    assert not isinstance(fresh, workers.Forked)
+    a, b = of(forked), of(fresh)
+    own = a.pop("own"), b.pop("own")
+    assert a == b
+    assert (a["environment"], a["cwd"], a["parent"]) == (env, str(tmp_path), os.getpid())
+    assert [*a["files"]] == ["0", "1", "2"]
+    # each process draws other numbers of its own, two forks too
+    again = of(started("facts", env=env))["own"]
+    assert len({*own[0], *own[1], *again}) == 9
+
+
+def test_exit_codes_and_signals_are_those_of_a_child():
+    processes = {code: started(str(code)) for code in (0, 2, 75)}
+    assert {code: p.wait() for code, p in processes.items()} == {0: 0, 2: 2, 75: 75}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = started("sleep")
+        assert process.stdout.readline() == "here\n"
+        assert process.poll() is None
+        assert process.pid in children(os.getpid())
+        process.send_signal(number)
+        assert process.wait() == process.poll() == -number
+        process.send_signal(number)  # to nobody
+        process.stdout.close()
+
+
+def test_what_it_prints_goes_to_its_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    process = workers.start_worker("no number", log=log, module="own.facts", env=environment())
+    assert process.wait() == 1
+    first, *_, last = log.read_text().splitlines()
+    assert (first, last) == (
+        "before",
+        "ValueError: invalid literal for int() with base 10: 'no number'",
+    )
+
+
+def test_a_template_that_was_killed_is_started_again():
+    template = next(iter(workers._templates.values()))
+    kill_family(template._process.pid)
+    process = started("7")
+    assert isinstance(process, workers.Forked)
+    assert process.wait() == 7
+    assert next(iter(workers._templates.values())) is not template
+
+
+def test_nothing_is_left_of_two_hundred_forks():
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    assert started("0", stdout=subprocess.DEVNULL).wait() == 0
+    template = next(iter(workers._templates.values()))
+    mine = Path(f"/proc/{template._process.pid}")
+
+    def memory() -> int:
+        words = (mine / "smaps_rollup").read_text().split()
+        return int(words[words.index("Private_Dirty:") + 1])
+
+    before = open_files(), children(os.getpid()), len(os.listdir(mine / "fd"))
+    kib = memory()
+    for number in range(200):
+        process = started(str(number % 100), stdout=subprocess.DEVNULL)
+        assert isinstance(process, workers.Forked)
+        assert process.wait() == number % 100
+    assert (open_files(), children(os.getpid()), len(os.listdir(mine / "fd"))) == before
+    assert memory() < kib + 4096
+
+
+def test_a_template_and_its_forks_end_with_who_asked(tmp_path):
+    script = """
+import sys
+from llmexp.system import workers
+with workers.warm():
+    worker = workers.start_worker("sleep", module="own.facts")
+    template = next(iter(workers._templates.values()))._process
+    print(worker.pid, template.pid, flush=True)
+    sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert parent.stdout.readline() == "here\n"
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: all(map(ended, pids)))
+
+
+def test_other_environments_have_other_templates_and_at_last_fresh_processes():
+    kinds = []
+    for number in range(1, 5):
+        process = started("0", env=environment(OMP_NUM_THREADS=str(number)))
+        kinds.append(isinstance(process, workers.Forked))
+        assert process.wait() == 0
+        process.stdout.close()
+    # with the template of this environment, where threads are one
+    most = workers._MOST - len({os.environ["OMP_NUM_THREADS"]} - set("1234"))
+    assert kinds == [True] * most + [False] * (4 - most)
