@@ -90,6 +90,6 @@ def fast_fails(event, context):
 def lose_template(event, context):
     """Kill what the sweep forks its points of, once, from the first of them."""
     if event == "step_start" and context.step == 2 and once("template"):
-        for pid in children(os.getppid()):
-            if b"template:" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        beside = sorted(pid for pid in children(os.getppid()) if pid != os.getpid())
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in beside}
+        os.kill(next(p for p, c in commands.items() if b"template:" in c), signal.SIGKILL)
