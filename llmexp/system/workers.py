@@ -35,6 +35,7 @@ _OWN = (
 # What every run imports later: at its first loss and backward pass, and as it saves.
 _LATER = ("torch.fx.experimental.symbolic_shapes", "torch.utils.serialization.config", "numpy.ma")
 _MOST = 4  # templates at once
+FORKS = sys.platform == "linux"  # whether they can be; the tests have a server of their own
 _ANSWER_S = 300.0  # for a fork, also from a template that still imports on a busy machine
 _SUBREAPER = 36  # of prctl(2)
 
@@ -90,9 +91,9 @@ class _Template:
             socket.send_fds(self._socket, [len(message).to_bytes(8, "big")], streams)
             self._socket.sendall(message)
             answer = self._socket.recv(8)
-        if len(answer) < 8:
-            raise OSError("the template has ended")
-        return int.from_bytes(answer, "big")
+        if not (pid := int.from_bytes(answer, "big")):
+            raise OSError("the template has ended, or its forks are children of another process")
+        return pid
 
     def end(self) -> None:
         self._socket.close()
@@ -105,7 +106,7 @@ def warm(wanted: bool = True) -> Iterator[None]:
     """Have all workers that are started within be forks of templates, where these can serve."""
     global _templates
     before = _templates
-    _templates = {} if wanted and sys.platform == "linux" else None
+    _templates = {} if wanted and FORKS else None
     try:
         yield
     finally:
@@ -229,8 +230,9 @@ def _become(
 ) -> None:
     """Make this fork what a process is that was started afresh."""
     while (parent := os.getppid()) != request["parent"]:
-        if parent != between:
-            os._exit(child.FAILED)  # who asked has gone
+        if parent != between:  # who asked has gone, or the system gives it no children
+            asked.sendall(bytes(8))
+            os._exit(child.FAILED)
         time.sleep(0.0005)
     child.die_with_parent()
     os.setpgid(0, 0)

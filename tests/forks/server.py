@@ -18,6 +18,7 @@ from hydra.core.plugins import Plugins
 
 from llmexp.compose import app
 from llmexp.runs import versions
+from llmexp.system import workers
 from llmexp.system.child import STOP_SIGNALS
 from tests import forks
 from tests.tiny import TINY
@@ -26,6 +27,7 @@ from tests.tiny import TINY
 def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
     forks.preload()
+    workers.FORKS = False  # they are forks of this process already
     Plugins.instance()  # looks through all of Hydra's plugins
     versions.versions()  # reads the metadata of packages
     if forks.PRETEND_BF16:
