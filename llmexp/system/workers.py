@@ -231,7 +231,8 @@ def _become(
     """Make this fork what a process is that was started afresh."""
     while (parent := os.getppid()) != request["parent"]:
         if parent != between:  # who asked has gone, or the system gives it no children
-            asked.sendall(bytes(8))
+            with contextlib.suppress(OSError):
+                asked.sendall(bytes(8))
             os._exit(child.FAILED)
         time.sleep(0.0005)
     child.die_with_parent()
