@@ -39,7 +39,7 @@ FORKS = sys.platform == "linux"  # whether they can be; the tests have a server 
 _ANSWER_S = 300.0  # for a fork, also from a template that still imports on a busy machine
 _SUBREAPER = 36  # of prctl(2)
 
-_templates: dict[str, _Template] | None = None  # by environment; None: all start afresh
+_templates: dict[str, Template] | None = None  # by environment; None: all start afresh
 
 
 class Forked(subprocess.Popen[Any]):
@@ -71,7 +71,7 @@ class Forked(subprocess.Popen[Any]):
             child.send(self.pid, sig)
 
 
-class _Template:
+class Template:
     """A process that becomes a worker as often as it is asked to."""
 
     def __init__(self, env: dict[str, str]) -> None:
@@ -160,7 +160,7 @@ def _forked(request: dict[str, Any], log: Path | None, text: bool = False, **giv
             return Forked(_template(request["env"], anew=True).fork(request, streams), pipes)
 
 
-def _template(env: dict[str, str], anew: bool = False) -> _Template:
+def _template(env: dict[str, str], anew: bool = False) -> Template:
     """Return the template of an environment. Raises OSError where there are too many."""
     assert _templates is not None
     early = {k: v for k, v in env.items() if not (k in _OWN or k.startswith("LLMEXP_"))}
@@ -170,7 +170,7 @@ def _template(env: dict[str, str], anew: bool = False) -> _Template:
     if kind not in _templates:
         if len(_templates) == _MOST:
             raise OSError("too many environments")
-        _templates[kind] = _Template(env)
+        _templates[kind] = Template(env)
     return _templates[kind]
 
 
@@ -185,7 +185,7 @@ def _adopting() -> Iterator[None]:
         prctl(_SUBREAPER, 0)
 
 
-def serve(number: int) -> str:
+def serve_forks(number: int) -> str:
     """Become a worker whenever the process that started this template asks for one.
 
     Return in the worker, with its argument. The template itself ends with that process, and where

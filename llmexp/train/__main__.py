@@ -23,5 +23,5 @@ if __name__ == "__main__":
     if argument.startswith(child.TEMPLATE):
         from llmexp.system import workers
 
-        argument = workers.serve(int(argument.removeprefix(child.TEMPLATE)))
+        argument = workers.serve_forks(int(argument.removeprefix(child.TEMPLATE)))
     child.end_process(worker.main(argument))
