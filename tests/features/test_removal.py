@@ -52,9 +52,14 @@ def without(name: str, to: Path) -> None:
         text, lines = re.subn(rf'(?m)^    "{gone}",.*\n', "", listed.read_text())
         assert lines == 1
         listed.write_text(text)
+        settings = part(gone, "settings")
+        for rule in getattr(settings, "CLIP_RULES", ()):
+            (to / "conf/clip" / f"{rule}.yaml").unlink()
+        section = "metrics" if settings is None else settings.SECTION
+        own = {*(to / "conf" / section).glob("*.yaml"), to / "conf/base" / f"{section}.yaml"}
         for file in (to / "conf").rglob("*.yaml") if knobs else ():
-            keys = "|".join(knobs)
-            file.write_text(re.sub(rf"(?m)^ +({keys}): .*\n", "", file.read_text()))
+            start, keys = "" if file in own else " +", "|".join(knobs)
+            file.write_text(re.sub(rf"(?m)^{start}({keys}): .*\n", "", file.read_text()))
 
 
 @pytest.mark.slow
