@@ -19,9 +19,9 @@ runs       `start`, beside that of a process that makes runs; `record`, into the
            `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
-verify     its knobs in a `trial`, in a `replay`, and where no step may be skipped (`unskipped`)
+verify     its knobs in a `trial`, in a `replay`, and where no step may be skipped (`unskipped`);
+           what its proof needs: formulas of rules of clipping; `prepared`: a config for it
 cli        `check_resume`: what a resumed run cannot ask of it
-verify     what its proof needs: formulas of rules of clipping; `prepared`: a config for it
 
 Other files are a feature's own.
 """
