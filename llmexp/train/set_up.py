@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from llmexp import features, mesh
-from llmexp.models.loss import SummedLoss
+from llmexp.models.loss import SummedLoss, looking
+from llmexp.models.operands import IGNORE_INDEX
+from llmexp.run import Run
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import rule_of
 from llmexp.train.hooks import of_hooks
@@ -65,6 +67,27 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         stage_rate=lambda step: parts.run.stage_at(step).rate,
     )
     setup.features.extend([setup.clipping, *of_hooks(parts.hooks, setup)])
+    if joined.dp_size > 2 and module is not loss:
+        settle_buckets(setup, parts.run)
     made = (part.make(parts, setup) for part in features.asked_for(config, "train"))
     setup.features.extend(made)  # one by one: one may need those before it
     return setup
+
+
+def settle_buckets(setup: Setup, run: Run) -> None:
+    """Have DDP lay out its buckets of gradients before the first step, by a pass without targets.
+
+    It orders them as the first backward pass gives gradients, and how a sum over three ranks or
+    more is rounded depends on its place in a bucket: a run that goes on would round its first step
+    otherwise than one that never stopped. (Two ranks have one order.)
+    """
+    tokens_bt = torch.zeros(
+        (run.micro_batch_size, run.sequence_length), dtype=torch.int64, device=setup.mesh.device
+    )
+    with looking(setup.model):
+        setup.model.train()  # what a step compiles
+        with mesh.micro_step(setup.mesh, setup.module, last=True):
+            with precision.autocast(setup.arithmetic, setup.mesh.device):
+                nll = setup.module(tokens_bt, torch.full_like(tokens_bt, IGNORE_INDEX))
+            nll.backward()
+    setup.zero_gradients()
