@@ -59,7 +59,6 @@ _ALL = (
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
-BY_MICRO_BATCH = tuple(key.name for key in _ALL if key.by_micro_batch)
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
 SCORES = "task/"  # begins the figures of tasks

@@ -21,7 +21,6 @@ class Key:
     digits: int = 4  # significant ones that are shown
     timing: bool = False  # it says something about the machine, and differs between equal runs
     plot: str = ""
-    by_micro_batch: bool = False  # it depends on how a window is cut
     text: str = ""  # the pattern of one whose value is no number
 
     @property

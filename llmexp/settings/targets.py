@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from llmexp.settings.convert import checked_knob, convert_value
 from llmexp.settings.parts import COMMON, declared
-from llmexp.settings.values import ConfigError, Knob, hint, nearest, nested, refuse
+from llmexp.settings.values import ConfigError, Knob, hint, is_ours, nearest, nested, refuse
 from llmexp.settings.variables import fill
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
@@ -94,8 +94,11 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "
     text += "own is allowed by its name on the command line: --allow mypackage"
     not_allowed = refuse(key, dotted, text)
+    other = "a run folder of another version goes on with that version"
     if not inside(module_name, packages):
-        raise not_allowed
+        if not is_ours(dotted):
+            raise not_allowed
+        raise refuse(key, dotted, f"is no {key.partition('.')[0]} of this version; {other}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -107,7 +110,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(key, dotted, text) from error
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
-        raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
+        text = f"{module_name} has no {name}.{nearest(name, known)}"
+        raise refuse(key, dotted, f"{text}; {other}" if is_ours(module_name) else text)
     found = getattr(module, name)
     # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
     if not callable(found) or not inside(_defined_in(found), packages):

@@ -25,17 +25,22 @@ from llmexp.system.workers import start_worker
 
 
 class Checker:
-    """The process that assembles points; it imports torch while the points are composed."""
+    """The process that assembles points.
 
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self._child = start_worker(
-            "", module="llmexp.sweep.check", stdin=pipe, stdout=pipe, text=True
-        )
+    It imports torch while the points are composed, or is a fork of what does so, made `later`.
+    """
+
+    def __init__(self, later: bool) -> None:
+        self._child = None if later else self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
+        pipe, module = subprocess.PIPE, "llmexp.sweep.check"
+        return start_worker("", module=module, stdin=pipe, stdout=pipe, text=True)
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError), self._child:  # which may not have read all
-            self._child.kill()
+        if self._child is not None:
+            with contextlib.suppress(BrokenPipeError), self._child:  # which may not have read all
+                self._child.kill()
 
     def check(
         self, points: Sequence[Point], purpose: str = "check"
@@ -64,6 +69,7 @@ class Checker:
         return [found.get("refused", "") for found in self._ask("queue", requests)]
 
     def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
+        self._child = self._child or self._started()
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         question = json.dumps({purpose: [point.request() for point in points]})

@@ -42,9 +42,9 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
     """
     with contextlib.ExitStack() as stack:
         knobs, where = section_of(cfg)
-        stack.enter_context(warm(knobs.warm))
         # at once: it imports torch meanwhile
-        checker = stack.enter_context(contextlib.closing(Checker()))
+        stack.enter_context(warm(knobs.warm, at_once=True))
+        checker = stack.enter_context(contextlib.closing(Checker(later=knobs.warm)))
         refuse_secrets(list(arguments), "the command line")
         fixed = fixed_folder(overrides, "hydra.sweep.dir")
         grid = knobs.search.trials is None

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -39,7 +40,7 @@ FORKS = sys.platform == "linux"  # whether they can be; the tests have a server 
 _ANSWER_S = 300.0  # for a fork, also from a template that still imports on a busy machine
 _SUBREAPER = 36  # of prctl(2)
 
-_templates: dict[str, Template] | None = None  # by environment; None: all start afresh
+_templates: dict[str, Template | None] | None = None  # by environment; None: all start afresh
 
 
 class Forked(subprocess.Popen[Any]):
@@ -62,8 +63,10 @@ class Forked(subprocess.Popen[Any]):
 
     def _look(self, how: int) -> int | None:
         if self.returncode is None:
-            there, status = os.waitpid(self.pid, how)
-            self.returncode = os.waitstatus_to_exitcode(status) if there else None
+            with contextlib.suppress(ChildProcessError):  # a handler of a signal has looked
+                there, status = os.waitpid(self.pid, how)
+                if there:
+                    self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
@@ -87,10 +90,14 @@ class Template:
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
         """Return the process id of a new worker. Raises OSError where there is no template now."""
         message = json.dumps(request).encode()
-        with _adopting():
-            socket.send_fds(self._socket, [len(message).to_bytes(8, "big")], streams)
-            self._socket.sendall(message)
-            answer = self._socket.recv(8)
+        try:
+            with _adopting():
+                socket.send_fds(self._socket, [len(message).to_bytes(8, "big")], streams)
+                self._socket.sendall(message)
+                answer = self._socket.recv(8)
+        except BaseException:  # an answer that comes later would be taken for that of the next
+            self._socket.close()
+            raise
         if not (pid := int.from_bytes(answer, "big")):
             raise OSError("the template has ended, or its forks are children of another process")
         return pid
@@ -102,16 +109,23 @@ class Template:
 
 
 @contextlib.contextmanager
-def warm(wanted: bool = True) -> Iterator[None]:
-    """Have all workers that are started within be forks of templates, where these can serve."""
+def warm(wanted: bool = True, at_once: bool = False) -> Iterator[None]:
+    """Have all workers that are started within be forks of templates, where these can serve.
+
+    One for this environment begins to import `at_once`, or with the first worker. Workers are
+    started by one thread.
+    """
     global _templates
     before = _templates
     _templates = {} if wanted and FORKS else None
     try:
+        if at_once and _templates is not None:
+            _template(dict(os.environ))
         yield
     finally:
         for template in (_templates or {}).values():
-            template.end()
+            if template is not None:
+                template.end()
         _templates = before
 
 
@@ -124,10 +138,10 @@ def start_worker(
     another `module`, which imports torch too, and takes one argument.
     """
     if _templates is not None and more.keys() <= {"env", "stdin", "stdout", "stderr", "text"}:
-        request: dict[str, Any] = {"module": module, "argument": argument}
-        request |= {"folder": os.getcwd(), "parent": os.getpid()}
+        request: dict[str, Any] = {"module": module, "argument": argument, "parent": os.getpid()}
         request["env"] = dict(more.pop("env", None) or os.environ)
         with contextlib.suppress(OSError):  # no memory to fork, or the template was killed twice
+            request["folder"] = os.getcwd()
             return _forked(request, log, **more)
         more["env"] = request["env"]
     return child.start(module, argument, log=log, **more)
@@ -154,24 +168,39 @@ def _forked(request: dict[str, Any], log: Path | None, text: bool = False, **giv
             elif stream == subprocess.DEVNULL:
                 stream = null
             streams.append(stream if isinstance(stream, int) else stream.fileno())
-        try:
-            return Forked(_template(request["env"]).fork(request, streams), pipes)
-        except OSError:
-            return Forked(_template(request["env"], anew=True).fork(request, streams), pipes)
+        for again in (True, False):
+            try:
+                return Forked(_template(request["env"]).fork(request, streams), pipes)
+            except OSError:
+                _end_template(request["env"], again)
+                if not again:
+                    raise
+    raise AssertionError
 
 
-def _template(env: dict[str, str], anew: bool = False) -> Template:
-    """Return the template of an environment. Raises OSError where there are too many."""
-    assert _templates is not None
+def _kind(env: dict[str, str]) -> str:
     early = {k: v for k, v in env.items() if not (k in _OWN or k.startswith("LLMEXP_"))}
-    kind = json.dumps(early, sort_keys=True)
-    if anew and (ended := _templates.pop(kind, None)):
-        ended.end()
-    if kind not in _templates:
-        if len(_templates) == _MOST:
-            raise OSError("too many environments")
+    return json.dumps(early, sort_keys=True)
+
+
+def _template(env: dict[str, str]) -> Template:
+    """Return the template of an environment. Raises OSError where there can be none."""
+    assert _templates is not None
+    kind = _kind(env)
+    if kind not in _templates and len(_templates) < _MOST:
         _templates[kind] = Template(env)
-    return _templates[kind]
+    if (found := _templates.get(kind)) is None:
+        raise OSError("there is no template for this environment")
+    return found
+
+
+def _end_template(env: dict[str, str], again: bool) -> None:
+    """End the template of an environment; unless it may be started `again`, none follows."""
+    assert _templates is not None
+    if ended := _templates.pop(kind := _kind(env), None):
+        ended.end()
+        if not again:
+            _templates[kind] = None
 
 
 @contextlib.contextmanager
@@ -211,8 +240,12 @@ def serve_forks(number: int) -> str:
         with child.signals_held():
             if (between := os.fork()) == 0:
                 between = os.getpid()
-                if os.fork():
-                    os._exit(0)  # the worker becomes a child of who asked
+                try:
+                    if os.fork():
+                        os._exit(0)  # the worker becomes a child of who asked
+                except OSError:  # no room for a process
+                    asked.sendall(bytes(8))
+                    os._exit(child.FAILED)
                 request = json.loads(text)
                 _become(request, asked, streams, between)
                 break
@@ -240,13 +273,21 @@ def _become(
     asked.sendall(os.getpid().to_bytes(8, "big"))
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(number)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv[1:] = [request["argument"]]
     # anew: the one that there is remembers what its file was
-    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(
+        open(1, "wb", closefd=False),  # noqa: SIM115
+        sys.stdout.encoding,
+        sys.stdout.errors,
+        write_through=bool(request["env"].get("PYTHONUNBUFFERED")),
+    )
     child.never_fail_to_print()
     # as of a start: drawn anew by each process; random does it by itself
     sys.modules["numpy"].random.seed()

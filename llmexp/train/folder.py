@@ -55,12 +55,12 @@ def recorded_parent(path: Path) -> Parent | None:
 def known_of(request: dict[str, Any]) -> dict[str, Any]:
     """Return what `assemble` needs to know of the folder of a request.
 
-    That is whether it holds a checkpoint to go on from, and the parent of a fork there. Raises
-    ConfigError."""
+    That is whether its run has begun before (there is a checkpoint, or it is repeated), and the
+    parent of a fork there. Raises ConfigError."""
     path = Path(request["folder"])
     if not request["fixed"]:
         return {}
-    tried = rundir.newest_step(path) is not None
+    tried = rundir.newest_step(path) is not None or (path / rundir.ASKED).exists()
     return {"tried": tried, "parent": recorded_parent(path)}
 
 

@@ -253,7 +253,7 @@ def test_failing_points_touch_no_other(tmp_path):
     assert record["label"] == "micro_batch_size_4"
     assert record["group"].endswith(folder.name)
     # The output in the order in which it happened, a table at the end, and each whole reason twice.
-    texts = [*(f"{n} micro={n + 1}  running" for n in range(4)), "\nmicro=4: "]
+    texts = [*(f"{n} micro={n + 1}  running" for n in range(4)), "\nOnly setting: micro=4, "]
     places = [result.out.index(text) for text in texts]
     assert places == sorted(places)
     rows = [row.split() for row in result.out[places[-1] :].splitlines()]

@@ -44,8 +44,8 @@ def test_a_refusal_is_an_object_with_code_message_and_key(words, code, key, capf
 def test_so_is_one_of_the_process_that_trains(tmp_path):
     done = llmexp("train", "--json", *TINY, *NO_FILE, cwd=tmp_path)
     assert done.code == 2
-    assert printed("error", done.out)["error"]["code"] == "E-MATCHING-FILES_OF"
+    assert printed("error", done.out)["error"]["code"] == "E-MATCHING-MATCH_FILES"
     assert done.err.count("no file matches") == 1
     with pytest.raises(program.ConfigError, match="no file matches") as refused:
         program.train([*TINY, *NO_FILE], quiet=True)
-    assert (refused.value.code, refused.value.key) == ("E-MATCHING-FILES_OF", "data.train_files")
+    assert (refused.value.code, refused.value.key) == ("E-MATCHING-MATCH_FILES", "data.train_files")

@@ -324,7 +324,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     looks = looks_of(tmp_path / "s")
     assert [look["seeds"] for look in looks][:1] == [["1234", "1235"]]
     assert f"{len(after)} runs, " in done.out
-    assert "2 seeds of all 2 settings are 4 runs" in " ".join(done.out.split())
+    assert "all settings with 2 seeds are 4 runs" in " ".join(done.out.split())
     wider = llmexp("resume", "s", "optimizer.lr=1e-4,5e-2", cwd=tmp_path)
     assert wider.code == 0, wider.err + wider.out
     assert after.items() <= losses_of(tmp_path / "s").items()

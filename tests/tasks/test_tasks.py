@@ -133,7 +133,9 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
     assert found["bits_per_byte"] == pytest.approx(nll / size / math.log(2), rel=1e-11)
     assert 0 < found["acc"] < 1
     assert right != normed
-    assert command(["evaluate", "run@2", "--tasks", "tiny_facts,mixed"]) == 0
+    assert (
+        command(["evaluate", "run@2", "--tasks", "tiny_facts,mixed", "--tasks-folder", "sets"]) == 0
+    )
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown[-2:]] == [["tiny_facts", "16"], ["mixed", "20"]]
 

@@ -1,6 +1,6 @@
 """Gradient norms of a run: how often and how strongly it clipped, and how other limits would have.
 
-Norms are counted in logarithmic bins on the host, which reads every step's norm with the verdict on
+Norms are counted in logarithmic bins on the host, which reads every step's norm with the outcome of
 that step.
 """
 

@@ -77,9 +77,10 @@ class ClipTable(Feature):
         if anew:
             return
         self.norms.load_state_dict(state["norms"])
-        for key, norms in self._values.items():
-            norms.load_state_dict(state["measures"][key])
-        self._sums = {key: state["measures"][key] for key in self._sums}
+        measures = state["measures"]
+        for key in self._values.keys() & measures:  # features may have come since
+            self._values[key].load_state_dict(measures[key])
+        self._sums |= {key: measures[key] for key in self._sums.keys() & measures}
 
 
 def of_units(limit: float, sums: Sequence[float]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def make(parts: Parts, setup: Setup) -> Ema:
 class Ema(Feature):
     """Hold average = decay x average + (1 - decay) x weights, taken after each applied update.
 
-    The host does so with the verdict on the step: mostly during the next one, before its update.
+    The host does so with the outcome of the step: mostly during the next one, before its update.
     The average begins as a copy of the initial weights, so no start at zero needs a correction. It
     is split over ranks as they are. `average`: the parameters that are trained, by clean name.
     """

@@ -22,9 +22,9 @@ class Status(TypedDict, total=False):
 
 KEYS = (
     Key("noise_scale", "gradient noise scale in sequences, smoothed over its measurements",
-        "noise scale", digits=3, by_micro_batch=True),
-    Key("noise_scale_low", "lower end of the 95 % interval of noise_scale", by_micro_batch=True),
-    Key("noise_scale_high", "upper end of the 95 % interval of noise_scale", by_micro_batch=True),
+        "noise scale", digits=3),
+    Key("noise_scale_low", "lower end of the 95 % interval of noise_scale"),
+    Key("noise_scale_high", "upper end of the 95 % interval of noise_scale"),
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def make(parts: Parts, setup: Setup) -> Noise:
 
 
 class Noise(Feature):
-    """Measure a small gradient in every so many steps; the host learns of it with the verdict."""
+    """Measure a small gradient in every so many steps; the host learns of it with the outcome."""
 
     name = "noise"
     loop: Loop
