@@ -328,7 +328,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     wider = llmexp("resume", "s", "optimizer.lr=1e-4,5e-2", cwd=tmp_path)
     assert wider.code == 0, wider.err + wider.out
     assert after.items() <= losses_of(tmp_path / "s").items()
-    assert "all 3 settings are 6 runs" in " ".join(wider.out.split())
+    assert "all settings with 2 seeds are 6 runs" in " ".join(wider.out.split())
     *_, last = looks_of(tmp_path / "s")  # also where the sweep ended before it
     assert "lr=0.05" in last["going"] + last["worse"]
     for given in ("train.seed=7", "sweep.first_seeds=3"):
