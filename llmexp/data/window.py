@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """This rank's part of a window: its micro-batches of one optimizer step."""
+    """Hold the micro-batches of one optimizer step that this rank trains on."""
 
     step: int  # steps before this one: its row has step + 1
     # (tokens_bt, targets_bt) int64; rows that are missing are masked

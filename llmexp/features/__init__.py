@@ -5,9 +5,9 @@ and names none of them; a feature is removed by its folder, its line in FEATURES
 knobs in conf/.
 
 settings   its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
-           `KEYS` of its figures in the rows; `OFF`: its knobs where it does not come between or
-           beside the steps; of its knobs those that are `NO_WORK`, and those of which the work
-           depends on whether they are set (`SOMETIMES`); `Status`: its kinds in status.json
+           `KEYS` of its figures in the rows; `OFF`: values that turn it off in proofs; knobs that
+           change neither time nor memory of a step (`NO_WORK`), or only by being set or not
+           (`SOMETIMES`); `Status`: its kinds in status.json
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;

@@ -4,15 +4,15 @@ No Hydra in here. In reading order:
 
 assembly       from a config to everything that a run needs, each part checked
 feature        the events at which optional parts of a run (`features`) and hooks act
-step           one optimizer step: the factor of the loss, whether it is skipped
+step           one optimizer step: the factor of the loss, whether it is skipped; `Setup`
 clipping       the rule of clipping of a step: by the norm, or none
 limiting       what other rules limit, measured for rows and tables
-set_up         builds that from the parts of a run
+set_up         builds the `Setup` of steps from the parts of a run
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to evaluate, save, stop; the rows
 finishing      finishes each step, one later: counts it, or ends the run with words
-state          what the loop holds, how far it is, and what a checkpoint restores
+state          `Loop`: what it holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code, after Ctrl-C too

@@ -22,7 +22,7 @@ Clipped = tuple[Any, Any, Tensor | None]
 
 
 class Rule(Feature):
-    """Clip nothing, and measure the norm all the same: the rule `none`, which others derive from.
+    """Leave the gradient as it is: the rule `none`, which others derive from.
 
     A rule acts once per window, on gradients that are unscaled and reduced. It is made before a run
     begins, too, of a model without memory and no mesh, and raises ConfigError for what it does not

@@ -142,7 +142,7 @@ class Feature:
         return {}
 
     def begin_tensors(self) -> None:
-        """Set them to the weights: those of a checkpoint that has none of this feature."""
+        """Give its tensors first values, where a checkpoint has none of this feature."""
 
     # At the end, and in a plan.
 

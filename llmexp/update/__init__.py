@@ -1,7 +1,7 @@
 """From gradients to new parameters.
 
 In reading order:
-precision  which one `auto` is, autocast, loss scale, dtype of parameters
+precision  what `auto` computes in, autocast, loss scale, dtype of parameters
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 optim      rates, decay, and an update that the device can skip
