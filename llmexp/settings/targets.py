@@ -91,14 +91,12 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(key, dotted, "the dotted name of a function is needed", example)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
-    text = f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your "
-    text += "own is allowed by its name on the command line: --allow mypackage"
-    not_allowed = refuse(key, dotted, text)
     other = "a run folder of another version goes on with that version"
+    allow = "a package of your own is allowed by its name on the command line: --allow mypackage"
+    text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
+    not_allowed = refuse(key, dotted, f"{text}; {other if is_ours(dotted) else allow}")
     if not inside(module_name, packages):
-        if not is_ours(dotted):
-            raise not_allowed
-        raise refuse(key, dotted, f"is no {key.partition('.')[0]} of this version; {other}")
+        raise not_allowed
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
