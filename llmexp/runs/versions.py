@@ -1,4 +1,4 @@
-"""What llmexp itself is: its source and its commit, and the versions of what it computes with."""
+"""Name the source and the commit of llmexp, and the versions of what it computes with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run owe each other: to meet, to hold its folder, to say why they end."""
+"""Let the ranks of a run meet, hold its folder and say why they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sources of files share: the files of training and of validation, and the tokens of both."""
+"""Tell the files of training from those of validation, and hold the tokens of both."""
 
 from __future__ import annotations
 

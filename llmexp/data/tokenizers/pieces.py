@@ -1,4 +1,4 @@
-"""What tokenizers of pieces share: the token between documents, and bytes of text."""
+"""Give tokenizers of pieces the token between documents, and the bytes of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both moving limits share."""
+"""Let a limit move: begin it after some updates, and keep what it follows in checkpoints."""
 
 from __future__ import annotations
 

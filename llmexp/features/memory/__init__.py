@@ -1,1 +1,1 @@
-"""What memory a run takes: measured before, and compared with what its host has."""
+"""Compare the memory that a run takes, measured before, with what its host has."""

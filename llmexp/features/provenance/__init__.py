@@ -1,1 +1,1 @@
-"""Where a run came from, in its folder: commit, uncommitted changes, packages, drivers."""
+"""Record the commit, uncommitted changes, packages and drivers that a run came from."""
