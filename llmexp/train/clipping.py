@@ -32,7 +32,7 @@ class Rule(Feature):
     name = "limit"  # of its state in checkpoints
     max_norm: float | None = None  # the limit of the norm, where it is the same at each step
     moving = False  # it is another one at each step
-    seen: Any = None  # the `Outcome` of the last step
+    outcome: Any = None  # the `Outcome` of the last step
 
     def __init__(
         self, clip: Any, joined: mesh.Mesh | None, model: nn.Module, optimizers: list[Optimizer]
@@ -53,19 +53,19 @@ class Rule(Feature):
         """Limit what the update has made, unless it was skipped; return whether it clipped."""
         return clipped
 
-    def factor(self, seen: Any) -> float | None:
+    def factor(self, outcome: Any) -> float | None:
         """Return the factor on the gradient of an applied update; None: there is no one factor."""
         return 1.0
 
-    def finished(self, seen: Any) -> None:
-        self.seen = seen
+    def finished(self, outcome: Any) -> None:
+        self.outcome = outcome
 
     def row(self, window: Window) -> dict[str, Any]:
-        if self.seen is None or self.seen.skipped:
+        if self.outcome is None or self.outcome.skipped:
             return {}
-        factor = self.factor(self.seen)
+        factor = self.factor(self.outcome)
         found = {} if factor is None else {"clip_coefficient": factor}
-        return {"clipped_share": float(self.seen.clipped)} | found
+        return {"clipped_share": float(self.outcome.clipped)} | found
 
 
 class ByNorm(Rule):
@@ -79,9 +79,9 @@ class ByNorm(Rule):
         by_update = optim.clips_in_update(self.optimizers, norm)
         return clip_norm(gradients, norm, self.max_norm, by_update)
 
-    def factor(self, seen: Any) -> float | None:
+    def factor(self, outcome: Any) -> float | None:
         limit = self.max_norm
-        return 1.0 if limit is None else min(1.0, limit / (seen.grad_norm + EPSILON))
+        return 1.0 if limit is None else min(1.0, limit / (outcome.grad_norm + EPSILON))
 
 
 def rule_of(config: Any) -> type[Rule]:

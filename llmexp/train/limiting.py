@@ -27,31 +27,31 @@ class Limiting(Feature):
     values: Mapping[str, float | None] = {}
     units: Mapping[str, float] = {}
     found: Mapping[str, Any] = {}  # in the step
-    seen: Any = None  # the `Outcome` of the last step
+    outcome: Any = None  # the `Outcome` of the last step
 
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
         found, self.found = dict(self.found), {}
         return found
 
-    def finished(self, seen: Any) -> None:
-        super().finished(seen)
-        self.seen = seen
+    def finished(self, outcome: Any) -> None:
+        super().finished(outcome)
+        self.outcome = outcome
 
     def row(self, window: Window) -> dict[str, Any]:
-        found, seen = super().row(window), self.seen
-        if seen is None or seen.skipped:
+        found, outcome = super().row(window), self.outcome
+        if outcome is None or outcome.skipped:
             return found
-        found |= {key: seen.more[key] for key in self.values if key in seen.more}
-        shares = ((unit, shares_of(seen.more, unit)) for unit in self.units)
+        found |= {key: outcome.more[key] for key in self.values if key in outcome.more}
+        shares = ((unit, shares_of(outcome.more, unit)) for unit in self.units)
         return found | {f"clipped_{unit}": pair[0] for unit, pair in shares if pair}
 
 
 class LimitingRule(Limiting, Rule):
     """Be a rule whose limit is of something else than the norm of the whole gradient."""
 
-    def factor(self, seen: Any) -> float | None:
+    def factor(self, outcome: Any) -> float | None:
         """Return the mean factor of what is clipped one by one."""
-        shares = [shares_of(seen.more, unit) for unit in self.units]
+        shares = [shares_of(outcome.more, unit) for unit in self.units]
         return shares[0][1] if shares and shares[0] else None
 
 

@@ -57,14 +57,14 @@ class Moving(LimitingRule):
         by_update = optim.clips_in_update(self.optimizers, norm)
         return clip_norm(gradients, norm, limit, by_update)
 
-    def factor(self, seen: Any) -> float | None:
-        return seen.grad_norm_post_clip / seen.grad_norm if seen.grad_norm > 0 else 1.0
+    def factor(self, outcome: Any) -> float | None:
+        return outcome.grad_norm_post_clip / outcome.grad_norm if outcome.grad_norm > 0 else 1.0
 
-    def finished(self, seen: Any) -> None:
-        super().finished(seen)
-        if not seen.skipped:
+    def finished(self, outcome: Any) -> None:
+        super().finished(outcome)
+        if not outcome.skipped:
             self.updates += 1
-            self.add(seen.grad_norm, seen.grad_norm_post_clip)
+            self.add(outcome.grad_norm, outcome.grad_norm_post_clip)
 
     def begins_anew(self, changed: Sequence[str]) -> bool:
         return bool(starting(changed, "clip."))

@@ -27,17 +27,17 @@ class ClipTable(Feature):
         self._limits = {key: limit for one in limiting for key, limit in one.units.items()}
         self._sums = {key: [0.0] * SIZE for key in self._limits}
 
-    def finished(self, seen: Outcome) -> None:
-        if seen.skipped:
+    def finished(self, outcome: Outcome) -> None:
+        if outcome.skipped:
             return
-        factor = self._rule.factor(seen)
-        self.norms.add(seen.grad_norm, seen.clipped, 1.0 if factor is None else factor)
+        factor = self._rule.factor(outcome)
+        self.norms.add(outcome.grad_norm, outcome.clipped, 1.0 if factor is None else factor)
         for key, norms in self._values.items():
-            value = seen.more.get(key, math.inf)
+            value = outcome.more.get(key, math.inf)
             if math.isfinite(value):  # a limit may be none
                 norms.add(max(value, 0.0), norms.limit is not None and value > norms.limit)
         for key, sums in self._sums.items():
-            if found := sums_of(seen.more, key):
+            if found := sums_of(outcome.more, key):
                 self._sums[key] = [a + b for a, b in zip(sums, found, strict=True)]
 
     def summary(self) -> dict[str, Any]:
