@@ -71,7 +71,9 @@ check: .venv/.ready
 
 docs: .venv/bin/mkdocs
 	mkdir -p build/pages
-	ln -sfn $(CURDIR)/*.md $(CURDIR)/docs build/pages/
+	mkdir -p build/pages/tests
+	ln -sfn $(CURDIR)/*.md $(CURDIR)/docs $(CURDIR)/benchmarks build/pages/
+	ln -sfn $(CURDIR)/tests/faults build/pages/tests/
 	.venv/bin/mkdocs build --strict
 
 # Lines and tokens of each room of the package.

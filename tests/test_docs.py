@@ -16,7 +16,8 @@ from tests.test_structure import MODULES
 from tools import rooms
 from tools.codes import codes
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+FOLDERS = ("docs", "benchmarks/results", "tests/faults")
+PAGES = [*ROOT.glob("*.md"), *(page for one in FOLDERS for page in (ROOT / one).rglob("*.md"))]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 TOUR = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
 

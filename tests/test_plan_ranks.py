@@ -1,5 +1,5 @@
 """A rank of many, planned: what it holds, moves and saves is what the formulas behind
-docs/internals/scale.md say."""
+benchmarks/results/ranks.md say."""
 
 from __future__ import annotations
 

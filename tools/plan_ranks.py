@@ -5,8 +5,8 @@
 The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are
 fake (shapes without memory) and its collectives do nothing but be counted. What the rank holds,
 moves and saves has to be what formulas over the sizes of the model say, and what two real ranks
-over gloo do has to be what their plan says. Prints the rows of docs/internals/scale.md, and exits
-with 1 where anything differs from a formula, from a real rank or from that page.
+over gloo do has to be what their plan says. Prints the rows of benchmarks/results/ranks.md, and
+exits with 1 where anything differs from a formula, from a real rank or from that page.
 
 Bytes of a collective are those of the whole buffer: what an all_gather gives, what a reduce_scatter
 takes.
@@ -498,15 +498,15 @@ def main() -> int:
         ]
         if found["windows"][:2][-len(plan["windows"]) :] != plan["windows"]:
             wrong.append(f"{name}, two ranks: {found['windows']}, not {plan['windows']}")
-    page = (ROOT / "docs" / "internals" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks/results/ranks.md").read_text(encoding="utf-8")
     for row in rows(planned):
         print(row)
         if row not in page:
-            wrong.append(f"not in docs/internals/scale.md: {row}")
+            wrong.append(f"not in benchmarks/results/ranks.md: {row}")
     print(
         "\n".join(["", *wrong])
         if wrong
-        else "\nas the formulas, two real ranks and docs/internals/scale.md say"
+        else "\nas the formulas, two real ranks and benchmarks/results/ranks.md say"
     )
     return 1 if wrong else 0
 

@@ -112,7 +112,7 @@ def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
     capfd.readouterr()
     assert run(["plan", "--json", *asked, "plan.device=cpu"]) == 0
     planned = json.loads(capfd.readouterr().out)["memory_bytes"]["peak"]
-    # docs/internals/memory.md; the ballast would double the rows
+    # benchmarks/results/memory.md; the ballast would double the rows
     assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.1)
 
 

@@ -79,8 +79,8 @@ class Reduced(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "of_mlp"), [("gpt2", 1), ("llama, pre", 2)])
 def test_tensor_parallelism_reduces_activations_in_the_types_that_the_docs_name(kind, of_mlp):
-    """docs/internals/scale.md: under bf16 all of a block but the gradients that leave gate and up,
-    and not the embedding's."""
+    """Under bf16 all of a block but the gradients that leave gate and up, and not the embedding's:
+    as benchmarks/results/ranks.md says."""
     bf16, fp32 = torch.bfloat16, torch.float32
     with pretended(2):
         joined = mesh.join("cpu", "tp", 1, 1, 2)
