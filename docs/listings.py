@@ -62,13 +62,6 @@ TOKENIZER = (
     "tokenizer --vocab-size 4096 data=corpus data.sources.code.files=code.jsonl.zst "
     "data.sources.prose.files=prose.jsonl.zst"
 )
-TABLE = (r"Undecided", r".*1 undecided\.$", r"weight  ", r" +0\.[159]  ")
-MIX = (
-    "train -m data=corpus data.sources.code.files=code.jsonl.zst "
-    "data.sources.code.weight=0.1,0.5,0.9 data.sources.prose.files=prose.jsonl.zst "
-    "data.sources.prose.weight=0.5 data.val.prose.files=prose-val.jsonl.zst "
-    "data.val.code.files=code-val.jsonl.zst train.max_steps=100 tracker=none hydra.sweep.dir=mix"
-)
 PLAN = "tracker=none precision=bf16 model.vocab_size=50257"
 TRUNK = (
     "train hydra.run.dir=trunk schedule=constant train.max_steps=200 checkpoint.keep_every=50 "
@@ -77,7 +70,7 @@ TRUNK = (
 )
 LISTINGS = (
     Listing(
-        "README.md",
+        "docs/start.md",
         "train",
         (
             r"(data|train|validation|model|batch|budget|warm-up|FLOPs|device|precision|folder|start)  ",  # noqa: E501
@@ -94,10 +87,9 @@ LISTINGS = (
         (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
         (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
     ),
-    Listing("README.md", "evaluate run", ("(set|val) ",), before=(TRAINED,)),
-    Listing("README.md", EXPORTED, before=(TRAINED,)),
+    Listing("docs/exchange.md", "evaluate run", ("(set|val) ",), before=(TRAINED,)),
     Listing(
-        "README.md",
+        "docs/exchange.md",
         "python -c 'from transformers import AutoModelForCausalLM, AutoTokenizer; "
         'ids = AutoTokenizer.from_pretrained("my-model")("import torch", return_tensors="pt")'
         ".input_ids; "
@@ -105,20 +97,18 @@ LISTINGS = (
         before=(TRAINED, EXPORTED),
     ),
     Listing(
-        "README.md",
+        "docs/branches.md",
         "train -m fork.run=trunk fork.step=50,100,200 schedule=cooldown hydra.sweep.dir=cooldowns",
         (r"No ranking", r"from  ", r" +\d+  ", r"page  "),
         before=(TRUNK,),
     ),
     Listing(
-        "README.md",
+        "docs/plan.md",
         "plan plan.device=l4 model=gpt2_small tokenizer=bytes batch.sequence_length=1024 "
         f"batch.micro_batch_size=64 {PLAN}",
         (r"(device|precision|folder|memory|fits|would fit)  ",),
         ("tracker=none",),
     ),
-    Listing("README.md", MIX, TABLE, (*SMALL, "train.max_steps=10"), corpus=True),
-    Listing("README.md", "compare mix --sort val/code/loss", TABLE, before=(MIX,), corpus=True),
     Listing(
         "docs/clipping.md",
         "train clip=update clip.threshold=0.5 hydra.run.dir=run train.max_steps=100",
@@ -223,7 +213,7 @@ BY_HAND = {
     "docs/verify.md": ("verify transfer",),  # two minutes; tests/verify/test_transfer.py
     "docs/clipping.md": ("experiment=clip_rules",),  # 16 runs; tests/compare/test_output.py
     "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/features/ema/test_averages.py
-    # needs Ray; a sweep as that of the README, with a tokenizer of its own
+    # needs Ray; three runs of half a minute
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
     "docs/inside.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
